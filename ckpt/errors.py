@@ -197,13 +197,12 @@ class GroupError(CkptError):
     """Another rank ended the call."""
 
     exit_code = 31
+    ranks: tuple[int, ...] = ()
+    """Which ranks, where the error was made and that is known; a copy by pickle has none."""
 
 
 class RankFailedError(GroupError):
     """Another rank raised; the message has its name and its error."""
-
-    ranks: tuple[int, ...] = ()
-    """Which ranks, where the error was made; a copy by pickle has none."""
 
 
 class ExchangeError(GroupError):

@@ -29,7 +29,7 @@ FLOORS = (
     ("byte_source",),
     ("data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
     ("engine.load", "engine.save", "observe"),
-    ("events", "view"),
+    ("events", "live", "view"),
     ("api", "converters", "monitors"),
     ("cli", "training"),
     ("integrations",),
@@ -74,6 +74,7 @@ WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.maintenance", "ckpt.engine.verify", "ckpt.concurrency"),
     "ckpt.byte_source",
     *("ckpt.observe", "ckpt.monitors", "ckpt.events.event", "ckpt.events.event_threads", "ckpt.events.alerts"),
+    *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pull_messages", "server", "wire")),
     *("ckpt.tracing.stall", "ckpt.tracing.trace_events", "ckpt.training.tiers", "ckpt.training.cost_meter"),
 )
 CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", "export", "convert")

@@ -148,6 +148,15 @@ class Ring:
         """Reader number ``which`` got what it wants of the slot in another way."""
         self._marks[slot, which] = 0
 
+    def is_back(self, slot: int) -> bool:
+        """Whether all to whom a slot was lent have said that they are done with it."""
+        return bool(self._seen[slot] == self._nobody)
+
+    def take_back(self, slot: int) -> None:
+        """Lend a slot no longer to who does not come back: its turn is over, which who copies from it sees (:meth:`Borrowed.turn`)."""
+        self._turns[slot] += 1
+        self._marks[slot] = 0
+
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
         data: npt.NDArray[np.uint8] = self._data[slot]
         return data
@@ -187,6 +196,10 @@ class Borrowed:
         if memory[:TOKEN_BYTES] != at.token:
             raise OSError(f"{path} is memory of another process than the one that announced it")
         self._turns, self._marks, self._data = _parts(memory, at.shape)
+
+    def has(self, slot: int) -> bool:
+        """Whether there is a slot of this number."""
+        return slot < len(self._turns)
 
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
         data: npt.NDArray[np.uint8] = self._data[slot]

@@ -1,0 +1,93 @@
+"""A live state as a catalog: tensors whose chunks lie in the memory of ranks, as their layouts cut them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
+from ckpt.errors import UsageError
+from ckpt.io_backends.protocol import Backend
+from ckpt.layout.geometry import IntArray
+from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.tables import Joined
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveCatalog(CatalogDefaults):
+    """See ``ckpt.catalog.Catalog``. A chunk is a cell of a tensor's tiling: what the same ranks have. ``url`` is what messages call it."""
+
+    url: str
+    tensors: Mapping[str, TensorEntry]
+    layouts: Mapping[str, TensorLayout]
+    """Of each tensor that is no alias."""
+    state: Any
+    world_size: int
+    ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    format: str = "a live state"
+
+    @classmethod
+    def of(
+        cls,
+        joined: Joined,
+        state: Any,
+        *,
+        url: str,
+        world_size: int,
+        ranks: Mapping[int, Mapping[str, Any]] | None = None,
+        own: Iterable[tuple[int, TensorSpec]] = (),
+    ) -> LiveCatalog:
+        """From the tables and values of all ranks, joined. ``ranks``: what ``PerRank`` values each place among the ranks has, by path;
+        ``own``: places, and the tensors in these values."""
+        somewhere = np.zeros(1, dtype=np.int32)
+        grids: dict[tuple[TensorLayout, tuple[int, ...]], Grid] = {}
+        entries: dict[str, TensorEntry] = {}
+        layouts: dict[str, TensorLayout] = {}
+        for place, tensor in [*((None, t) for t in joined.tensors.values()), *own]:
+            key = tensor.layout, tensor.shape
+            grid = grids.get(key)
+            if grid is None:
+                tiling = tensor.layout.tiling(tensor.shape)
+                grid = grids[key] = Grid(cuts=tiling.cuts, boxes=tiling.boxes, files=somewhere)
+            layouts[tensor.name] = tensor.layout
+            entries[tensor.name] = TensorEntry(
+                name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, logical=tensor.logical, grid=grid, rank=place
+            )
+        for name, target in joined.aliases.items():
+            entries[name] = replace(entries[target], name=name, alias=target)
+        return cls(url=url, tensors=entries, layouts=layouts, state=state, world_size=world_size, ranks=ranks or {})
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The number by which peers know a tensor: its place among the sorted names, aliases left out."""
+        return {name: number for number, name in enumerate(sorted(self.layouts))}
+
+    def number(self, entry: TensorEntry) -> int:
+        """The number of the tensor that has an entry's bytes."""
+        return self.numbers[entry.alias or entry.name]
+
+    def holders(self, entry: TensorEntry) -> IntArray:
+        """The ranks that have each chunk, ``[chunks, replicas]``."""
+        return self.layouts[entry.alias or entry.name].tiling(entry.shape).holders
+
+    @property
+    def backend(self) -> Backend:
+        """Refused: nothing of it is stored."""
+        return self._refuse()
+
+    def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
+        """How long each chunk is; it is in no file, and its bytes have no digest yet."""
+        size = entry.dtype.itemsize
+        return [Extent(path="", offset=0, length=entry.grid.box(chunk).numel * size, digest=None) for chunk in chunks]
+
+    def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
+        """The same for chunks of many tensors."""
+        return [self.extents(entry, [chunk])[0] for entry, chunk in wanted]
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError("the tensors of a live state are in no file", where=self.url)

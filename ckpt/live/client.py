@@ -1,0 +1,278 @@
+"""Takes pieces of a live state from the ranks that hold them, several at once. Another holder takes the place of one that is lost.
+
+No torch. Each piece is compared with its digest before anything of it is placed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+
+import xxhash
+
+from ckpt.concurrency.workers import Pending, run_tasks
+from ckpt.errors import (
+    CancelledError,
+    CkptError,
+    CorruptError,
+    CoverageError,
+    DeadlineError,
+    ExchangeError,
+    FormatError,
+    GroupError,
+    NotFoundError,
+    RankFailedError,
+)
+from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
+from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
+from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, Borrowed, machine
+
+from .pull_messages import FAILED, KNOWN, LENGTH, MACHINE, MOST_LIST, OPENED, PULL, PULL_KIND, PURPOSE, UNOPENED, receive_error
+from .wire import Address, dial
+
+REPLACED = (RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError)
+"""Errors of one holder, after which another one may have the bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A rank that serves pieces. ``network`` is that of its machine (``ckpt.transport.endpoints.network``)."""
+
+    rank: int
+    addresses: tuple[Address, ...]
+    network: str
+
+    def __str__(self) -> str:
+        host, port = self.addresses[0] if self.addresses else ("nowhere", 0)
+        return f"rank {self.rank} ({host}:{port})"
+
+
+class PieceClient:
+    """A connection to one holder.
+
+    Raises:
+        DeadlineError: it cannot be reached, or sends nothing.
+        RankFailedError: it closed the connection.
+        AccessError, FormatError: it has another secret, or speaks another protocol.
+    """
+
+    def __init__(
+        self, holder: Holder, secret: bytes, timeout: float, *, network: str, alive: Callable[[], None] = lambda: None, shared: bool = True
+    ) -> None:
+        """``network``: of this machine. ``shared``: whether the holder's shared memory is used where it can be."""
+        self.holder = holder
+        with _naming(holder):
+            self._channel = dial(
+                holder.addresses,
+                secret,
+                timeout,
+                peer=str(holder),
+                purpose=PURPOSE,
+                alive=alive,
+                same_network=holder.network == network,
+            )
+            try:
+                name = machine().encode() if shared else b""
+                self._channel.send(MACHINE.pack(len(name)), name)
+                self._slots = _opened(self._channel.receive(ANNOUNCEMENT_BYTES))
+                self._channel.send(UNOPENED if self._slots is None else OPENED)
+            except BaseException:
+                self._channel.close()
+                raise
+        self._buffer = bytearray()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def pull(self, version: str, requests: RequestList, place: Callable[[int, memoryview], None]) -> None:
+        """Take all pieces of a list, in order: ``place`` gets the number and the bytes of each, which it must not keep.
+
+        Raises:
+            ExchangeError: a piece came damaged.
+            DeadlineError, RankFailedError: the holder hangs, or died.
+            CkptError: what the holder found wrong; NotFoundError if it does not have the version any more.
+        """
+        with _naming(self.holder):
+            channel, name = self._channel, version.encode()
+            if len(requests.packed) > MOST_LIST:
+                raise FormatError(
+                    f"a list of requests of {len(requests.packed)} bytes is too long", hint="take fewer tensors at once (only=)"
+                )
+            channel.send(PULL.pack(PULL_KIND, len(name), 0, requests.digest), name)
+            if channel.receive(1) != KNOWN:
+                channel.send(LENGTH.pack(len(requests.packed)), requests.packed)
+            for piece in range(len(requests.pieces)):
+                self._take(piece, requests.places(piece)[1], partial(place, piece))
+
+    def _take(self, piece: int, length: int, place: Callable[[memoryview], None]) -> None:
+        while True:
+            parcel, number, slot, count, digest = RECORD.unpack(self._channel.receive(RECORD.size))
+            if parcel != ALIVE:
+                break
+        if parcel == FAILED:
+            raise receive_error(self._channel, count)
+        if number != piece or (slot == IN_STREAM and count != length):
+            raise FormatError(f"piece {number} of {count} bytes came in the place of piece {piece} of {length}", where=str(self.holder))
+        if slot == IN_STREAM:
+            if len(self._buffer) < length:
+                self._buffer = bytearray(length)
+            view = memoryview(self._buffer)[:length]
+            self._channel.receive_into(view)
+            self._check(view, digest)
+            place(view)
+            return
+        slots = self._slots
+        if slots is None or not slots.has(slot):
+            raise FormatError(f"slot {slot} of memory that is not open", where=str(self.holder))
+        view = slots.data(slot).data[:length]
+        self._check(view, digest)
+        place(view)
+        if slots.turn(slot) != count:
+            raise ConnectionAbortedError("this rank was taken for dead while it copied")
+        slots.done(slot, 0)
+
+    def _check(self, view: memoryview, digest: int) -> None:
+        if xxhash.xxh3_64_intdigest(view) != digest:
+            raise damaged(self.holder.rank)
+
+
+def _opened(announcement: bytes) -> Borrowed | None:
+    if announcement == bytes(ANNOUNCEMENT_BYTES):
+        return None
+    at = Announcement.unpack(announcement)
+    if at.shape[0] > 1024 or at.shape[1] > MOST_PIECE or at.shape[2] != 1:
+        raise FormatError(f"shared memory of an unlikely shape {at.shape}")
+    try:
+        return Borrowed(at)
+    except OSError:
+        return None  # another container, or not allowed: then the bytes come in the stream
+
+
+@contextmanager
+def _naming(holder: Holder) -> Iterator[None]:
+    """Errors say which holder is lost."""
+    try:
+        yield
+    except CkptError as err:
+        if isinstance(err, GroupError) and not err.ranks:
+            err.ranks = (holder.rank,)
+        raise
+    except OSError as err:
+        lost = RankFailedError(f"{holder} is gone: {err}", hint="look why that process ended")
+        lost.ranks = (holder.rank,)
+        raise lost from err
+
+
+# ---- from several holders
+
+
+@dataclass(eq=False)
+class Pulled:
+    """What came, in bytes of boxes by rank; ``lost`` are holders that others stood in for, and what happened to them."""
+
+    received: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, CkptError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Unfinished:
+    """What a lost holder has not given."""
+
+    holder: int
+    share: Share
+    pieces: set[int]
+
+
+def pull_all(
+    plan: TransferPlan,
+    holders: Mapping[int, Holder],
+    place: Callable[[Share, int, memoryview], None],
+    *,
+    version: str,
+    rank: int,
+    secret: bytes,
+    timeout: float,
+    network: str,
+    threads: int = 4,
+    alive: Callable[[], None] = lambda: None,
+    shared: bool = True,
+) -> Pulled:
+    """Take every share of a plan. ``place`` gets share, number and bytes of each piece, from several threads. ``alive`` is called often,
+    from this one.
+
+    Raises:
+        RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError: a holder is lost, and nobody else has what it had.
+        CkptError: as ``PieceClient``; and the errors of ``place`` and ``alive``.
+    """
+    pulled, lock, stop = Pulled(), threading.Lock(), threading.Event()
+    unfinished: list[_Unfinished] = []
+
+    def going() -> None:
+        if stop.is_set():
+            raise CancelledError("another part of the transfer failed")
+
+    def pull(holder: int, share: Share) -> None:
+        left = set(range(len(share.requests.pieces)))
+
+        def placed(piece: int, view: memoryview) -> None:
+            going()
+            place(share, piece, view)
+            rows = share.requests.pieces[piece]
+            with lock:
+                left.discard(piece)
+                pulled.received[holder] = pulled.received.get(holder, 0) + int(share.requests.nbytes[rows.start : rows.stop].sum())
+
+        try:
+            client = PieceClient(holders[holder], secret, timeout, network=network, alive=going, shared=shared)
+            try:
+                client.pull(version, share.requests, placed)
+            finally:
+                client.close()
+        except REPLACED as err:
+            with lock:
+                pulled.lost[holder] = err
+                unfinished.append(_Unfinished(holder, share, left))
+
+    shares = list(plan.shares.items())
+    while shares:
+        shares.sort(key=lambda item: (item[0] <= rank, item[0]))  # each receiver begins with another holder
+        tasks = [partial(pull, holder, share) for holder, share in shares]
+        _run_alive(tasks, threads, alive, stop)
+        replaced, unfinished = unfinished, []
+        shares = list(chain.from_iterable(_others(plan, lost, pulled) for lost in replaced))
+    return pulled
+
+
+def _others(plan: TransferPlan, lost: _Unfinished, pulled: Pulled) -> list[tuple[int, Share]]:
+    """Who stands in for a lost holder; its error if nobody can."""
+    try:
+        return list(plan.without(lost.holder, lost.share, lost.pieces, pulled.lost.keys()).items())
+    except CoverageError as err:
+        error = pulled.lost[lost.holder]
+        error.message += f"; {err.message} of {err.where}" if err.where else f"; {err.message}"
+        raise error from err
+
+
+def _run_alive(tasks: Sequence[Callable[[], None]], threads: int, alive: Callable[[], None], stop: threading.Event) -> None:
+    pending = Pending(lambda: run_tasks(tasks, threads, "ckpt-pull"), "ckpt-pull")
+    try:
+        while not pending.wait(0.05):
+            alive()
+    except BaseException:
+        stop.set()
+        pending.wait()
+        raise
+    pending.result()
+
+
+def piece_boxes(share: Share, piece: int) -> list[tuple[int, int, int, int]]:
+    """For each box of a piece: the number of its want and of its request, and where in the piece it begins and ends."""
+    places, _ = share.requests.places(piece)
+    rows = share.requests.pieces[piece]
+    nbytes = share.requests.nbytes[rows.start : rows.stop].tolist()
+    wants = share.wants[rows.start : rows.stop].tolist()
+    return [(want, request, at, at + size) for want, request, at, size in zip(wants, rows, places, nbytes, strict=True)]

@@ -1,0 +1,94 @@
+"""What one rank has of a live state, and how boxes of it are packed. Whoever serves it needs to know no receiver's layout. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import NotFoundError
+from ckpt.layout.geometry import Box
+from ckpt.plan.transfers import RequestList
+
+Rows = Callable[[Any, tuple[slice, ...]], npt.NDArray[np.generic]]
+"""The elements of a box of some memory, as an array of a plain dtype of the same item size; a view where that can be."""
+Check = Callable[[int, Box], None]
+"""Looks whether a box of a tensor is still what it was when it was published; raises CorruptError if not."""
+
+
+class HeldBox(NamedTuple):
+    """A box of a tensor and its memory: an array of ``box.shape``, or whatever ``Rows`` reads."""
+
+    box: Box
+    memory: Any
+
+
+class HeldTensor(NamedTuple):
+    """All that this rank has of one tensor of so many ``dimensions``."""
+
+    dimensions: int
+    itemsize: int
+    parts: Sequence[HeldBox]
+
+
+def array_rows(memory: npt.NDArray[np.generic], slices: tuple[slice, ...]) -> npt.NDArray[np.generic]:
+    """The ``Rows`` of numpy arrays."""
+    return memory[slices]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Holdings:
+    """The boxes that this rank has, by number of the tensor in the catalog. ``check`` is called for each box before its bytes leave."""
+
+    tensors: Mapping[int, HeldTensor]
+    rows: Rows = array_rows
+    check: Check | None = None
+
+    def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
+        """Pack the boxes of a piece into ``out``, row-major, each at its place; how many bytes that is.
+
+        Raises:
+            NotFoundError: this rank does not have all of a box, or its elements have another size.
+            CorruptError: ``check`` says so.
+        """
+        places, length = requests.places(piece)
+        for request, place in zip(requests.pieces[piece], places, strict=True):
+            number, nbytes = int(requests.numbers[request]), int(requests.nbytes[request])
+            tensor = self.tensors.get(number)
+            if tensor is None or tensor.dimensions > requests.offsets.shape[1]:
+                raise _not_here(f"nothing of tensor number {number}")
+            box = requests.box(request, tensor.dimensions)
+            if box.numel * tensor.itemsize != nbytes:
+                raise _not_here(f"{box.numel * tensor.itemsize} bytes in {box} of tensor number {number}, not {nbytes}")
+            self.gather(number, box, out[place : place + nbytes])
+        return length
+
+    def gather(self, number: int, box: Box, out: memoryview) -> None:
+        """Pack the row-major elements of a box of tensor ``number``, which may lie in several parts, into ``out``.
+
+        Raises:
+            NotFoundError: this rank does not have all of it.
+            CorruptError: ``check`` says so.
+        """
+        if self.check is not None:
+            self.check(number, box)
+        tensor = self.tensors[number]
+        missing = box.numel
+        for part, memory in tensor.parts:
+            common = part if part == box else part.intersect(box)
+            if common is None:
+                continue
+            rows = self.rows(memory, common.relative_to(part.offset).slices)
+            target = np.frombuffer(out, dtype=rows.dtype).reshape(box.shape)
+            np.copyto(target if common == box else target[common.relative_to(box.offset).slices], rows)
+            missing -= common.numel
+            if not missing:
+                return
+        raise _not_here(f"{box.numel - missing} of the {box.numel} elements of {box} of tensor number {number}")
+
+
+def _not_here(what: str) -> NotFoundError:
+    return NotFoundError(f"this rank has {what}", hint="holder and receiver do not mean the same version: take it again")

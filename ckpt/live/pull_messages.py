@@ -1,0 +1,61 @@
+"""What holder and receiver of pieces say to each other, once they have proved who they are. No torch.
+
+receiver                                           holder
+machine ─────────────────────────────────────────►
+        ◄───────── where its shared memory is, if both are on one machine
+opened or not ───────────────────────────────────►
+pull: version, digest of the list ───────────────►
+        ◄───────── known, or unknown
+the list, if it is unknown ──────────────────────►
+        ◄───────── a record for each piece in order, with its digest; its bytes follow, or lie in a slot
+pull: …
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+from ckpt import errors
+from ckpt.coordination.remote_errors import error_to_json
+from ckpt.errors import CkptError, FormatError, GroupError
+from ckpt.settings import limits
+from ckpt.transport.framing import RECORD
+
+from .wire import Channel
+
+PURPOSE = "pieces"
+MACHINE = struct.Struct("<H")
+"""Bytes of the machine's name, which follows."""
+MOST_MACHINE = 4096
+OPENED, UNOPENED = b"o", b"n"
+PULL = struct.Struct("<BHI16s")
+"""Kind of message, bytes of the version's name, flags, digest of the list."""
+PULL_KIND = 1
+MOST_VERSION = 512
+KNOWN, UNKNOWN = b"k", b"u"
+LENGTH = struct.Struct("<Q")
+MOST_LIST = 32 * limits.MIB
+"""Bytes of a list of requests, and of all that a holder remembers: half a million requests."""
+FAILED = 0xFFFFFFFE
+"""In place of a parcel: an error follows, as JSON."""
+MOST_ERROR = 64 * limits.KIB
+
+
+def send_error(channel: Channel, err: BaseException) -> None:
+    """Tell the other end why there are no more pieces."""
+    text = json.dumps(error_to_json(err)).encode()[:MOST_ERROR]
+    channel.send(RECORD.pack(FAILED, 0, 0, len(text), 0), text)
+
+
+def receive_error(channel: Channel, length: int) -> CkptError:
+    """What the other end raised, as the same class if it is one of ours."""
+    if length > MOST_ERROR:
+        raise FormatError(f"an error message of {length} bytes", where=channel.peer)
+    try:
+        data = json.loads(channel.receive(length))
+        kind, message, hint = getattr(errors, data["type"], None), str(data["message"]), data["hint"]
+    except (ValueError, KeyError, TypeError) as err:
+        raise FormatError(f"an error message that cannot be read: {err}", where=channel.peer) from err
+    known = kind if isinstance(kind, type) and issubclass(kind, CkptError) else GroupError
+    return known(f"{channel.peer}: {message}", where=data["where"], hint=hint if isinstance(hint, str) else None)

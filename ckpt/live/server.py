@@ -1,0 +1,294 @@
+"""Gives pieces of the boxes that this rank holds to whoever asks and knows the secret. No torch.
+
+A thread waits for connections, and one serves each: it packs the boxes of a piece into a slot of shared memory, hashes them while they are
+in the cache, and says so; a receiver on another machine gets the bytes in the stream. All slots together bound the memory. A receiver has
+few of them at a time, so one that hangs leaves the others theirs; at the deadline it is dropped, and what it was reading is marked as over.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import xxhash
+
+from ckpt.errors import CkptError, DeadlineError, FormatError
+from ckpt.plan.transfers import MOST_PIECE, RequestList, digest_of
+from ckpt.transport.endpoints import listen, network
+from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD
+from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, Ring, machine
+
+from .holdings import Holdings
+from .pull_messages import (
+    KNOWN,
+    LENGTH,
+    MACHINE,
+    MOST_LIST,
+    MOST_MACHINE,
+    MOST_VERSION,
+    OPENED,
+    PULL,
+    PULL_KIND,
+    PURPOSE,
+    UNKNOWN,
+    send_error,
+)
+from .wire import Channel, welcome
+
+SLOTS = 12
+"""Pieces that are packed and not yet taken, of all receivers together: 48 MiB."""
+IN_FLIGHT = 4
+"""Of these, what one receiver has at most: one that is being packed, one that waits, one that is copied, and one more."""
+MOST_CONNECTIONS = 2048
+_SIGN_SECONDS = 1.0
+
+log = logging.getLogger("ckpt")
+
+
+class PieceServer:
+    """Serves ``holdings(version)``, which raises NotFoundError where there is no such version. ``addresses`` are where it listens."""
+
+    def __init__(self, holdings: Callable[[str], Holdings], secret: bytes, timeout: float, *, store: str | None = None) -> None:
+        """``store``: the host of the job's store, if it has one: the addresses that lead there come first.
+
+        Raises:
+            UsageError: a setting names no interface.
+            CkptError: this process has too many files open.
+        """
+        self._holdings = holdings
+        self._secret = secret
+        self._timeout = timeout
+        self._ring = Ring(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
+        self._lists = _Lists()
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._connections: set[socket.socket] = set()
+        self._serving = 0
+        self._closing = threading.Event()
+        self.network = network()
+        self._ports = listen(store)
+        self.addresses: list[tuple[str, int]] = [port.getsockname()[:2] for port in self._ports]
+        self._thread = threading.Thread(target=self._accept, name="ckpt-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of boxes that receivers were given, without padding."""
+        return self._sent
+
+    def close(self) -> None:
+        """Stop listening, and drop who is connected."""
+        self._closing.set()
+        self._ring.stop()
+        self._thread.join()
+        for port in self._ports:
+            port.close()
+        with self._lock:
+            for sock in self._connections:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        self._ring.close()
+
+    # ---- connections
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for port in self._ports:
+                port.setblocking(False)
+                selector.register(port, selectors.EVENT_READ, port)
+            while not self._closing.is_set():
+                for key, _ in selector.select(0.1):
+                    with suppress(OSError):  # of that connection alone, or too many files: whoever it is tries again
+                        sock, address = key.data.accept()
+                        self._begin(sock, f"{address[0]}:{address[1]}")
+
+    def _begin(self, sock: socket.socket, peer: str) -> None:
+        with self._lock:
+            full = len(self._connections) >= MOST_CONNECTIONS
+            if not full:
+                self._connections.add(sock)
+        if full:
+            log.warning("%s is not served: there are %d connections", peer, MOST_CONNECTIONS)
+            sock.close()
+            return
+        threading.Thread(target=self._converse, args=(sock, peer), name="ckpt-serve", daemon=True).start()
+
+    def _converse(self, sock: socket.socket, peer: str) -> None:
+        try:
+            channel = welcome(sock, self._secret, self._timeout, peer=peer, alive=self._check_going)
+            try:
+                if channel.purpose != PURPOSE:
+                    raise FormatError(f"it asks for {channel.purpose!r}, and pieces are given here", where=peer)
+                self.serve(channel)
+            finally:
+                channel.close()
+        except (CkptError, OSError) as err:
+            log.debug("live: %s is served no longer: %s", peer, err)
+        finally:
+            with self._lock:
+                self._connections.discard(sock)
+            sock.close()
+
+    def _check_going(self) -> None:
+        if self._closing.is_set():
+            raise ConnectionAbortedError("closing")
+
+    def serve(self, channel: Channel) -> None:
+        """Serve one receiver, which has proved itself, until it closes the connection.
+
+        Raises:
+            ConnectionError: it is gone in the middle of a piece.
+            DeadlineError: it takes nothing.
+            FormatError: what it says makes no sense.
+        """
+        (length,) = MACHINE.unpack(channel.receive(MACHINE.size))
+        if length > MOST_MACHINE:
+            raise FormatError(f"a machine's name of {length} bytes", where=channel.peer)
+        near = channel.receive(length).decode("utf-8", "replace") == machine()
+        channel.send(self._ring.announcement().pack() if near and self._ring.file >= 0 else bytes(ANNOUNCEMENT_BYTES))
+        outlet = _Outlet(channel, self._ring, opened=channel.receive(1) == OPENED)
+        with self._lock:
+            self._serving += 1
+        try:
+            while channel.await_next():
+                self._answer(channel, outlet)
+        finally:
+            outlet.abandon()
+            with self._lock:
+                self._serving -= 1
+
+    def _answer(self, channel: Channel, outlet: _Outlet) -> None:
+        """One pull. What goes wrong with the version or a box is told, and ends the pull alone."""
+        kind, length, flags, digest = PULL.unpack(channel.receive(PULL.size))
+        if kind != PULL_KIND or length > MOST_VERSION or flags:
+            raise FormatError(f"a message of kind {kind}, flags {flags:#x}", where=channel.peer)
+        version = channel.receive(length).decode("utf-8", "replace")
+        requests = self._lists.get(digest)
+        channel.send(UNKNOWN if requests is None else KNOWN)
+        if requests is None:
+            (size,) = LENGTH.unpack(channel.receive(LENGTH.size))
+            if size > MOST_LIST:
+                raise FormatError(f"a list of requests of {size} bytes", where=channel.peer)
+            requests = self._lists.add(digest, channel.receive(size))
+        try:
+            holdings = self._holdings(version)
+            for piece in range(len(requests.pieces)):
+                rows = requests.pieces[piece]
+                with self._lock:  # first: who has the last piece may look at it
+                    self._sent += int(requests.nbytes[rows.start : rows.stop].sum())
+                outlet.put(holdings, requests, piece, most=max(1, min(IN_FLIGHT, SLOTS // self._serving)))
+            outlet.settle(0)
+        except DeadlineError:
+            raise
+        except CkptError as err:
+            outlet.settle(0)
+            send_error(channel, err)
+
+
+class _Outlet:
+    """Where the pieces for one receiver go. ``opened``: it can read the slots of the ring."""
+
+    def __init__(self, channel: Channel, ring: Ring, *, opened: bool) -> None:
+        self._channel = channel
+        self._ring = ring
+        self._opened = opened
+        self._lent: deque[int] = deque()
+        self._sign_at = 0.0
+
+    def put(self, holdings: Holdings, requests: RequestList, piece: int, *, most: int) -> None:
+        """Pack a piece, once this receiver has fewer than ``most`` slots, and give it."""
+        self.settle(most - 1)
+        self._sign_at = time.monotonic() + _SIGN_SECONDS
+        slot = self._ring.take(self._wait)
+        try:
+            view = self._ring.data(slot).data
+            view = view[: holdings.pack(requests, piece, view)]
+            digest = xxhash.xxh3_64_intdigest(view)
+            if self._opened:
+                self._lent.append(slot)
+                turn = self._ring.lend(slot, (), (0,))
+                self._channel.send(RECORD.pack(0, piece, slot, turn, digest))
+            else:
+                self._channel.send(RECORD.pack(0, piece, IN_STREAM, len(view), digest), view)
+        finally:
+            if slot not in self._lent:
+                self._ring.release(slot)
+
+    def settle(self, most: int) -> None:
+        """Wait until the receiver has at most so many slots.
+
+        Raises:
+            DeadlineError: it copies nothing.
+            ConnectionError: it is gone.
+        """
+        since = time.monotonic()
+        while len(self._lent) > most:
+            if self._collect():
+                since = time.monotonic()
+            elif time.monotonic() - since > self._channel.timeout:
+                raise DeadlineError(f"{self._channel.peer} copies nothing for {self._channel.timeout:g} s")
+            else:
+                self._channel.check_open()
+                time.sleep(PAUSE)
+
+    def abandon(self) -> None:
+        """The receiver is gone, or dropped: its slots are over."""
+        while self._lent:
+            slot = self._lent.popleft()
+            self._ring.take_back(slot)
+            self._ring.release(slot)
+
+    def _collect(self) -> bool:
+        """Take back what has been copied, in its order; whether there was any."""
+        before = len(self._lent)
+        while self._lent and self._ring.is_back(self._lent[0]):
+            self._ring.release(self._lent.popleft())
+        return len(self._lent) < before
+
+    def _wait(self) -> None:
+        """No slot is free: other receivers have them all."""
+        self._collect()
+        self._channel.check_open()
+        if time.monotonic() >= self._sign_at:
+            self._sign_at = time.monotonic() + _SIGN_SECONDS
+            self._channel.send(RECORD.pack(ALIVE, 0, IN_STREAM, 0, 0))
+        time.sleep(PAUSE)
+
+
+class _Lists:
+    """The lists of requests that receivers have sent, by digest; those that were asked for longest ago are forgotten first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, tuple[RequestList, int]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: bytes) -> RequestList | None:
+        with self._lock:
+            known = self._known.get(digest)
+            if known is None:
+                return None
+            self._known.move_to_end(digest)
+            return known[0]
+
+    def add(self, digest: bytes, data: bytes) -> RequestList:
+        """Raises:
+        FormatError: it is no list, or not the one that has this digest.
+        """
+        if digest_of(data) != digest:
+            raise FormatError("a list of requests came damaged", hint="try again")
+        requests = RequestList.from_bytes(data)
+        with self._lock:
+            if digest not in self._known:
+                self._known[digest] = requests, len(data)
+                self._bytes += len(data)
+            while self._bytes > MOST_LIST and len(self._known) > 1:
+                _, (_, size) = self._known.popitem(last=False)
+                self._bytes -= size
+        return requests

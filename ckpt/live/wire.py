@@ -1,0 +1,259 @@
+"""The streams of live state: who may talk, and messages that wait for nobody longer than a deadline. No torch.
+
+    client                                            server
+    hello: magic, protocol, nonce ──────────────────►
+           ◄────────────── hello: magic, protocol, nonce, proof      HMAC-SHA256 of both nonces under the job's secret
+    proof, what it is for ──────────────────────────►
+           ◄────────────── welcome
+
+Both prove that they know the secret, and neither sends it; the two proofs are of different texts, so none can be sent back. Nothing that
+comes is unpickled, and every length is compared with a limit before memory is asked for.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
+from ckpt.text.printable import printable
+from ckpt.transport.endpoints import from_here
+from ckpt.transport.sockets import prepare
+
+Address = tuple[str, int]
+
+PROTOCOL = 1
+_MAGIC = b"ckl1"
+_NONCE = 32
+_CLIENT = struct.Struct(f"<4sH{_NONCE}s")
+_SERVER = struct.Struct(f"<4sH{_NONCE}s32s")
+_PROOF = struct.Struct("<32s16s")
+"""The client's proof, and what the connection is for."""
+WELCOME, REFUSED = b"w", b"x"
+GREETING_SECONDS = 5.0
+"""A client that has not proved itself by then is dropped."""
+_SLICE = 0.2
+"""Seconds after which a wait looks whether it should go on."""
+_FIRST_TRY = 1.0
+"""Seconds for the first try of an address, while there may be better ones; each round doubles it."""
+
+
+def _nothing() -> None:
+    """The default of what is called while a channel waits."""
+
+
+@dataclass(eq=False)
+class Channel:
+    """One end of a stream to ``peer``. A wait ends after ``timeout`` seconds in which nothing moved; ``alive`` is called within waits, and
+    an error of it ends them."""
+
+    sock: socket.socket
+    peer: str
+    timeout: float
+    alive: Callable[[], None] = _nothing
+    purpose: str = ""
+    _moved: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.sock.settimeout(_SLICE)
+
+    def send(self, *views: bytes | bytearray | memoryview) -> None:
+        """Send all of these.
+
+        Raises:
+            ConnectionError: the other end is gone.
+            DeadlineError: it takes nothing.
+        """
+        left = [memoryview(view).cast("B") for view in views if len(view)]
+        self._moved = time.monotonic()
+        while left:
+            try:
+                count = self.sock.sendmsg(left)
+            except TimeoutError:
+                self._wait("takes nothing")
+                continue
+            self._moved = time.monotonic()
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def receive(self, size: int) -> bytes:
+        """The next ``size`` bytes, which the caller has compared with a limit.
+
+        Raises:
+            ConnectionError: the other end is gone.
+            DeadlineError: nothing comes.
+        """
+        data = bytearray(size)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill ``view``; raises as :meth:`receive`."""
+        self._moved = time.monotonic()
+        while len(view):
+            try:
+                count = self.sock.recv_into(view)
+            except TimeoutError:
+                self._wait("sends nothing")
+                continue
+            if not count:
+                raise ConnectionError("the stream ended early")
+            self._moved = time.monotonic()
+            view = view[count:]
+
+    def await_next(self) -> bool:
+        """Wait, however long, until something comes; False if the other end has closed."""
+        while True:
+            try:
+                return bool(self.sock.recv(1, socket.MSG_PEEK))
+            except TimeoutError:
+                self.alive()
+            except OSError:
+                return False
+
+    def check_open(self) -> None:
+        """Raises:
+        ConnectionError: the other end is gone; it was not expected to say anything now.
+        """
+        try:
+            data = self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except (BlockingIOError, TimeoutError):
+            return
+        if not data:
+            raise ConnectionError("the stream ended early")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def _wait(self, what: str) -> None:
+        self.alive()
+        if time.monotonic() - self._moved > self.timeout:
+            raise DeadlineError(
+                f"{self.peer} {what} for {self.timeout:g} s", hint="look whether it died or hangs; a larger timeout= waits longer"
+            )
+
+
+def dial(
+    addresses: Sequence[Address],
+    secret: bytes,
+    timeout: float,
+    *,
+    peer: str,
+    purpose: str,
+    alive: Callable[[], None] = _nothing,
+    same_network: bool = True,
+) -> Channel:
+    """Connect to one of ``addresses``, tried in turn until one answers, and prove to each other that both know ``secret``.
+
+    ``peer`` is what messages call the other end; ``purpose``, at most 16 ASCII characters, is what it is to serve.
+
+    Raises:
+        DeadlineError: no address answers within ``timeout`` seconds; the message has what happened at each.
+        AccessError: the secrets differ.
+        FormatError: it speaks another protocol.
+        ConnectionError: it closed the connection.
+    """
+    sock = _connected(from_here(list(addresses), same_network=same_network), timeout, peer, alive)
+    channel = Channel(sock, peer, timeout, alive, purpose)
+    try:
+        own = secrets.token_bytes(_NONCE)
+        channel.send(_CLIENT.pack(_MAGIC, PROTOCOL, own))
+        magic, protocol, theirs, proof = _SERVER.unpack(channel.receive(_SERVER.size))
+        _check_protocol(magic, protocol, peer)
+        if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):
+            raise _other_secret(peer)
+        channel.send(_PROOF.pack(_proof(secret, b"client", theirs, own), purpose.encode("ascii")))
+        if channel.receive(1) != WELCOME:
+            raise _other_secret(peer)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def welcome(sock: socket.socket, secret: bytes, timeout: float, *, peer: str, alive: Callable[[], None] = _nothing) -> Channel:
+    """The other end of :func:`dial`, for a connection that was accepted; the channel has the client's ``purpose``.
+
+    Raises:
+        CkptError, ConnectionError: it is somebody else, or says nothing for some seconds. The socket is closed.
+    """
+    prepare(sock, timeout)
+    channel = Channel(sock, peer, min(timeout, GREETING_SECONDS), alive)
+    try:
+        magic, protocol, theirs = _CLIENT.unpack(channel.receive(_CLIENT.size))
+        if magic != _MAGIC:
+            raise FormatError("it is no client of ours", where=peer)
+        own = secrets.token_bytes(_NONCE)
+        channel.send(_SERVER.pack(_MAGIC, PROTOCOL, own, _proof(secret, b"server", theirs, own)))
+        _check_protocol(magic, protocol, peer)
+        proof, purpose = _PROOF.unpack(channel.receive(_PROOF.size))
+        if not hmac.compare_digest(proof, _proof(secret, b"client", own, theirs)):
+            channel.send(REFUSED)
+            raise _other_secret(peer)
+        channel.send(WELCOME)
+    except BaseException:
+        channel.close()
+        raise
+    channel.timeout, channel.purpose = timeout, purpose.rstrip(b"\0").decode("ascii", "replace")
+    return channel
+
+
+def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"ckpt live " + role + b"".join(nonces), "sha256")
+
+
+def _check_protocol(magic: bytes, protocol: int, peer: str) -> None:
+    if magic != _MAGIC:
+        raise FormatError("something else answers at this address", where=peer, hint="check the address")
+    if protocol != PROTOCOL:
+        raise FormatError(
+            f"it speaks version {protocol} of the protocol, this release {PROTOCOL}",
+            where=peer,
+            hint="use the same release of ckpt at both ends",
+        )
+
+
+def _other_secret(peer: str) -> CkptError:
+    return AccessError("the other end has another secret", where=peer, hint="give both the same secret= or CKPT_LIVE_SECRET")
+
+
+def _connected(addresses: Sequence[Address], timeout: float, peer: str, alive: Callable[[], None]) -> socket.socket:
+    """A connection to the first address that answers. In each round every address has a moment, twice that of the round before."""
+    end, patience = time.monotonic() + timeout, _FIRST_TRY
+    outcomes: dict[Address, str] = {}
+    while True:
+        for host, port in addresses:
+            alive()
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                sock = socket.create_connection((host, port), timeout=min(patience, left))
+                prepare(sock, timeout)
+                return sock
+            except OSError as err:
+                outcomes[host, port] = str(err)
+        refused = outcomes and all("refused" in outcome for outcome in outcomes.values())
+        if time.monotonic() >= end or (refused and patience > 4 * _FIRST_TRY) or not addresses:
+            tried = ", ".join(f"{_spelled(address)}: {outcome}" for address, outcome in outcomes.items()) or "no address"
+            raise DeadlineError(
+                printable(f"{peer} cannot be reached ({tried})"),
+                hint="look whether it runs, and whether its addresses lead there (CKPT_SOCKET_IFNAME chooses interfaces)",
+            )
+        patience *= 2
+        time.sleep(min(0.05 * patience, max(0.0, end - time.monotonic())))
+
+
+def _spelled(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
