@@ -5,8 +5,8 @@
 >>> ckpt.load("runs/a/step-100", {"model": model, "optimizer": optimizer, "step": 0})  # doctest: +SKIP
 
 What is public: the functions and classes below, and the names in ``__all__`` of the modules in ``FACES``. Functions are verbs and
-belong to ``ckpt`` itself (``ckpt.save``, ``ckpt.convert``, ``ckpt.export``, ``ckpt.copy``); modules are nouns (``ckpt.policies``,
-``ckpt.errors``). Everything else is internal. Names are imported when first used, so ``import ckpt`` costs nothing.
+belong to ``ckpt`` itself (``ckpt.save``, ``ckpt.convert``, ``ckpt.merge``, ``ckpt.export``, ``ckpt.copy``); modules are nouns
+(``ckpt.policies``, ``ckpt.errors``). Everything else is internal. Names are imported when first used, so ``import ckpt`` costs nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .api import open as open
     from .api import save as save
     from .api import save_async as save_async
+    from .converters.arithmetic.merge import MergeReport as MergeReport
+    from .converters.arithmetic.merge import merge as merge
     from .converters.convert import ConvertReport as ConvertReport
     from .converters.convert import convert as convert
     from .converters.export.export import ExportReport as ExportReport
@@ -80,6 +82,7 @@ _WHERE = {
     "copy": "maintenance.copy:copy_checkpoint",
     "verify": "engine.verify.verify",
     "convert": "converters.convert",
+    "merge": "converters.arithmetic.merge",
     "export": "converters.export.export",
     "translated": "converters.virtual.translated",
     "configure_storage": "io_backends.storage_options",
@@ -104,6 +107,7 @@ _WHERE = {
     "CopyReport": "maintenance.copy",
     "VerifyReport": "engine.verify.verify",
     "ConvertReport": "converters.convert",
+    "MergeReport": "converters.arithmetic.merge",
     "ExportReport": "converters.export.export",
     "MegatronParallel": "converters.pipeline.parallel",
     "View": "view",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial, wraps
@@ -16,11 +15,12 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
 
 from .console.interrupts import when_interrupted
-from .console.output import Command, Output, options, style
-from .console.parameters import URL, GroupedCommand, GroupedOption, OneOf
+from .console.output import Output, options, style
+from .console.parameters import URL, GroupedCommand, OneOf
 from .console.progress import progress
 from .console.requirements import require_torch
-from .mapping_options import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
+from .options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
+from .options.mapping import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport
@@ -32,19 +32,6 @@ _RANKS = click.IntRange(min=1)
 _CONFIG = "config.json"
 _SHOWN = 10
 """Repaired tensors that are listed for people."""
-_INTERRUPTED = "run the same command again to resume: files that are complete are not written again; `ckpt gc` removes them"
-
-
-def _option(group: str, *names: str, **attributes: Any) -> Callable[[Command], Command]:
-    return click.option(*names, cls=GroupedOption, group=group, **attributes)
-
-
-def _parse_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Bytes of ``5GB``, ``512MiB``, ``1000000``."""
-    try:
-        return None if text is None else units.parse_size(text)
-    except UsageError as err:
-        raise click.BadParameter(err.message) from err
 
 
 def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +43,7 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return command(*args, parallel=_parallel(tp, pp, vpp, ep, arguments), **options)
 
-    option = partial(_option, "Megatron (--to megatron)")
+    option = partial(grouped, "Megatron (--to megatron)")
     options = (
         option("--tp", type=_RANKS, metavar="N", help="Tensor-parallel ranks. [default: 1]"),
         option("--pp", type=_RANKS, metavar="N", help="Pipeline-parallel ranks. [default: 1]"),
@@ -72,23 +59,23 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("convert", cls=GroupedCommand, short_help="Convert a checkpoint to another format.")
 @click.argument("source", metavar="SRC", type=URL)
 @click.argument("target", metavar="DST", type=URL)
-@_option("Output", "--to", required=True, metavar="FORMAT", type=OneOf(_TARGETS, open_ended=True), help=f"One of {', '.join(_TARGETS)}.")
-@_option("Output", "--dtype", metavar="DTYPE", help="Cast floating-point tensors, except those of optimizers: bfloat16, float16, …")
-@_option("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
-@_option("Output", "--shard-size", callback=_parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
-@_option("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at DST; native only.")
-@_option("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
-@_option("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
-@_option("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one; torch_dist: model]")
-@_option("Source", "--repair", is_flag=True, help="Repair optimizer states that Megatron-Core 0.15 to 0.19 misplaced.")
-@_option("Source", "--job", multiple=True, metavar="NAME=N", help="For --repair: a job argument that the files do not contain.")
-@_option("Selection", "--only", multiple=True, metavar="GLOB", help="Convert only tensors whose new name matches GLOB. Repeatable.")
-@_option("Selection", "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose new name matches GLOB. Repeatable.")
+@grouped("Output", "--to", required=True, metavar="FORMAT", type=OneOf(_TARGETS, open_ended=True), help=f"One of {', '.join(_TARGETS)}.")
+@grouped("Output", "--dtype", metavar="DTYPE", help="Cast floating-point tensors, except those of optimizers: bfloat16, float16, …")
+@grouped("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
+@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
+@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at DST; native only.")
+@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
+@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one; torch_dist: model]")
+@grouped("Source", "--repair", is_flag=True, help="Repair optimizer states that Megatron-Core 0.15 to 0.19 misplaced.")
+@grouped("Source", "--job", multiple=True, metavar="NAME=N", help="For --repair: a job argument that the files do not contain.")
+@grouped("Selection", "--only", multiple=True, metavar="GLOB", help="Convert only tensors whose new name matches GLOB. Repeatable.")
+@grouped("Selection", "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose new name matches GLOB. Repeatable.")
 @skip_option
-@_option("Selection", "--optimizer/--no-optimizer", default=True, help="Include optimizer states (default) or not; hf never does.")
+@grouped("Selection", "--optimizer/--no-optimizer", default=True, help="Include optimizer states (default) or not; hf never does.")
 @mapping_options
-@_option("Resources", "--memory", callback=_parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
-@_option("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
+@grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
 @megatron_options
 @options
 def command(
@@ -125,8 +112,8 @@ def command(
     output = Output(json=as_json, quiet=quiet)
     views = views_of(source, mapping, config)
     chosen |= {"views": views, "config": config, "job": parse_numbers(job, "--job", "data_parallel_size=12")}
-    with when_interrupted("nothing was written" if dry_run else _INTERRUPTED), progress("convert", output) as update:
-        report = convert(source, target, to=to, part=_part(), dry_run=dry_run, progress=update, **chosen)
+    with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("convert", output) as update:
+        report = convert(source, target, to=to, part=part_of_job(), dry_run=dry_run, progress=update, **chosen)
     if output.json:
         output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
     elif not output.quiet:
@@ -202,11 +189,3 @@ def _argument(text: str) -> tuple[str, Argument]:
     except ValueError:
         return name, value
     return name, value if isinstance(parsed, (list, dict)) else parsed
-
-
-def _part() -> tuple[int, int]:
-    """Rank and number of the processes, from the variables that torchrun sets."""
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise UsageError(f"RANK={rank} is not a rank of WORLD_SIZE={world}", hint="unset both, or start with torchrun")
-    return int(rank), int(world)

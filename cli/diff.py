@@ -16,7 +16,7 @@ from ckpt.text import units
 from .console.output import Output, options, style
 from .console.parameters import URL
 from .console.progress import progress
-from .mapping_options import MappingChoice, mapping_options, views_of
+from .options.mapping import MappingChoice, mapping_options, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference

@@ -13,7 +13,7 @@ from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL
 from .console.progress import progress
-from .mapping_options import MappingChoice, left_out_message, mapping_options, skip_option, views_of
+from .options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.virtual.importer import ImportReport

@@ -13,9 +13,9 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.text import units
 from ckpt.text.suggest import did_you_mean
 
+from .console.outline import head_rows, summary, tree_rows
 from .console.output import Output, options, style
 from .console.parameters import URL
-from .outline import head_rows, summary, tree_rows
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog, TensorEntry

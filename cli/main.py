@@ -38,6 +38,7 @@ COMMANDS = {
     "tag": "Add or remove tags, which protect a checkpoint from removal.",
     "import": "Create a checkpoint that references files of another one.",
     "convert": "Convert a checkpoint to another format.",
+    "merge": "Average several checkpoints.",
     "cp": "Copy a checkpoint to another storage.",
     "rebuild": "Rebuild a lost or damaged index from the data files.",
     "gc": "Remove old checkpoints and orphaned files of a run.",
@@ -178,7 +179,7 @@ def _hint_of(err: CkptError) -> str | None:
 
     if not isinstance(err, NotFoundError) or err.where is None:
         return err.hint
-    from .nearby import near_url
+    from .console.nearby import near_url
 
     near = near_url(err.where)
     return f"did you mean {near}?" if near is not None else err.hint

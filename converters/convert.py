@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from ckpt.converters.pipeline.repair import RepairReport, repaired
 from ckpt.converters.pipeline.target import Target, target
 from ckpt.converters.select.selection import OutputSet
 from ckpt.converters.targets.hf_config import read_configuration
-from ckpt.errors import UsageError
+from ckpt.errors import MismatchError, UsageError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.settings import limits
@@ -103,53 +105,79 @@ def convert(
         UsageError: the options do not fit each other or the checkpoint, or it cannot be repaired.
         StorageError: the storage failed. What is whole at ``url`` stays there for the next attempt.
     """
-    source, url = url_text(source), url_text(url)
-    return _Request(source, url, to, ConvertOptions(**options)).run(part, progress, dry_run=dry_run)
+    source, url, began = url_text(source), url_text(url), time.monotonic()
+    conversion, repair = _conversion(source, url, to, ConvertOptions(**options))
+    return run(conversion, source=source, part=part, progress=progress, dry_run=dry_run, repair=repair, began=began)
 
 
-class _Request:
-    """One call of ``convert``: what is taken of the source, and the conversion of it."""
+def _conversion(source: str, url: str, to: str, options: ConvertOptions) -> tuple[Conversion, RepairReport | None]:
+    """What is taken of the source, ready to be written; and what was repaired of it."""
+    format, catalog = target(to), open_catalog(source)
+    beside = files_beside(format, url, options)
+    chosen, repair = _chosen(format, catalog, options)
+    return Conversion(format, chosen, url, options, repair=repair, beside=beside), repair
 
-    def __init__(self, source: str, url: str, to: str, options: ConvertOptions) -> None:
-        self.began = time.monotonic()
-        self.source, self.url, self.to, self.options = source, url, to, options
-        if options.memory < limits.LEAST_MEMORY:
-            raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {limits.LEAST_MEMORY >> 20}MiB")
-        format, self.catalog = target(to), open_catalog(source)
-        if options.config is not None and (to != "hf" or format.one_file(url)):
-            raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")
-        beside = read_configuration(options.config).files
-        self.chosen, self.repair = _chosen(format, self.catalog, options)
-        self.conversion = Conversion(format, self.chosen, url, options, repair=self.repair, beside=beside)
 
-    def run(self, part: tuple[int, int], progress: Progress | None, *, dry_run: bool) -> ConvertReport:
-        """This process's part of it."""
-        conversion, chosen = self.conversion, self.chosen
-        plan = conversion.look() if dry_run else conversion.begin(part)
-        missing, read = conversion.missing(plan), 0
-        if not dry_run:
-            with replacement_noticed(self.catalog):
+def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:
+    """What the options ask for beside the tensors, once their memory and configuration are checked.
+
+    Raises:
+        UsageError: the memory is too small, or nothing can lie beside such a destination.
+    """
+    if options.memory < limits.LEAST_MEMORY:
+        raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {limits.LEAST_MEMORY >> 20}MiB")
+    if options.config is not None and (format.name != "hf" or format.one_file(url)):
+        raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")
+    return read_configuration(options.config).files
+
+
+def run(
+    conversion: Conversion,
+    *,
+    source: str,
+    part: tuple[int, int] = (0, 1),
+    progress: Progress | None = None,
+    dry_run: bool = False,
+    repair: RepairReport | None = None,
+    began: float,
+) -> ConvertReport:
+    """This process's part of a conversion, which ``began`` at that time of the monotonic clock.
+
+    Raises:
+        MismatchError: values are not such as what is computed takes. Nothing of the conversion is left.
+    """
+    chosen = conversion.chosen
+    plan = conversion.look() if dry_run else conversion.begin(part)
+    missing, read = conversion.missing(plan), 0
+    if not dry_run:
+        try:
+            with ExitStack() as watched:
+                for catalog in chosen.catalogs:
+                    watched.enter_context(replacement_noticed(catalog))
                 read = conversion.write(plan, missing, progress=progress)
-        written = [plan.files[i] for i in missing]
-        return ConvertReport(
-            source=self.source,
-            target=self.url,
-            source_format=self.catalog.format,
-            to=self.to,
-            tensors=len(chosen.tensors),
-            tensor_bytes=sum(i.length for f in plan.files for i in f.items),
-            files=tuple(f.path for f in plan.files),
-            file_bytes=sum(f.size for f in plan.files),
-            id=conversion.id,
-            written_files=len(written),
-            written_bytes=sum(f.size for f in written),
-            read_bytes=read,
-            left_out=tuple(sorted({*self.catalog.tensors} - chosen.taken - chosen.united | {*chosen.left_out})),
-            finished=not dry_run and conversion.finish(plan, again=not missing),
-            seconds=time.monotonic() - self.began,
-            repair=self.repair,
-            notes=conversion.format.notes(chosen) if conversion.name is None and self.options.config is None else (),
-        )
+        except MismatchError:
+            conversion.discard(plan)
+            raise
+    written = [plan.files[i] for i in missing]
+    return ConvertReport(
+        source=source,
+        target=conversion.url,
+        source_format=chosen.catalog.format,
+        to=conversion.format.name,
+        tensors=len(chosen.tensors),
+        tensor_bytes=sum(i.length for f in plan.files for i in f.items),
+        files=tuple(f.path for f in plan.files),
+        file_bytes=sum(f.size for f in plan.files),
+        id=conversion.id,
+        written_files=len(written),
+        written_bytes=sum(f.size for f in written),
+        read_bytes=read,
+        left_out=tuple(sorted({*chosen.catalog.tensors} - chosen.taken - chosen.united | {*chosen.left_out})),
+        finished=not dry_run and conversion.finish(plan, again=not missing),
+        seconds=time.monotonic() - began,
+        repair=repair,
+        notes=conversion.format.notes(chosen) if conversion.name is None and conversion.options.config is None else (),
+    )
 
 
 def _chosen(format: Target, catalog: Catalog, options: ConvertOptions) -> tuple[OutputSet, RepairReport | None]:

@@ -23,7 +23,11 @@ SECTIONS = (
     ("Placements", ckpt, ("Shard", "Replicate", "Flat", "Interleaved", "Padded", "Uneven", "GlobalShape", "Stage", "OnMesh")),
     ("Numbered layers and experts", ckpt, ("Numbered", "pipeline", "experts")),
     ("Policies: `ckpt.policies`", policies, tuple(name for name in policies.__all__ if name != "Any")),
-    ("Other formats and names", ckpt, ("convert", "export", "translated", "ConvertReport", "ExportReport", "MegatronParallel")),
+    (
+        "Other formats and names",
+        ckpt,
+        ("convert", "merge", "export", "translated", "ConvertReport", "MergeReport", "ExportReport", "MegatronParallel"),
+    ),
     ("Data loaders: `ckpt.data`", data, tuple(data.__all__)),
     ("Random numbers: `ckpt.rng`", rng, tuple(rng.__all__)),
     ("Monitors: `ckpt.monitors`", monitors, tuple(monitors.__all__)),

@@ -77,7 +77,7 @@ WITHOUT_TORCH = (
     *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pull_messages", "server", "wire")),
     *("ckpt.tracing.stall", "ckpt.tracing.trace_events", "ckpt.training.tiers", "ckpt.training.cost_meter"),
 )
-CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", "export", "convert")
+CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", "export", "convert", "arithmetic")
 """The rooms of converters/ and its one loose module, from the ground up: each imports from itself and from those before it."""
 
 TWICE = {"CheckpointManager", "Config"}

@@ -10,8 +10,9 @@ A window is an image of a range of a file, so that it is written as it lies, and
 #     write                    | A  (0)        | B  (1)        | A  (2)
 #                                              ^ window 2 may use A only once window 0 is written: ``last.result()``
 #
-# So memory is two windows, and what encoded chunks need beside them: CODED bytes for each thread that decodes. A buffer keeps the place
-# that a byte has within its page in the file, so that direct I/O can write from it.
+# So memory is two windows, and what encoded chunks need beside them: CODED bytes for each thread that decodes. Where something is computed
+# (``computing``), half of the memory is for its operands. A buffer keeps the place that a byte has within its page in the file, so that
+# direct I/O can write from it.
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from ckpt.formats.native.commit import VIRTUAL
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.reads import group_sorted
 
+from .computing import ComputedBox, Computing
 from .passthrough import PAGE
 from .view_reader import ViewBox, read_views
 from .windows import FileItem, FileSegment, FileWindow, windows
@@ -48,19 +50,29 @@ Put = Callable[[Sequence[FileSegment], memoryview], None]
 
 
 class WindowFiller:
-    """Fills windows of files at ``backend`` with what was ``chosen``, in at most ``memory`` bytes. ``reader.bytes_read`` counts bytes."""
+    """Fills windows of files at ``backend`` with what was ``chosen``, in at most ``memory`` bytes."""
 
     def __init__(self, chosen: OutputSet, backend: Backend, *, memory: int, threads: int) -> None:
-        record = chosen.catalog.record
-        coded = record is not None and bool({ENCODED, VIRTUAL} & set(record.features))
+        records = [catalog.record for catalog in chosen.catalogs]
+        coded = any(record is not None and {ENCODED, VIRTUAL} & set(record.features) for record in records)
+        whole, memory = memory, memory // 2 if chosen.computes else memory
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
-        self.reader = Reader(catalog=chosen.catalog, source=source_of(chosen.catalog), verify="full", threads=threads, beat=lambda: None)
-        hints = (chosen.catalog.backend.io_hints, backend.io_hints)
+        self.readers = [
+            Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads, beat=lambda: None)
+            for catalog in chosen.catalogs
+        ]
+        self._computing = Computing(self.readers, memory=whole - memory)
+        hints = (*(catalog.backend.io_hints for catalog in chosen.catalogs), backend.io_hints)
         useful = max(USEFUL, *(4 * h.concurrency * h.read_size for h in hints))  # several calls for each that a storage wants at once
         self.window = min(useful, max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
         self._buffers: list[torch.Tensor] = []
         self._seams: dict[str, list[int]] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """So far, of all sources."""
+        return sum(reader.bytes_read for reader in self.readers)
 
     def fill(self, items: Mapping[int, FileItem], size: int, put: Put, on_written: Callable[[], None]) -> None:
         """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``on_written`` is called when
@@ -69,6 +81,7 @@ class WindowFiller:
         Raises:
             CorruptError: stored bytes are damaged or missing.
             StorageError: the storage failed.
+            MismatchError: the values are not such as what is computed takes.
         """
         numbers, listed = list(items), list(items.values())
         last = Pending(lambda: None, "ckpt-convert")
@@ -103,12 +116,17 @@ class WindowFiller:
 
     def _read(self, items: Sequence[FileItem], window: FileWindow, buffer: torch.Tensor) -> None:
         base = window.start // PAGE * PAGE
-        parts = []
+        stored, computed = list[ViewBox](), list[ComputedBox]()
         for segment in window.segments:
             wanted = self.chosen.tensors[items[segment.item].name]
             raw = buffer[segment.start - base : segment.start - base + segment.length]
-            parts.append(ViewBox(wanted.view, segment.box, raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)))
-        read_views(self.reader, parts)
+            memory = raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)
+            if wanted.computed is None:
+                stored.append(ViewBox(wanted.view, segment.box, memory))
+            else:
+                computed.append(ComputedBox(wanted.name, wanted.computed, segment.box, memory))
+        read_views(self.readers[0], stored)
+        self._computing.fill(computed)
 
 
 def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.Tensor) -> None:

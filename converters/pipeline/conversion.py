@@ -44,6 +44,9 @@ class Conversion:
             raise UsageError(f"the format {format.name} does not depend on ranks", where=url, hint=hint)
         if options.overwrite and not format.replaces:
             raise UsageError(f"a checkpoint cannot be replaced by one in the format {format.name}", where=url, hint="remove it first")
+        if chosen.computes and not format.computes:
+            hint = "convert to native first, and that to this format"
+            raise UsageError(f"the format {format.name} takes stored tensors only, none that are computed", where=url, hint=hint)
         self.format = format
         self.chosen = chosen
         self.url = url
@@ -279,11 +282,16 @@ class Conversion:
         try:
             check_source(self.chosen, self.digest, *self._options_digested)
         except CorruptError:
-            if find(self.backend, self.name, self.digest) is not None:  # else another process has finished it before that
-                for file in planned.files:
-                    self.backend.delete(file.path)
-                record.remove()
+            self.discard(planned)
             raise
+
+    def discard(self, planned: OutputPlan) -> None:
+        """Remove what this conversion has written, and its journal: what was written must not stay, and the same command begins anew."""
+        if self.record is None or find(self.backend, self.name, self.digest) is None:
+            return  # another process has finished or discarded it before that
+        for file in planned.files:
+            self.backend.delete(file.path)
+        self.record.remove()
 
 
 def _size(backend: Backend, path: str) -> int | None:

@@ -109,7 +109,7 @@ class FileStream:
     @property
     def bytes_read(self) -> int:
         """So far, of the source."""
-        return self._fetch.read + (0 if self._windowed is None else self._windowed.reader.bytes_read)
+        return self._fetch.read + (0 if self._windowed is None else self._windowed.bytes_read)
 
     def write(self, numbers: Sequence[int], progress: Progress | None) -> None:
         """Write the files of these numbers: a file is made durable while the next one is written.

@@ -36,11 +36,12 @@ from ckpt.io_backends.protocol import Backend
 
 
 def digest_of(chosen: OutputSet, *options: object) -> str:
-    """XXH3-128 of the source's identity, of all tensors that are wanted of it, and of what else was ``options``."""
-    digest = xxhash.xxh3_128(repr((__version__, _identity(chosen.catalog), options)).encode())
+    """XXH3-128 of the identities of the sources, of all tensors that are wanted of them, and of what else was ``options``."""
+    digest = xxhash.xxh3_128(repr((__version__, [_identity(catalog) for catalog in chosen.catalogs], options)).encode())
     for name in sorted(chosen.tensors):
         wanted = chosen.tensors[name]
-        digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank)).encode())
+        computed = () if wanted.computed is None else (wanted.computed,)
+        digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank, *computed)).encode())
     values = [chosen.state, {str(r): v for r, v in chosen.ranks.items()}, chosen.beside]
     digest.update(json.dumps(values, sort_keys=True).encode())
     return digest.hexdigest()
@@ -52,19 +53,19 @@ def check_source(chosen: OutputSet, digest: str, *options: object) -> None:
     Raises:
         CorruptError: files of the source changed meanwhile.
     """
-    catalog = chosen.catalog
     try:
-        if isinstance(catalog, VirtualCatalog):
-            again = open_catalog(catalog.url)  # which looks at the sources anew
-            for name in chosen.taken:
-                entry = again.tensors[name]
-                again.extents(entry, range(len(entry.grid)))
+        for number, catalog in enumerate(chosen.catalogs):
+            if isinstance(catalog, VirtualCatalog):
+                again = open_catalog(catalog.url)  # which looks at the sources anew
+                for name in chosen.taken_of(number):
+                    entry = again.tensors[name]
+                    again.extents(entry, range(len(entry.grid)))
         same = digest_of(chosen, *options) == digest
     except NotFoundError:
         same = False
     if not same:
         hint = "convert again when nobody writes to the source"
-        raise CorruptError("the files changed while they were converted", where=catalog.url, hint=hint)
+        raise CorruptError("the files changed while they were converted", where=", ".join(c.url for c in chosen.catalogs), hint=hint)
 
 
 def _identity(catalog: Catalog) -> object:

@@ -14,8 +14,8 @@ from ckpt.settings import limits
 from .parallel import MegatronParallel
 
 
-class ConvertKeywords(TypedDict, total=False):
-    """The fields of ``ConvertOptions`` as keywords of a call."""
+class MergeKeywords(TypedDict, total=False):
+    """Those fields of ``ConvertOptions`` that a merge of checkpoints takes too, as keywords of a call."""
 
     views: Views | None
     only: Sequence[str]
@@ -25,14 +25,19 @@ class ConvertKeywords(TypedDict, total=False):
     root: str | None
     skip: Sequence[str]
     shard_size: int | None
-    parallel: MegatronParallel | None
     memory: int
     threads: int | None
     overwrite: bool
     verify: bool
+    config: str | os.PathLike[str] | None
+
+
+class ConvertKeywords(MergeKeywords, total=False):
+    """The fields of ``ConvertOptions`` as keywords of a call."""
+
+    parallel: MegatronParallel | None
     repair: bool
     job: Mapping[str, int]
-    config: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

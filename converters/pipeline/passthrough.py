@@ -98,10 +98,13 @@ def runs_of(chosen: OutputSet, items: Sequence[FileItem]) -> dict[int, list[Byte
 
 
 def _places(chosen: OutputSet, number: int, item: FileItem) -> list[_TakenPart] | None:
-    """Where the bytes of an item are, in the order of the file; None if some are filling, of another dtype or in another order."""
+    """Where the bytes of an item are, in the order of the file; None if some are computed, filling, of another dtype or in another
+    order."""
     if not item.length:
         return []
     wanted = chosen.tensors[item.name]
+    if wanted.computed is not None:
+        return None
     if item.box.shape == wanted.shape and wanted.view.pieces:
         entry = chosen.catalog.tensors[wanted.view.pieces[0].source]
         if (

@@ -80,6 +80,9 @@ class Target:
     """Whether a checkpoint at the destination can be replaced atomically."""
     parallel: bool = False
     """Whether the files depend on ``OutputOptions.parallel``."""
+    computes: bool = False
+    """Whether the files have the chosen tensors themselves (``OutputSet.tensors``, or ``without_padding`` of them), so that computed ones
+    are kept. A target that makes tensors of its own from their views would write what is stored instead."""
     notes: Callable[[OutputSet], tuple[str, ...]] = lambda chosen: ()
     """What the user should know of a directory that is written, where the caller gave no configuration: ``ConvertReport.notes``."""
 

@@ -15,6 +15,7 @@ from ckpt.errors import NamesError, UsageError
 from ckpt.layout.geometry import Box
 from ckpt.plan.views import LogicalTensor, ViewPiece, part, whole
 
+from .computed import FLOATING, Computed
 from .pruned_state import below, is_optimizer, optimizer_tensors, pruned, pruned_values, references
 from .renamed_state import option_tensors, renamed_state
 
@@ -26,7 +27,8 @@ Views = Callable[[Mapping[str, Sequence[int]]], Mapping[str, LogicalTensor]]
 class OutputTensor:
     """One tensor that is to be written: ``view`` says of what it is made, ``dtype`` as what it is written.
 
-    ``logical``, ``alias`` and ``rank`` are as in ``catalog.TensorEntry``; the alias is of another wanted tensor.
+    ``logical``, ``alias`` and ``rank`` are as in ``catalog.TensorEntry``; the alias is of another wanted tensor. With ``computed`` the
+    elements come from there, and ``view`` only says how the tensor is cut.
     """
 
     name: str
@@ -35,6 +37,7 @@ class OutputTensor:
     logical: tuple[int, ...] | None = None
     alias: str | None = None
     rank: int | None = None
+    computed: Computed | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,6 +73,18 @@ class OutputSet:
     """Stored tensors that are not taken, but their numbers are there."""
     beside: Mapping[str, Any] = field(default_factory=dict)
     """What else files depend on: a configuration that lies beside the tensors, as JSON has it."""
+    others: tuple[Catalog, ...] = ()
+    """Further sources of what is computed: catalogs 1, 2, … of its operands; number 0 is ``catalog``."""
+
+    @property
+    def catalogs(self) -> tuple[Catalog, ...]:
+        """All sources, by the numbers that operands have for them."""
+        return (self.catalog, *self.others)
+
+    @property
+    def computes(self) -> bool:
+        """Whether some tensor is more than bytes of the source."""
+        return any(wanted.computed is not None for wanted in self.tensors.values())
 
     @property
     def stored(self) -> list[OutputTensor]:
@@ -78,8 +93,15 @@ class OutputSet:
 
     @property
     def taken(self) -> set[str]:
-        """Stored tensors that something is made of."""
-        return {piece.source for wanted in self.tensors.values() for piece in wanted.view.pieces}
+        """Stored tensors of ``catalog`` that something is made of."""
+        return self.taken_of(0)
+
+    def taken_of(self, number: int) -> set[str]:
+        """Stored tensors of source ``number`` that something is made of."""
+        views = [wanted.view for wanted in self.tensors.values() if not number]
+        computed = [wanted.computed for wanted in self.tensors.values() if wanted.computed is not None]
+        views += [operand.view for one in computed for operand in one.operands if operand.source == number]
+        return {piece.source for view in views for piece in view.pieces}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +267,7 @@ def stays(view: LogicalTensor, name: str, catalog: Catalog) -> bool:
 
 
 def _floating(dtype: DType) -> bool:
-    return dtype.name in ("float16", "bfloat16", "float32", "float64")
+    return dtype.name in FLOATING
 
 
 def _dtype(name: str | None) -> DType | None:

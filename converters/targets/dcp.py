@@ -77,5 +77,5 @@ def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata |
     return BytesStorageMetadata()
 
 
-TARGET = Target(name="dcp", choose=choose, plan=plan)
+TARGET = Target(name="dcp", computes=True, choose=choose, plan=plan)
 """For ``ckpt.converters.pipeline.target``."""

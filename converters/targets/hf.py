@@ -129,5 +129,5 @@ def _notes(chosen: OutputSet) -> tuple[str, ...]:
     return () if reason is None else (f"{CONFIG}: {reason}" if content is not None else f"{CONFIG} is not written: {reason}",)
 
 
-TARGET = Target(name="hf", choose=choose_weights, plan=plan, one_file=lambda url: url.endswith(SUFFIX), notes=_notes)
+TARGET = Target(name="hf", computes=True, choose=choose_weights, plan=plan, one_file=lambda url: url.endswith(SUFFIX), notes=_notes)
 """For ``ckpt.converters.pipeline.target``."""

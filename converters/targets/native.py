@@ -98,5 +98,5 @@ def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], 
     journal.remove_replaced()
 
 
-TARGET = Target(name="native", choose=choose_loadable, plan=plan, replaces=True)
+TARGET = Target(name="native", computes=True, choose=choose_loadable, plan=plan, replaces=True)
 """For ``ckpt.converters.pipeline.target``."""

@@ -35,5 +35,5 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     return OutputPlan(files=(file,), digest="crc32", finish=lambda backend: None)
 
 
-TARGET = Target(name="torch", choose=choose, plan=plan, one_file=lambda url: True)
+TARGET = Target(name="torch", computes=True, choose=choose, plan=plan, one_file=lambda url: True)
 """For ``ckpt.converters.pipeline.target``."""

@@ -248,14 +248,15 @@ def test_verify_json(run_root: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-MORE = {"convert": ("--to", "native"), "advise": ("--mtbf", "6h"), "report": ("-o", "report.html")}
+MORE = {"convert": ("--to", "native"), "merge": ("--last", "2"), "advise": ("--mtbf", "6h"), "report": ("-o", "report.html")}
 """What a command needs besides URLs."""
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "completion"])
 def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
-    targets = [tmp_path / "copy"] if command in ("convert", "cp", "diff", "import") else []
-    result = ckpt(command, "--json", tmp_path / "nothing", *MORE.get(command, ()), *targets)
+    targets = [tmp_path / "copy"] if command in ("convert", "cp", "diff", "import", "merge") else []
+    given = [*targets, tmp_path / "nothing"] if command == "merge" else [tmp_path / "nothing", *targets]
+    result = ckpt(command, "--json", *MORE.get(command, ()), *given)
     error = document(result)["error"]
     assert (result.exit_code, error["type"], error["exit_code"]) == (10, "NotFoundError", 10)
     assert result.stderr == f"error: {error['message']}\n  where: {error['where']}\n  try: {error['hint']}\n"

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ckpt.cli.console.parameters import GroupedOption, OneOf
 from ckpt.errors import UsageError
 from ckpt.text import units
-
-from .console.parameters import GroupedOption, OneOf
 
 if TYPE_CHECKING:
     from ckpt.plan.views import LogicalTensor

@@ -1,0 +1,136 @@
+"""``ckpt merge``: writes the weighted average of several checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.errors import UsageError
+from ckpt.text import units
+
+from .console.interrupts import when_interrupted
+from .console.output import Output, options, style
+from .console.parameters import URL, GroupedCommand, OneOf
+from .console.progress import progress
+from .console.requirements import require_torch
+from .options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
+from .options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
+
+if TYPE_CHECKING:
+    from ckpt.converters.arithmetic.merge import MergeReport
+
+_TARGETS = ("native", "hf", "torch", "dcp")
+_SCHEDULES = ("linear", "cosine", "sqrt")
+
+
+def _parse_weights(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+    """Numbers and fractions: ``0.5,0.3,0.2``, ``1/3,2/3``."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(Fraction(part.strip())) for part in text.split(","))
+    except (ValueError, ZeroDivisionError, OverflowError) as err:
+        raise click.BadParameter(f"{text!r} is no list of numbers such as 0.5,0.3,0.2 or 1/3,2/3") from err
+
+
+@click.command("merge", cls=GroupedCommand, short_help="Average several checkpoints.")
+@click.argument("target", metavar="OUT", type=URL)
+@click.argument("sources", metavar="SRC...", type=URL, nargs=-1, required=True)
+@grouped("Average", "--weights", callback=_parse_weights, metavar="W,W,...", help="One weight for each SRC. [default: equal ones]")
+@grouped("Average", "--last", type=click.IntRange(min=2), metavar="N", help="SRC is a run: average its newest N checkpoints.")
+@grouped("Average", "--schedule", type=OneOf(_SCHEDULES), metavar="NAME", help=f"Weights that stand for a decay: {', '.join(_SCHEDULES)}.")
+@grouped("Average", "--any-sum", is_flag=True, help="Accept weights whose sum is not 1.")
+@grouped("Average", "--values-from", type=click.IntRange(min=1), metavar="N", help="SRC with the values. [default: 1; --last: the newest]")
+@grouped("Average", "--copy", multiple=True, metavar="GLOB", help="Take tensors that match GLOB from there too. Repeatable.")
+@grouped("Average", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
+@grouped(
+    "Output", "--to", default="native", show_default=True, metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}."
+)
+@grouped("Output", "--dtype", metavar="DTYPE", help="Of averaged tensors, except those of optimizers. [default: as they are stored]")
+@grouped("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
+@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
+@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
+@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
+@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@grouped("Selection", "--root", metavar="KEY", help="For hf: key of the state that contains the model. [default: the only one]")
+@grouped("Selection", "--only", multiple=True, metavar="GLOB", help="Take only tensors whose new name matches GLOB. Repeatable.")
+@grouped("Selection", "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose new name matches GLOB. Repeatable.")
+@skip_option
+@grouped("Selection", "--optimizer/--no-optimizer", default=False, help="Average optimizer states too, or leave them out (default).")
+@mapping_options
+@grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
+@grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@options
+def command(
+    target: str,
+    sources: tuple[str, ...],
+    *,
+    last: int | None,
+    values_from: int | None,
+    mapping: MappingChoice,
+    config: str | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **chosen: Any,
+) -> None:
+    """Write the weighted average of the checkpoints SRC to OUT. They may have any formats and layouts, and must have the same tensors.
+
+    Floating-point tensors are averaged in float32, in the order of the arguments, and cast back; other tensors must be equal. Step,
+    options and other values come from one SRC. Optimizers are left out. Memory use stays below --memory at any size. After an interruption
+    the same command resumes. Under torchrun the processes share the files among them.
+
+    \b
+    Example:
+      ckpt merge out/ runs/a/step-100 runs/a/step-200 --weights 0.3,0.7
+      ckpt merge out/ --last 5 runs/a --schedule sqrt
+      ckpt merge soup/ --to hf --config hf/Llama-3-8B tuned-a/ tuned-b/ tuned-c/
+    """
+    require_torch("`ckpt merge`")
+    from ckpt.converters.arithmetic.merge import last_steps, merge
+
+    output = Output(json=as_json, quiet=quiet)
+    if last is not None:
+        sources = _steps_of_run(sources, last, last_steps)
+        values_from = values_from or last
+    if values_from is not None and values_from > len(sources):
+        raise UsageError(f"--values-from {values_from}: there are {units.plural(len(sources), 'checkpoint')}")
+    views = views_of(sources[0], mapping, config)
+    chosen |= {"views": views, "config": config, "values_from": (values_from or 1) - 1}
+    with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("merge", output) as update:
+        report = merge(target, sources, part=part_of_job(), dry_run=dry_run, progress=update, **chosen)
+    if output.json:
+        output.document({**asdict(report), "dry_run": dry_run})
+    elif not output.quiet:
+        _tell(report, output, dry_run=dry_run)
+
+
+def _steps_of_run(sources: Sequence[str], last: int, last_steps: Any) -> tuple[str, ...]:
+    if len(sources) != 1:
+        raise UsageError(f"--last takes one run, not {len(sources)}", hint="ckpt merge OUT --last 5 RUN")
+    steps: tuple[str, ...] = last_steps(sources[0], last)
+    return steps
+
+
+def _tell(report: MergeReport, output: Output, *, dry_run: bool) -> None:
+    written = report.written
+    contents = (
+        f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)} in {units.plural(len(written.files), 'file')}"
+    )
+    if dry_run:
+        output.line(f"would write {contents}, {units.size(written.written_bytes)} to write")
+    else:
+        verdict = style("ok", "green") if written.finished else "other processes are not ready yet"
+        output.line(f"{verdict}: {written.target}: {contents}, {units.size(written.written_bytes)} in {units.duration(written.seconds)}")
+    for source, weight in zip(report.sources, report.weights, strict=True):
+        output.line(f"  {weight:.6g} x {source}")
+    kinds = f"{report.averaged} averaged, {report.compared} equal in all, {report.copied} copied"
+    output.talk(f"tensors: {kinds}; step, options and other values come from {report.values_from}")
+    if written.left_out:
+        output.talk(left_out_message(written.left_out))
+    for note in written.notes if written.finished else ():
+        output.talk(note)
