@@ -10,14 +10,16 @@ hears the decision:
 
 ``map_reduce(phase, local, on_leader)`` is that in one line. A call whose parts are longer spells it out, and reads from top to bottom:
 
-    with call.phase("write"):                    # an error before lead or follow, on any rank, ends the call on all of them
+    with call.phase("write"):                    # an error in here, on any rank, ends the call on all of them
         row = ...                                # this rank's part
         decision = call.lead(row, decide) if call.is_leader else call.follow(row)
+        ...                                      # what this rank makes of it
 
 An error before the row is out takes the row's place: the leader reports it, and every other rank raises RankFailedError with the rank's
 name. An error of ``decide`` is raised on every rank, as the same class. While the leader decides it may ask ranks for bytes of which it
-has only the digests (``offers.py``). An error after the decision is the rank's own: the others notice at the next phase. Every wait
-ends after ``timeout`` seconds without a sign of life (``liveness.py``).
+has only the digests (``offers.py``). An error after the decision, on any rank while it is still within the phase, takes the place of that
+rank's row in the next phase: the others are there already, or on their way. Every wait ends after ``timeout`` seconds without a sign of
+life (``liveness.py``).
 """
 
 from __future__ import annotations
@@ -71,6 +73,8 @@ class Call:
     _phase: str = "start"
     _posted: bool = False
     """This rank's row of the phase is out, or about to be: its errors from now on are reported elsewhere."""
+    _decided: bool = False
+    """The phase is decided for all, and this rank knows how: its errors from now on belong to the next phase."""
     _signs: int = 0
     _sign_at: float = field(default_factory=lambda: time.monotonic() + FIRST_SIGN)
     _signing: threading.Lock = field(default_factory=threading.Lock)
@@ -112,12 +116,13 @@ class Call:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """One phase: this rank's part, and then ``lead`` or ``follow``. An error before that ends the call on every rank.
+        """One phase: this rank's part, then ``lead`` or ``follow``, and what the rank makes of the decision. An error ends the call on
+        every rank; after the decision, as soon as the others come to the next phase.
 
         Raises:
             as ``map_reduce``.
         """
-        self._phase, self._posted = phase, False
+        self._phase, self._posted, self._decided = phase, False, False
         if self._store is not None:
             self._own_channel.next_turn()
             if self._own_channel.turn == 1:  # not when the call began: a save in the background has a thread of its own for it
@@ -125,7 +130,9 @@ class Call:
         try:
             yield
         except BaseException as err:
-            if not self._posted:
+            if self._decided and self._store is not None:
+                self._own_channel.next_turn()
+            if self._decided or not self._posted:
                 self._report_error(err, decided=False)
             raise
 
@@ -147,11 +154,13 @@ class Call:
                 channel.post(self._message(row))
                 rows = self._gather(channel)
             decision = self.alive_while(lambda: decide(rows), self.timeout)
+            word = json.dumps({"found": decision if public is None else public(decision)}).encode()
         except BaseException as err:
             self._report_error(err, decided=True)
             raise
         with self._channel() as channel:
-            channel.say({"found": decision if public is None else public(decision)})
+            channel.say(word)
+        self._decided = True
         self._all_are_here()
         return decision
 
@@ -169,6 +178,7 @@ class Call:
             channel.confirm()
         if "error" in word:
             raise error_of(self.kind, self._phase, word)
+        self._decided = True
         self._all_are_here()
         return word["found"]
 
@@ -323,11 +333,11 @@ class Call:
         """Tell the other ranks of an error that ends the call here: of this rank's own work, or ``decided`` for all by the leader."""
         if self.group.store is None or type(err).__name__ == "SimulatedCrash":  # a process that has crashed tells nobody
             return
-        report = {"error": error_to_json(err), "rank": self.group.rank, "decided": decided}
+        report = json.dumps({"error": error_to_json(err), "rank": self.group.rank, "decided": decided}).encode()
         try:
             with self._channel() as channel:
                 if not decided:
-                    channel.post(json.dumps(report).encode(), failed=True)
+                    channel.post(report, failed=True)
                 if not self.is_leader:
                     channel.confirm()
                     return

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,9 +160,9 @@ class ControlChannel:
 
     # ---- words
 
-    def say(self, word: Mapping[str, Any]) -> None:
-        """Leader: the next word of this turn."""
-        self._set(f"{self.turn}/word/{self._words}", json.dumps(word).encode())
+    def say(self, word: bytes) -> None:
+        """Leader: the next word of this turn, a JSON object."""
+        self._set(f"{self.turn}/word/{self._words}", word)
         self._words += 1
 
     @property

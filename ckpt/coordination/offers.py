@@ -7,6 +7,7 @@ Invariant: only the leader fetches what is offered, while it decides: all ranks 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ class Offers:
                 if digest in lacking:
                     wanted.setdefault(digest, position)
         if wanted:
-            self.channel.say({"asks": whom_to_ask(wanted, self._of_all)})
+            self.channel.say(json.dumps({"asks": whom_to_ask(wanted, self._of_all)}).encode())
         end = time.monotonic() + self.timeout
         for _ in looks(1):
             if self.channel.given(lacking):

@@ -115,6 +115,44 @@ def test_a_rank_that_raises_is_named_on_all_others(size: int) -> None:
         assert rank == size - 2 or f"rank {size - 2} raised ValueError: my own defect" in str(error)
 
 
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_an_error_after_the_decision_ends_the_next_phase_of_all_others(size: int, who: int) -> None:
+    """At once: nobody waits for the deadline."""
+
+    def work(group: Group) -> None:
+        call = group.call("test", "u", 120.0)
+        with call.phase("begin"):
+            id = call.lead({}, lambda rows: "id") if call.is_leader else call.follow({})
+            assert id == "id"
+            if group.rank == who:
+                raise ValueError("no memory for it")
+        call.map_reduce("write", dict, lambda rows: None)
+
+    began = time.monotonic()
+    outcomes = play(range(size), HashStore(), work)
+    assert time.monotonic() - began < 20
+    for rank, error in enumerate(outcomes):
+        assert isinstance(error, ValueError if rank == who else RankFailedError), error
+        assert rank == who or f"rank {who} raised ValueError: no memory for it" in str(error)
+
+
+@pytest.mark.parametrize("public", [lambda decision: 1 / 0, lambda decision: {1, 2}])
+def test_a_decision_that_cannot_be_told_is_an_error_of_all(public: Callable[[Any], Any]) -> None:
+    def work(group: Group) -> None:
+        call = group.call("test", "u", 120.0)
+        with call.phase("begin"):
+            if call.is_leader:
+                call.lead({}, lambda rows: rows, public)
+            else:
+                call.follow({})
+
+    began = time.monotonic()
+    first, *others = play(range(3), HashStore(), work)
+    assert time.monotonic() - began < 20 and isinstance(first, ZeroDivisionError | TypeError)
+    assert all(isinstance(error, RankFailedError) and type(first).__name__ in str(error) for error in others)
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("size", SIZES)
 def test_only_the_rank_that_is_silent_is_named(size: int) -> None:

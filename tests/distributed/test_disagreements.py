@@ -3,6 +3,7 @@ there is touched, and the next call works."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ckpt
+from ckpt.engine.save import save
 from ckpt.errors import ConsistencyError, CoverageError, LayoutError, NamesError, RankFailedError, ReplicaError, ShapeError, StateError
 from tests.distributed.models import mesh_of
 from tests.distributed.ranks import Ranks
@@ -274,3 +276,38 @@ def test_a_tensor_that_only_some_ranks_want(ranks: Ranks, tmp_path: Path) -> Non
     """What one rank takes is not unexpected on the others."""
     for err, _ in ranks.run(3, load_misfit, str(tmp_path / "a"), {0: {"w": None}, 2: {"w": None}}, {}):
         assert err is None
+
+
+def writer_that_cannot_be_made(url: str, who: int, background: bool) -> tuple[str, str, float, bool]:
+    """On one rank, and after all have agreed to write."""
+    rank = dist.get_rank()
+    ckpt.save(url, good())
+
+    def no_memory(prepared: object, id: str) -> Any:
+        raise MemoryError("no memory for the writer")
+
+    original, began = save._make_writer, time.monotonic()
+    try:
+        if rank == who:
+            save._make_writer = no_memory
+        if background:
+            ckpt.save_async(url, good() | {"step": 4}, timeout=300).result()
+        else:
+            ckpt.save(url, good() | {"step": 4}, timeout=300)
+    except Exception as err:  # noqa: BLE001  what the test looks at
+        took = time.monotonic() - began
+        save._make_writer = original
+        state = good() | {"step": 0}
+        ckpt.load(url, state)
+        return type(err).__name__, str(err), took, state["step"] == 3
+    raise AssertionError("it was saved")
+
+
+@pytest.mark.parametrize(("who", "background"), [(0, False), (1, False), (0, True)])
+def test_an_error_after_the_ranks_agreed_is_heard_at_once(ranks: Ranks, tmp_path: Path, who: int, background: bool) -> None:
+    outcomes = ranks.run(3, writer_that_cannot_be_made, str(tmp_path / "c"), who, background)
+    for rank, (kind, text, took, intact) in enumerate(outcomes):
+        assert kind == ("MemoryError" if rank == who else "RankFailedError") and "no memory for the writer" in text
+        assert took < 20 and intact  # of a deadline of 300 s
+    data = {path.name.partition("-")[0] for path in (tmp_path / "c" / "data").iterdir()}
+    assert len(data) == 1, "the ranks remove what they wrote"
