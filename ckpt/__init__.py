@@ -115,7 +115,7 @@ _WHERE = {
 }
 """Public name → the module that has it, and after a colon its name there, if that is another one."""
 
-FACES = ("converters", "data", "errors", "formats", "integrations", "io_backends", "monitors", "policies", "rng")
+FACES = ("converters", "data", "errors", "formats", "integrations", "io_backends", "live", "monitors", "policies", "rng")
 """The public modules. Of ``integrations``, each module has its own names and needs its library."""
 
 __all__ = ["__version__", *FACES, *_WHERE]

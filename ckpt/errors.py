@@ -20,6 +20,7 @@ The tree (the builtin that each class also is stands in brackets; the number is 
     │   ├── NoSpaceError                       30    it is full
     │   ├── AccessError [PermissionError]      30    it refuses us
     │   └── ConflictError [FileExistsError]    30    somebody else published there first
+    ├── TornError                              23    a live state is a mix of two versions
     ├── BusyError                              32    a save is going on already
     ├── CancelledError                        130    the caller cancelled it
     └── GroupError                             31    another rank
@@ -59,6 +60,7 @@ __all__ = [
     "ShapeError",
     "StateError",
     "StorageError",
+    "TornError",
     "UsageError",
 ]
 
@@ -147,6 +149,12 @@ class NamesError(MismatchError, KeyError):
 
 class ShapeError(MismatchError, ValueError):
     """Shapes or dtypes differ."""
+
+
+class TornError(CkptError):
+    """A take in place, or the switch to a version, broke off: the state is a mix of two versions until another one is taken."""
+
+    exit_code = 23
 
 
 class ConsistencyError(CkptError):

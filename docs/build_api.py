@@ -13,7 +13,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import ckpt  # noqa: E402
-from ckpt import converters, data, errors, formats, io_backends, monitors, policies, rng  # noqa: E402
+from ckpt import converters, data, errors, formats, io_backends, live, monitors, policies, rng  # noqa: E402
 
 SECTIONS = (
     ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "verify", "copy", "list_steps", "fence", "configure_storage")),
@@ -30,6 +30,7 @@ SECTIONS = (
     ),
     ("Data loaders: `ckpt.data`", data, tuple(data.__all__)),
     ("Random numbers: `ckpt.rng`", rng, tuple(rng.__all__)),
+    ("Live state: `ckpt.live`", live, tuple(live.__all__)),
     ("Monitors: `ckpt.monitors`", monitors, tuple(monitors.__all__)),
     ("Storage: `ckpt.io_backends`", io_backends, tuple(io_backends.__all__)),
     ("Reading further formats: `ckpt.formats`", formats, tuple(formats.__all__)),
@@ -41,9 +42,10 @@ SECTIONS = (
 _RULE = """Made from the docstrings by `make api`; do not edit.
 
 Public are the functions and classes of `ckpt`, and the names that this page lists for its modules: `ckpt.errors`, `ckpt.policies`,
-`ckpt.data`, `ckpt.rng`, `ckpt.monitors`, `ckpt.io_backends` (with `ckpt.io_backends.conformance`, tests for a backend of your own),
-`ckpt.formats`, `ckpt.converters`, and the modules of `ckpt.integrations` ([integrations.md](integrations.md)). Functions are
-verbs, as in `ckpt.export`; modules are nouns. Everything else in the package is internal and may change in any release.
+`ckpt.data`, `ckpt.rng`, `ckpt.live`, `ckpt.monitors`, `ckpt.io_backends` (with `ckpt.io_backends.conformance`, tests for a backend
+of your own), `ckpt.formats`, `ckpt.converters`, and the modules of `ckpt.integrations` ([integrations.md](integrations.md)).
+Functions are verbs, as in `ckpt.export`; modules are nouns. Everything else in the package is internal and may change in any
+release.
 
 Where a parameter is a URL, it takes a URL or path as text, or a local path as `pathlib.Path`."""
 

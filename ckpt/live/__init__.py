@@ -1,1 +1,35 @@
 """Live state: from the memory of ranks into the memory of others, in any layout, without storage."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .publication import Publication as Publication
+    from .sink import Sink as Sink
+    from .source import Source as Source
+    from .status import SinkStatus as SinkStatus
+    from .status import SourceStatus as SourceStatus
+    from .status import VersionStatus as VersionStatus
+    from .take import TakeReport as TakeReport
+    from .versions import Version as Version
+
+_WHERE = {
+    "Source": "source",
+    "Publication": "publication",
+    "Version": "versions",
+    "Sink": "sink",
+    "TakeReport": "take",
+    "SourceStatus": "status",
+    "VersionStatus": "status",
+    "SinkStatus": "status",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    raise AttributeError(f"module 'ckpt.live' has no attribute {name!r}")

@@ -29,6 +29,8 @@ class LiveCatalog(CatalogDefaults):
     state: Any
     world_size: int
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    own: Sequence[tuple[int, TensorSpec]] = ()
+    """Tensors of single ranks, with their places among the ranks."""
     format: str = "a live state"
 
     @classmethod
@@ -48,6 +50,7 @@ class LiveCatalog(CatalogDefaults):
         grids: dict[tuple[TensorLayout, tuple[int, ...]], Grid] = {}
         entries: dict[str, TensorEntry] = {}
         layouts: dict[str, TensorLayout] = {}
+        own = list(own)
         for place, tensor in [*((None, t) for t in joined.tensors.values()), *own]:
             key = tensor.layout, tensor.shape
             grid = grids.get(key)
@@ -60,7 +63,7 @@ class LiveCatalog(CatalogDefaults):
             )
         for name, target in joined.aliases.items():
             entries[name] = replace(entries[target], name=name, alias=target)
-        return cls(url=url, tensors=entries, layouts=layouts, state=state, world_size=world_size, ranks=ranks or {})
+        return cls(url=url, tensors=entries, layouts=layouts, state=state, world_size=world_size, ranks=ranks or {}, own=own)
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:

@@ -19,6 +19,9 @@
                                 ``;``. Empty: no virtual checkpoint is read
 ``CKPT_S3_CHECKSUM``   auto     checksums that an object store compares with what arrives: ``crc32``, ``sha256``
                                 or ``md5``; ``auto``: the cheapest that it does compare; ``off``: none
+``CKPT_LIVE_SECRET``            what sources and sinks of live state prove to each other that they know; by default
+                       none     a file of the source's account on its machine has one
+``CKPT_LIVE_LOCAL``    on       ``off``: sinks take live state over the network also from ranks of their machine
 ``CKPT_STORAGE_OPTIONS``        a JSON file: URL → the storage options of what lies below it, as
                        none     ``ckpt.configure_storage`` takes them
 =====================  =======  ==============================================================================
@@ -129,3 +132,14 @@ def _positive(what: str, given: float | None, variable: str, default: float) -> 
     if not 0 < value < float("inf"):
         raise UsageError(f"{what} must be a positive number, not {text!r}", where=None if given is not None else variable)
     return value
+
+
+def live_secret() -> str | None:
+    return os.environ.get("CKPT_LIVE_SECRET") or None
+
+
+def live_local() -> bool:
+    text = os.environ.get("CKPT_LIVE_LOCAL", "on")
+    if text not in ("on", "off"):
+        raise UsageError(f"memory of the same machine is read directly or not: on or off, not {text!r}", where="CKPT_LIVE_LOCAL")
+    return text == "on"

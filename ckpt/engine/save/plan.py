@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.shard_cache import ShardCache
@@ -156,6 +159,39 @@ def plan_assigned(
         specs=specs,
         groups=groups,
         batches=[_batches(n, f) for n, f in enumerate(files)] or [_coded_batches(n, g, specs) for n, g in enumerate(groups)],
+        sends=[],
+        receives=[],
+        replicated=[],
+    )
+
+
+_UNMERGED = ChunkAssignment(
+    cuts=None, boxes=None, owners=np.zeros(0, np.int64), cell=np.zeros(0, np.int64), cell_holders=np.zeros((0, 1), np.int64)
+)
+
+
+def plan_image(infos: Sequence[TensorSpec], boxes: Sequence[tuple[str, Box]]) -> RankPlan:
+    """The plan of a rank that keeps these boxes in memory, one after another, and writes no file. Nothing is told, sent or compared."""
+    chunks = [Chunk(name, number, box) for number, (name, box) in enumerate(boxes)]
+    sizes = {t.name: t.dtype.itemsize for t in infos}
+    lengths = [chunk.box.numel * sizes[chunk.name] for chunk in chunks]
+    starts = [0, *accumulate(lengths)]
+    return RankPlan(
+        key=_Key(tuple(infos), {}, frozenset(), ()),
+        shared=(),
+        own=b"",
+        own_tensors=b"",
+        assignments=dict.fromkeys(sizes, _UNMERGED),
+        chunks=chunks,
+        files=[],
+        specs=[],
+        groups=[],
+        batches=[
+            [
+                Batch(0, starts[g.start], sum(lengths[g.start : g.stop]), range(g.start, g.stop), lengths[g.start : g.stop])
+                for g in group_sizes(lengths, limits.CACHE_BLOCK)
+            ]
+        ],
         sends=[],
         receives=[],
         replicated=[],

@@ -1,0 +1,198 @@
+"""What sinks, and ``ckpt live status``, ask the leader of a source: small messages of JSON, each with bytes behind it if it needs some.
+
+A thread of the leader waits for connections, and one serves each. Nobody waits for anybody else: an answer that is not there yet is asked
+for again. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from ckpt.coordination.remote_errors import error_of, error_to_json
+from ckpt.coordination.rows import Row
+from ckpt.errors import CkptError, FormatError, GroupError, UsageError
+from ckpt.settings import limits
+
+from .wire import Channel, dial, welcome
+
+PURPOSE = "versions"
+_FRAME = struct.Struct("<II")
+"""Bytes of JSON, and of what follows."""
+_MOST_ASKED = limits.MIB
+"""Bytes of a question."""
+_MOST_ANSWER = 256 * limits.MIB
+"""Bytes of an answer: tables of very many tensors."""
+_MOST_CONNECTIONS = 4096
+
+log = logging.getLogger("ckpt")
+
+
+def split_address(address: str) -> tuple[str, int, str]:
+    """Host, port and name of ``tcp://host:port/name``; the name may be empty.
+
+    Raises:
+        UsageError: it is no such address.
+    """
+    try:
+        parts = urlsplit(address)
+        host, port, name = parts.hostname, parts.port, parts.path.strip("/")
+    except (ValueError, AttributeError) as err:
+        raise _no_address(address) from err
+    if parts.scheme != "tcp" or not host or port is None or parts.query or parts.fragment or parts.username:
+        raise _no_address(address)
+    return host, port, name
+
+
+def _no_address(address: object) -> UsageError:
+    return UsageError(f"{address!r} is no address of a source", hint='write it as "tcp://host:port/name"; port 0 means any free one')
+
+
+Answer = tuple[Row, Sequence[bytes | memoryview]]
+Handle = Callable[[str, Row], Answer]
+"""Answers what the peer of this name asks."""
+
+
+class ControlServer:
+    """Answers questions by ``handle``, on the sockets ``ports``. ``gone`` is called when the connection of a peer has ended."""
+
+    def __init__(self, ports: Sequence[socket.socket], secret: bytes, timeout: float, handle: Handle, gone: Callable[[str], None]) -> None:
+        self._ports = ports
+        self._secret = secret
+        self._timeout = timeout
+        self._handle = handle
+        self._gone = gone
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="ckpt-versions", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and drop who is connected."""
+        self._closing.set()
+        self._thread.join()
+        for port in self._ports:
+            port.close()
+        with self._lock:
+            for sock in self._connections:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for port in self._ports:
+                port.setblocking(False)
+                selector.register(port, selectors.EVENT_READ, port)
+            while not self._closing.is_set():
+                for key, _ in selector.select(0.1):
+                    with suppress(OSError):  # of that connection alone, or too many files: whoever it is tries again
+                        sock, address = key.data.accept()
+                        self._begin(sock, f"{address[0]}:{address[1]}")
+
+    def _begin(self, sock: socket.socket, peer: str) -> None:
+        with self._lock:
+            full = len(self._connections) >= _MOST_CONNECTIONS
+            if not full:
+                self._connections.add(sock)
+        if full:
+            log.warning("%s is not answered: there are %d connections", peer, _MOST_CONNECTIONS)
+            sock.close()
+            return
+        threading.Thread(target=self._converse, args=(sock, peer), name="ckpt-versions", daemon=True).start()
+
+    def _converse(self, sock: socket.socket, peer: str) -> None:
+        try:
+            channel = welcome(sock, self._secret, self._timeout, peer=peer, alive=self._check_going)
+            if channel.purpose != PURPOSE:
+                raise FormatError(f"it asks for {channel.purpose!r}, and versions are given here", where=peer)
+            while channel.await_next():
+                asked, _ = receive(channel, _MOST_ASKED)
+                try:
+                    answer, views = self._handle(peer, asked)
+                except CkptError as err:
+                    answer, views = {"error": error_to_json(err)}, ()
+                send(channel, answer, views)
+        except (CkptError, OSError) as err:
+            log.debug("live: %s is answered no longer: %s", peer, err)
+        finally:
+            with self._lock:
+                self._connections.discard(sock)
+            with suppress(OSError):
+                sock.close()
+            self._gone(peer)
+
+    def _check_going(self) -> None:
+        if self._closing.is_set():
+            raise ConnectionAbortedError("closing")
+
+
+class ControlClient:
+    """A connection to the leader of a source.
+
+    Raises:
+        DeadlineError: it cannot be reached.
+        AccessError, FormatError: it has another secret, or is something else.
+    """
+
+    def __init__(self, address: str, secret: bytes, timeout: float, alive: Callable[[], None] = lambda: None) -> None:
+        host, port, _ = split_address(address)
+        self.address = address
+        self._channel = dial([(host, port)], secret, timeout, peer=f"the source at {address}", purpose=PURPOSE, alive=alive)
+
+    def ask(self, question: Row) -> tuple[Row, bytes]:
+        """What it answers.
+
+        Raises:
+            CkptError: what it found wrong; DeadlineError, RankFailedError if it hangs or is gone.
+        """
+        try:
+            send(self._channel, question, ())
+            answer, data = receive(self._channel, _MOST_ANSWER)
+        except OSError as err:
+            if isinstance(err, CkptError):
+                raise
+            raise GroupError(
+                f"the leader of the source is gone: {err}", where=self.address, hint="look whether the trainer still runs, and take again"
+            ) from err
+        if "error" in answer:
+            try:
+                raise error_of("take", "versions", {"decided": True, "rank": 0, "error": answer["error"]})
+            except (KeyError, TypeError) as err:
+                raise FormatError(f"an error message that cannot be read: {err!r}", where=self.address) from err
+        return answer, data
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:
+    """One message; raises as ``Channel.send``."""
+    text = json.dumps(message).encode()
+    channel.send(_FRAME.pack(len(text), sum(map(len, views))), text, *views)
+
+
+def receive(channel: Channel, most: int) -> tuple[Row, bytes]:
+    """The next message, of at most so many bytes.
+
+    Raises:
+        FormatError: it is longer, or no message of ours; else as ``Channel.receive``.
+    """
+    length, behind = _FRAME.unpack(channel.receive(_FRAME.size))
+    if length > most or behind > most:
+        raise FormatError(f"a message of {length + behind} bytes", where=channel.peer)
+    try:
+        message = json.loads(channel.receive(length))
+    except (ValueError, RecursionError) as err:
+        raise FormatError(f"a message that cannot be read: {err}", where=channel.peer) from err
+    if not isinstance(message, dict):
+        raise FormatError("a message that is no mapping", where=channel.peer)
+    return message, channel.receive(behind)

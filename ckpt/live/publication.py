@@ -1,0 +1,225 @@
+"""One rank's part of one publication: capture the state into a segment, and seal it. Saves in the background capture in the same way
+(``engine/save/capture.py``); there is no second one.
+
+    training         publish() │ forward │ backward │ optimizer.step() waits for the rest
+    ckpt-publish               └── copy into the segment ──► digests, seal ──► all ranks sealed? ──► the version is there
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+import xxhash
+
+from ckpt import tree
+from ckpt.adapters.collect import Collected, collect
+from ckpt.adapters.shard_cache import ShardCache
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group
+from ckpt.engine.devices import devices_of, refuse_in_graph
+from ckpt.engine.save.capture import Capture
+from ckpt.engine.save.fence import CaptureFence, Outcome
+from ckpt.engine.save.meter import SaveMeter
+from ckpt.engine.save.plan import RankPlan, plan_image
+from ckpt.engine.save.staging import Segment, StagedBatches
+from ckpt.engine.save.tensor_source import ChunkSource
+from ckpt.errors import DeadlineError
+from ckpt.layout.layout import Layout
+from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.tables import Table
+from ckpt.tracing.spans import Spans
+from ckpt.tracing.stall import Stall
+
+from .published import PublishedSegment, SegmentLayout
+from .segment import MemorySegment
+from .versions import Version, own_blob
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImagePlan:
+    """What this rank publishes, as long as its state has the same tensors: where each box lies, the plan to capture them, and the table of
+    the tensors that other ranks know too."""
+
+    infos: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    own: frozenset[str]
+    layout: SegmentLayout
+    plan: RankPlan
+    table: bytes
+    own_table: Table
+
+    @classmethod
+    def of(cls, collected: Collected, rank: int) -> ImagePlan:
+        shard_table = collected.shard_table
+        infos, own = tuple(t.info for t in shard_table.tensors.values()), frozenset(shard_table.own)
+        layout = SegmentLayout.of(infos, rank)
+        shared = Table(
+            tensors=tuple(t for t in infos if t.name not in own), aliases={n: t for n, t in shard_table.aliases.items() if n not in own}
+        )
+        return cls(
+            infos=infos,
+            aliases=dict(shard_table.aliases),
+            own=own,
+            layout=layout,
+            plan=plan_image(infos, [(b.tensor.name, b.box) for b in layout.all()]),
+            table=shared.to_bytes(),
+            own_table=Table(
+                tensors=tuple(t for t in infos if t.name in own), aliases={n: t for n, t in shard_table.aliases.items() if n in own}
+            ),
+        )
+
+    def fits(self, collected: Collected) -> bool:
+        """Whether the state has the same tensors as when this was made."""
+        shard_table = collected.shard_table
+        return (
+            len(self.infos) == len(shard_table.tensors)
+            and all(a is t.info or a == t.info for a, t in zip(self.infos, shard_table.tensors.values(), strict=True))
+            and self.aliases == shard_table.aliases
+            and self.own == frozenset(shard_table.own)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedImage:
+    """All that a publication needs of the state; the caller's thread makes it."""
+
+    image: ImagePlan
+    state: bytes
+    """The values, as JSON; equal on all ranks."""
+    own: bytes
+    """What this rank alone has; empty if that is nothing."""
+    segment: MemorySegment
+    capture: Capture
+    fence: CaptureFence
+    on_devices: bool
+
+
+def collect_state(state: object, group: Group, layout: Layout | None, shards: ShardCache) -> Collected:
+    """Walk the state; raises as ``ckpt.save``."""
+    if len(shards.known) > 100_000 + 4 * len(getattr(state, "__dict__", ())):
+        shards.known.clear()
+    return collect(state, rank=group.rank, ranks=group.ranks, layout=layout, shards=shards)
+
+
+def prepare_image(collected: Collected, image: ImagePlan, take: Callable[[int], MemorySegment], where: str, *, lazy: bool) -> PreparedImage:
+    """Make room in a segment, and set aside what a forward pass may change. Talks to no other rank.
+
+    Raises:
+        CkptError: there is no memory for it.
+    """
+    tensors = collected.shard_table.tensors
+    devices = devices_of(tensors.values())
+    refuse_in_graph(devices, where)
+    segment = take(image.layout.nbytes)
+    memory = torch.from_numpy(segment.data)
+    batches = image.plan.batches[0]
+    stage = StagedBatches([Segment(batches, 0, 0, None)], memory)
+    source = ChunkSource(image.plan, tensors)
+    capture = Capture(image.plan, collected.shard_table, source, stage, None, None, Spans(on=False), SaveMeter())
+    if lazy:
+        capture.capture_volatile()
+    own = image.own_table
+    return PreparedImage(
+        image=image,
+        state=tree.text(collected.state).encode(),
+        own=own_blob(collected.own, own) if collected.own or own.tensors else b"",
+        segment=segment,
+        capture=capture,
+        fence=CaptureFence(Stall(), stage.throttle),
+        on_devices=bool(devices),
+    )
+
+
+def capture_image(prepared: PreparedImage, threads: int, beat: Callable[[], None]) -> None:
+    """Copy the state into the segment; after it the state may change. Raises nothing: the fence does."""
+    error: BaseException | None = None
+    try:
+        prepared.capture.run(threads, beat)
+    except BaseException as err:  # noqa: BLE001  the publication fails with it
+        error = err
+    prepared.fence.down(error)
+
+
+def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSegment:
+    """Prove what was captured, and seal it.
+
+    Raises:
+        ConsistencyError: the state was changed while it was captured.
+    """
+    prepared.capture.result()
+    digests = prepared.segment.seal(threads, call.heartbeat)
+    layout = prepared.image.layout
+    prepared.capture.compare(_CapturedDigests(prepared.segment, layout))
+    return PublishedSegment(prepared.segment, layout, digests, f"rank {call.group.rank} of {call.url}, process {os.getpid()}")
+
+
+class _CapturedDigests(Sequence[int]):
+    """The XXH3-64 of each box, as it was captured: computed when it is asked for."""
+
+    def __init__(self, segment: MemorySegment, layout: SegmentLayout) -> None:
+        self._data = segment.data
+        self._boxes = layout.all()
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    @overload
+    def __getitem__(self, number: int) -> int: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[int]: ...
+    def __getitem__(self, number: int | slice) -> int | Sequence[int]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        box = self._boxes[number]
+        return xxhash.xxh3_64_intdigest(self._data[box.start : box.start + box.nbytes].data)
+
+
+class Publication:
+    """A version on its way, as :meth:`Source.publish` gives it. ``step`` is the caller's."""
+
+    def __init__(self, step: int, fence: CaptureFence) -> None:
+        self.step = step
+        self.captured: Outcome[None] = fence.captured
+        self.sealed: Outcome[Version] = Outcome()
+        self._fence = fence
+
+    def __repr__(self) -> str:
+        return f"<ckpt publication of step {self.step}: {'done' if self.sealed.done() else 'going on'}>"
+
+    def fence(self) -> None:
+        """Wait until the state may change again. Call it before you change the state by hand; an optimizer's step does it by itself.
+
+        Raises what capturing raised.
+        """
+        self._fence.wait()
+
+    def done(self) -> bool:
+        """Whether the version is there for sinks, or publishing has failed."""
+        return self.sealed.done()
+
+    def result(self, timeout: float | None = None) -> Version:
+        """The version, once every rank has sealed its part.
+
+        Raises:
+            TimeoutError: it is still going on after ``timeout`` seconds.
+            ConsistencyError: the state was changed while it was captured, or the ranks' states do not make one.
+            RankFailedError, DeadlineError: another rank failed, died or hangs.
+        """
+        self._fence.hurry()
+        return self.sealed.result(timeout)
+
+    def settle(self) -> None:
+        """Wait until it has ended, and raise its error if nobody has asked for it."""
+        self._fence.hurry()
+        self.sealed.error()
+        if not (self.sealed.error_reported or self.captured.error_reported):
+            self.sealed.result()
+
+
+def not_sealed(name: str, seconds: float) -> DeadlineError:
+    """A sink asks for a version that this rank does not have within some seconds."""
+    return DeadlineError(f"this rank has not sealed version {name} within {seconds:g} s", hint="look whether the trainer hangs")

@@ -1,0 +1,99 @@
+"""The secret of a source: what it and its sinks prove to each other that they know. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt import settings
+from ckpt.errors import AccessError, UsageError
+
+from .control import split_address
+
+_BYTES = 32
+
+
+def given_secret(secret: str | bytes | None) -> bytes | None:
+    """What the caller or ``CKPT_LIVE_SECRET`` says.
+
+    Raises:
+        UsageError: it is empty.
+    """
+    text = settings.live_secret() if secret is None else secret
+    if text is None:
+        return None
+    if not text:
+        raise UsageError("an empty secret protects nothing", hint="give a long random one, or none: then a file in your account has it")
+    return text.encode() if isinstance(text, str) else text
+
+
+def fingerprint(secret: bytes | None) -> str | None:
+    """By which ranks compare what they were given, without showing it."""
+    return None if secret is None else hashlib.sha256(b"ckpt live" + secret).hexdigest()
+
+
+def new_secret(address: str) -> bytes:
+    """Make one, and leave it in a file that only this account reads, for sinks of this machine."""
+    made = secrets.token_hex(_BYTES)
+    path = _path(address)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    _check_private(path.parent)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        beside.unlink()
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(made)
+    beside.replace(path)
+    return made.encode()
+
+
+def forget_secret(address: str, secret: bytes) -> None:
+    """The source ends: remove its file, unless another one has its place."""
+    path = _path(address)
+    with suppress(OSError):
+        if path.read_bytes() == secret:
+            path.unlink()
+
+
+def sink_secret(secret: str | bytes | None, address: str) -> bytes:
+    """What the caller says, or what a source on this machine has left.
+
+    Raises:
+        AccessError: there is none; or others can read or write its file.
+    """
+    given = given_secret(secret)
+    if given is not None:
+        return given
+    path = _path(address)
+    try:
+        _check_private(path.parent)
+        _check_private(path)
+        return path.read_bytes()
+    except FileNotFoundError as err:
+        raise AccessError(
+            "no secret is known for this source",
+            where=address,
+            hint="give secret= or CKPT_LIVE_SECRET, the same as for the source; by itself it is found on its machine, in its account",
+        ) from err
+
+
+def _path(address: str) -> Path:
+    _, port, name = split_address(address)
+    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    spelled = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):02x}" for c in name)
+    return Path(folder) / f"ckpt-live-{os.getuid()}" / f"{port}-{spelled or '-'}"
+
+
+def _check_private(path: Path) -> None:
+    seen = path.lstat()
+    if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
+        raise AccessError(
+            f"others than this account can reach it (mode {stat.S_IMODE(seen.st_mode):o})",
+            where=str(path),
+            hint="remove it, and start the source again",
+        )

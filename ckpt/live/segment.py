@@ -1,0 +1,255 @@
+"""Segments: what one rank has published of a state, in memory that other processes of its machine can map. No torch.
+
+    ┌────────┬──────────────────────────────────────────────────────────────┬─────────┐
+    │ header │ boxes of tensors, row-major, one after another               │ digests │
+    └────────┴──────────────────────────────────────────────────────────────┴─────────┘
+      magic,    the widest elements first, so that each is aligned; where        XXH3-64 of
+      token     each lies follows from names and layouts alone, so that         each MiB of
+                nobody has to be told (``SegmentLayout``)                        the boxes
+
+The memory has no name in any file system: it is gone with its last user, however that ends. When a segment is *sealed*, the kernel lets
+no other process write it or change its size, and its owner's own mapping is read-only.
+
+A segment is filled again when its version is dropped, since fresh memory costs more than the copy into it. So a reader takes a *lease*, a
+shared lock on the file, which the kernel releases when the reader lets go of the memory or dies. The owner renews a segment only if it
+gets that lock alone; else it leaves it to its readers. The token, which is new each time, tells a late reader that this is another version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckpt.concurrency.workers import run_tasks
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.settings import limits
+
+BLOCK = limits.MIB
+"""Bytes that have one digest."""
+DATA = mmap.PAGESIZE
+"""Where the boxes begin: the header has a page of its own."""
+TOKEN_BYTES = 16
+MOST_SEGMENT = 1 << 46
+"""Bytes of a segment that a reader maps at most: what a peer says is not believed."""
+_MAGIC = b"ckptseg1"
+_NAME = "ckpt-segment"
+_FUTURE_WRITE = 0x10
+"""F_SEAL_FUTURE_WRITE of Linux 5.1: whoever maps it from now on cannot write."""
+_RAW: Mapping[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+    16: np.dtype(np.complex128),
+}
+
+Bytes = npt.NDArray[np.uint8]
+Digests = npt.NDArray[np.uint64]
+"""XXH3-64 of each block."""
+
+
+class SegmentAddress(NamedTuple):
+    """Where another process of the machine finds a segment: number of the file in process ``pid``, the token that it begins with, and bytes
+    of its boxes."""
+
+    pid: int
+    file: int
+    token: str
+    nbytes: int
+
+
+def digests_of(data: Bytes, threads: int = 1, beat: Callable[[], None] = lambda: None) -> Digests:
+    """Of memory."""
+    digests = np.zeros(-(-len(data) // BLOCK), dtype="<u8")
+
+    def hash_from(first: int) -> None:
+        for number in range(first, min(first + 64, len(digests))):
+            digests[number] = xxhash.xxh3_64_intdigest(data[number * BLOCK : (number + 1) * BLOCK].data)
+        beat()
+
+    run_tasks([partial(hash_from, first) for first in range(0, len(digests), 64)], threads, "ckpt-hash")
+    return digests
+
+
+def digest_of_digests(digests: Digests) -> str:
+    """The XXH3-128 by which a manifest knows the bytes of a segment, in hex."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(digests).data)
+
+
+class MemorySegment:
+    """A segment that this process fills: ``data`` has room for ``capacity`` bytes of boxes.
+
+    Raises:
+        CkptError: there is no memory for it, or the system has no anonymous files.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        size = _file_size(capacity)
+        try:
+            self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (AttributeError, OSError) as err:
+            raise _no_memory(size, str(err)) from err
+        try:
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
+            if hasattr(mmap, "MADV_DONTFORK"):
+                self._memory.madvise(mmap.MADV_DONTFORK)
+        except (OSError, OverflowError, ValueError) as err:
+            os.close(self._file)
+            raise _no_memory(size, str(err)) from err
+        whole = np.frombuffer(self._memory, dtype=np.uint8)
+        self._address = whole.ctypes.data
+        self._whole = whole
+        self.data: Bytes = whole[DATA : DATA + capacity]
+        self._sealed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._memory[: len(_MAGIC) + TOKEN_BYTES] = _MAGIC + self.token
+
+    def address(self) -> SegmentAddress:
+        """For readers on this machine."""
+        return SegmentAddress(os.getpid(), self._file, self.token.hex(), self.capacity)
+
+    def seal(self, threads: int = 1, beat: Callable[[], None] = lambda: None) -> Digests:
+        """All boxes are there, and nothing changes any more. The digests of all blocks."""
+        digests = digests_of(self.data, threads, beat)
+        at = _digests_at(self.capacity)
+        self._whole[at : at + digests.nbytes] = digests.view(np.uint8)
+        if not self._sealed:
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            try:
+                fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals | _FUTURE_WRITE)
+            except OSError:  # before Linux 5.1: then only digests tell what another process has changed
+                fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+        self._protect(mmap.PROT_READ)
+        self._sealed = True
+        return digests
+
+    def renew(self) -> bool:
+        """Begin another version in the same memory, unless somebody still reads it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        try:
+            self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+            self._begin()
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return True
+
+    def close(self) -> None:
+        """Let go of the file; the memory goes with the last array that refers to it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _protect(self, access: int) -> None:
+        """What this process itself may do to the memory: a stray write ends the process instead of changing what is published."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mprotect(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self._whole)), ctypes.c_int(access)):
+            raise _no_memory(len(self._whole), os.strerror(ctypes.get_errno()))
+
+
+class MappedSegment:
+    """The segment of another process of this machine, which it cannot fill again while this lives.
+
+    Raises:
+        NotFoundError: that version of it is gone.
+        OSError: it cannot be opened from here.
+    """
+
+    def __init__(self, at: SegmentAddress, digest: str) -> None:
+        """``digest``: that of the digests of its blocks."""
+        path = f"/proc/{at.pid}/fd/{at.file}"
+        try:
+            if _NAME not in os.readlink(path):  # before it is opened: to open a device may do something
+                raise _gone(path)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as err:
+            raise _gone(path) from err
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not 0 <= at.nbytes <= MOST_SEGMENT or os.fstat(file).st_size != _file_size(at.nbytes):
+                raise _gone(path)
+            # A private mapping: it is never written, but numpy and torch are content.
+            memory = mmap.mmap(file, _file_size(at.nbytes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except BlockingIOError as err:  # the owner is renewing it
+            raise _gone(path) from err
+        finally:
+            os.close(file)  # the mapping keeps the lock
+        if memory[: len(_MAGIC) + TOKEN_BYTES] != _MAGIC + bytes.fromhex(at.token):
+            raise _gone(path)
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        self.data: Bytes = whole[DATA : DATA + at.nbytes]
+        where, count = _digests_at(at.nbytes), -(-at.nbytes // BLOCK)
+        self.digests: Digests = whole[where : where + 8 * count].view("<u8")
+        if digest_of_digests(self.digests) != digest:
+            raise CorruptError("the digests of a segment are not what its manifest says", where=path, hint="publish again")
+
+
+class SegmentPool:
+    """Segments of dropped versions, to be filled again. Those that somebody still reads wait; of these no more than ``SPARE`` are kept."""
+
+    SPARE = 2
+
+    def __init__(self) -> None:
+        self._idle: deque[MemorySegment] = deque()
+
+    def take(self, capacity: int) -> MemorySegment:
+        """A segment to fill, of just so many bytes.
+
+        Raises:
+            CkptError: there is no memory for it.
+        """
+        for _ in range(len(self._idle)):
+            segment = self._idle.popleft()
+            if segment.capacity == capacity and segment.renew():
+                return segment
+            if segment.capacity == capacity and len(self._idle) < self.SPARE:
+                self._idle.append(segment)
+            else:
+                segment.close()
+        return MemorySegment(capacity)
+
+    def give(self, segment: MemorySegment) -> None:
+        """It belongs to no version any more. Called when the last reference to it goes, which may be anywhere: nothing is locked."""
+        self._idle.append(segment)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        while self._idle:
+            self._idle.popleft().close()
+
+
+def _digests_at(capacity: int) -> int:
+    return DATA + -(-capacity // 8) * 8
+
+
+def _file_size(capacity: int) -> int:
+    return -(-(_digests_at(capacity) + 8 * -(-capacity // BLOCK)) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _gone(path: str) -> NotFoundError:
+    return NotFoundError("a version was dropped before it was taken", where=path, hint="take it again: there is a newer one")
+
+
+def _no_memory(size: int, why: str) -> CkptError:
+    return CkptError(
+        f"there is no shared memory for {size:,} bytes, which a published version of this rank's state needs: {why}",
+        hint="publish a smaller state, or keep fewer versions (keep=)",
+    )

@@ -1,0 +1,344 @@
+"""Sinks: an engine takes versions of a source's state into its own, whatever the layouts of both.
+
+A sink's ranks are a group of their own. Their leader talks to the leader of the source; each rank takes its pieces from the ranks that have
+them. All ranks switch to a version, or none: nothing of the state changes before all of them have all of it, compared with its digests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckpt import settings
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group, current_group
+from ckpt.coordination.rows import Row
+from ckpt.coordination.step_agreement import own_store
+from ckpt.engine.load.job import LoadJob, StateWrites
+from ckpt.engine.load.options import LoadOptions
+from ckpt.errors import CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, TornError, UsageError
+from ckpt.layout.layout import Layout, check_layout
+from ckpt.plan.match import Selection, several
+from ckpt.transport.shm_pool import machine
+
+from .client import Pulled
+from .control import ControlClient, split_address
+from .secret import sink_secret
+from .take import FoundVersion, MatchedTake, Puller, SinkCache, StagedTake, TakeReport, accept_take, match_take, stage_take, switch_take
+from .versions import Manifest, Version, digest_of_blob
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("ckpt")
+
+
+class Sink:
+    """Takes versions of a source into a state. Collective: every rank of the engine makes it, and takes in the same order.
+
+    Args:
+        address: of the source, ``"tcp://host:port/name"``.
+        into: a state as for ``ckpt.load``; its tensors say what this rank needs.
+        layout: places for plain tensors that are parts of larger ones.
+        process_group: the ranks of this engine, if not all of its job.
+        switch: ``"double"``: what comes from other machines is kept beside the state until all ranks have all of theirs. ``"in-place"``
+            needs no memory for that: it goes straight into the state, which is torn if the take breaks off (``version``).
+        only, rename, strict, cast: as for ``ckpt.load``.
+        secret: as the source's; by default ``CKPT_LIVE_SECRET``, or what a source on this machine has left in a file of this account.
+        timeout: seconds without a sign of life after which a rank, or the source, counts as dead (``CKPT_TIMEOUT``, 600).
+
+    Raises:
+        UsageError: the address, or an argument, cannot be meant.
+        AccessError: there is no secret.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        into: Mapping[str, Any],
+        *,
+        layout: Layout | None = None,
+        process_group: ProcessGroup | None = None,
+        switch: Literal["double", "in-place"] = "double",
+        only: str | Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        secret: str | bytes | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if switch not in ("double", "in-place"):
+            raise UsageError(f"switch is 'double' or 'in-place', not {switch!r}")
+        base = current_group(process_group)
+        check_layout(layout, base.ranks)
+        self.address = address
+        self._name = split_address(address)[2]
+        self._state = into
+        self._in_place = switch == "in-place"
+        self._options = LoadOptions(
+            layout=layout,
+            selection=Selection(only=several(only or ()), rename=tuple((rename or {}).items())),
+            strict=strict,
+            cast=cast,
+            verify="full",
+            timeout=settings.timeout(timeout),
+            threads=settings.threads(None),
+        )
+        self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
+        self._secret = sink_secret(secret, address)
+        self._label = f"{socket.gethostname()}:{os.getpid()}"
+        self._cache = SinkCache()
+        self._blobs: dict[str, bytes] = {}
+        """What the last version that all ranks have taken refers to."""
+        self._client: ControlClient | None = None
+        self._version: Version | None = None
+        self._torn: str | None = None
+        self.report: TakeReport | None = None
+        """Of the last take."""
+
+    @property
+    def version(self) -> Version | None:
+        """The version that the state is; None before the first take.
+
+        Raises:
+            TornError: the last take broke off while it changed the state. The next one repairs it.
+        """
+        if self._torn is not None:
+            raise TornError(self._torn, where=self.address, hint="take again before the state is used")
+        return self._version
+
+    def take(self, newer_than: Version | None = None, timeout: float | None = None) -> Version:
+        """Bring the newest version into the state; collective. Which one that is.
+
+        Args:
+            newer_than: wait for another one than this, usually ``sink.version``. None: the newest that there is.
+            timeout: seconds to wait for it. By default as long as for a sign of life.
+
+        Raises:
+            DeadlineError: there is no such version in time, or nothing was heard of a rank or the source; nothing was changed.
+            NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed.
+            AccessError, NotFoundError, FormatError: the source has another secret or name, or it is something else.
+            CorruptError, RankFailedError, ExchangeError: bytes were damaged, or a rank was lost, that no other rank had. Nothing was
+                changed, unless ``version`` raises TornError.
+        """
+        began, patience = time.monotonic(), self._options.timeout if timeout is None else timeout
+        while True:
+            call = self._group.call("take", self.address, self._options.timeout)
+            try:
+                found = self._find(call, newer_than, began + patience)
+            except BaseException:
+                self.close()  # the next take makes another connection
+                raise
+            waited = time.monotonic() - began
+            try:
+                taken = self._take(call, found, waited)
+            except BaseException as err:
+                self._tell(found.version, "failed", error=f"{type(err).__name__}: {err}")
+                raise
+            if taken is not None:
+                self.report = taken
+                self._blobs = dict(found.blobs)
+                received = taken.mapped + sum(taken.received.values())
+                self._tell(found.version, "taken", bytes=received, seconds=round(taken.seconds, 6))
+                return found.version
+            log.info("live: %s was dropped before it was taken; looking for a newer one", found.version)
+
+    def close(self) -> None:
+        """End the connection to the source. The state stays as it is."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- find
+
+    def _find(self, call: Call, newer_than: Version | None, end: float) -> FoundVersion:
+        """The newest version, and all that its manifest refers to; the leader asks, and hands it on."""
+        with call.phase("find"):
+            if not call.is_leader:
+                agreed = call.follow({})
+                data = call.fetch(agreed["manifest"])
+                new = {digest: call.fetch(digest) for digest in agreed["blobs"]}
+                holders = json.loads(call.fetch(agreed["holders"]))
+            else:
+                answer, data = self._await_version(call, newer_than, end)
+                new = self._fetch_blobs(call, Manifest.from_bytes(data))
+                holders = answer["holders"]
+
+                def hand_on(rows: dict[int, Row]) -> Row:
+                    return {
+                        "manifest": call.leave(data),
+                        "blobs": [call.leave(blob) for blob in new.values()],
+                        "holders": call.leave(json.dumps(holders).encode()),
+                    }
+
+                call.lead({}, hand_on)
+        manifest = Manifest.from_bytes(data)
+        blobs = {digest: new[digest] if digest in new else self._blobs[digest] for digest in manifest.blobs()}
+        try:
+            by_rank = {int(row["rank"]): row for row in holders}
+        except (KeyError, TypeError, ValueError) as err:
+            raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=self.address) from err
+        if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
+            raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
+        return FoundVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank)
+
+    def _await_version(self, call: Call, newer_than: Version | None, end: float) -> tuple[Row, bytes]:
+        tries = 2  # a source that has started again closes the old connection
+        while True:
+            call.heartbeat()
+            try:
+                answer, data = self._ask(
+                    call,
+                    {"op": "newest", "after": None if newer_than is None else newer_than.to_json(), "has": self._torn is None},
+                    end,
+                )
+            except CkptError as err:
+                tries -= 1
+                self.close()
+                if not tries or isinstance(err, DeadlineError) or type(err).__name__ in ("AccessError", "NotFoundError", "FormatError"):
+                    raise
+                continue
+            if answer["version"] is not None:
+                if digest_of_blob(data) != answer["version"].get("digest"):
+                    raise CorruptError("the manifest of a version came damaged", where=self.address, hint="take again")
+                return answer, data
+            if time.monotonic() >= end:
+                newer = "no version yet" if newer_than is None else f"no version newer than {newer_than}"
+                raise DeadlineError(
+                    f"the source has {newer}", where=self.address, hint="look whether it publishes, or wait longer (timeout=)"
+                )
+
+    def _fetch_blobs(self, call: Call, manifest: Manifest) -> dict[str, bytes]:
+        """On the leader: what is not known of the take before."""
+        wanted = [digest for digest in manifest.blobs() if digest not in self._blobs]
+        if not wanted:
+            return {}
+        answer, data = self._ask(call, {"op": "blobs", "digests": wanted}, time.monotonic() + self._options.timeout)
+        blobs, at = {}, 0
+        for digest, size in zip(wanted, answer["sizes"], strict=True):
+            blobs[digest] = data[at : at + size]
+            at += size
+            if digest_of_blob(blobs[digest]) != digest:
+                raise CorruptError("a part of a version's manifest came damaged", where=self.address, hint="take again")
+        return blobs
+
+    def _ask(self, call: Call, question: Row, end: float) -> tuple[Row, bytes]:
+        if self._client is None:
+            patience = min(self._options.timeout, max(end - time.monotonic(), 1.0))
+            self._client = ControlClient(self.address, self._secret, patience, call.heartbeat)
+        return self._client.ask({"name": self._name, "sink": self._label, "ranks": self._group.size, **question})
+
+    def _tell(self, version: Version, phase: str, **more: object) -> None:
+        """Let the source know how far this sink is. That it does not hear it harms nothing."""
+        if self._client is None:
+            return
+        try:
+            self._client.ask(
+                {
+                    "op": "progress",
+                    "name": self._name,
+                    "sink": self._label,
+                    "ranks": self._group.size,
+                    "phase": phase,
+                    "version": version.to_json(),
+                    **more,
+                }
+            )
+        except CkptError as err:
+            log.debug("live: the source was not told: %s", err)
+            self.close()
+
+    # ---- take
+
+    def _take(self, call: Call, found: FoundVersion, waited: float) -> TakeReport | None:
+        """Take a version that was found; None if it was dropped meanwhile."""
+        began = time.monotonic()
+        self._tell(found.version, "taking")
+        job = LoadJob(call=call, options=self._options, recorded=None, writes=StateWrites())
+        matched = match_take(job, found, self._state, self._cache)
+        puller = Puller(
+            secret=self._secret,
+            timeout=self._options.timeout,
+            threads=self._options.threads,
+            receiver=-1 - self._group.ranks.index(self._group.rank),
+            local=machine() if settings.live_local() else None,
+            alive=call.check_failures,
+        )
+        staged = self._stage(job, matched, puller)
+        if staged is None:
+            return None
+        switched, pulled = self._switch(job, staged, puller)
+        done = time.monotonic()
+        call.linger()
+        return TakeReport(
+            version=found.version,
+            needed=staged.plan.needed,
+            mapped=sum(staged.plan.shares[rank].requests.total for rank in staged.mapped),
+            received=pulled.received,
+            lost={rank: str(err) for rank, err in pulled.lost.items()},
+            waited=waited,
+            seconds=done - began,
+            switch=done - switched,
+            missing=matched.missing,
+            unexpected=matched.unexpected,
+        )
+
+    def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller) -> StagedTake | None:
+        with job.call.phase("stage"):
+            staged: StagedTake | None = None
+            dropped: str | None = None
+            try:
+                staged = stage_take(matched, puller, self._cache, in_place=self._in_place)
+            except NotFoundError as err:
+                dropped = str(err)
+
+            def decide(rows: dict[int, Row]) -> Row:
+                return {"dropped": any(row["dropped"] is not None for row in rows.values())}
+
+            agreed = job.agree({"dropped": dropped}, decide)
+        return None if agreed["dropped"] else staged
+
+    def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller) -> tuple[float, Pulled]:
+        """All ranks have all of it: bring it into the state. What breaks off here leaves a mix of versions, and that is known."""
+        version = staged.matched.found.version
+        was = "what was there before" if self._version is None or self._torn is not None else str(self._version)
+        torn = f"the state is a mix of {was} and {version}, as a take broke off"
+        setters = self._accept(job, staged.matched, torn)
+        began = time.monotonic()
+        with job.call.phase("switch"):
+            self._torn = torn
+            pulled = switch_take(staged, puller, self._cache, setters, self.address)
+            self._version = version
+            try:
+                job.agree({}, _nothing)
+            except DeadlineError:  # a rank died or hangs, with all that it needs: what is here is whole
+                self._torn = None if not self._in_place else torn
+                raise
+        self._torn = None
+        return began, pulled
+
+    def _accept(self, job: LoadJob, matched: MatchedTake, torn: str) -> Sequence[Callable[[], None]]:
+        """Objects of the state may refuse theirs: where there are any, all ranks hear of it before a tensor changes."""
+        if not matched.objects:
+            return accept_take(matched, self.address)
+        with job.call.phase("accept"):
+            self._torn = torn
+            setters = accept_take(matched, self.address)
+            job.agree({}, _nothing)
+        return setters
+
+
+def _nothing(rows: dict[int, Row]) -> None:
+    """Leader: there is nothing to decide."""

@@ -1,0 +1,347 @@
+"""Sources: a trainer publishes versions of its state, and sinks take them when they want. It never waits for them.
+
+every rank   publish(step): state ──► segment (lazy: optimizer.step() waits for the copy), digests, seal
+leader       all have sealed, and it makes one state ──► manifest ──► the version is there; the oldest is dropped
+sinks        ask the leader for the newest version, and take its pieces from the ranks themselves
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import finalize
+
+from ckpt import settings
+from ckpt.adapters.shard_cache import ShardCache
+from ckpt.concurrency.workers import Pending
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group, current_group
+from ckpt.coordination.rows import Row
+from ckpt.coordination.step_agreement import own_store
+from ckpt.engine.save.job import check_capture
+from ckpt.engine.save.leader import grouped
+from ckpt.errors import CkptError, ConsistencyError, NotFoundError, StorageError, UsageError
+from ckpt.layout.layout import Layout
+from ckpt.plan.tables import Table, join_tables
+from ckpt.plan.values import join_values
+from ckpt.transport.shm_pool import machine
+
+from .control import ControlServer, split_address
+from .holdings import Holdings
+from .publication import ImagePlan, PreparedImage, Publication, capture_image, collect_state, not_sealed, prepare_image, seal_image
+from .published import PublishedSegment
+from .registry import VersionRegistry
+from .secret import fingerprint, forget_secret, given_secret, new_secret
+from .segment import SegmentPool
+from .server import PieceServer
+from .status import SourceStatus, ask_status
+from .versions import Manifest, SegmentDigest, Version, digest_of_blob
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("ckpt")
+
+
+class Source:
+    """Where sinks take versions of a state from. Collective: every rank of the trainer makes it, and publishes in the same order.
+
+    Args:
+        address: ``"tcp://host:port/name"``: where the leader listens for sinks. Port 0 is any free one; ``address`` has the real one.
+        state: as for ``ckpt.save``. It is read at each ``publish``.
+        layout: places for plain tensors that are parts of larger ones.
+        process_group: the ranks that take part, if not all.
+        keep: how many versions are there at most. Each is a copy of this rank's part in host memory; one more is being captured.
+        secret: what sinks must know; by default ``CKPT_LIVE_SECRET``, or else a file that only this account on the leader's machine reads.
+        timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
+
+    Raises:
+        UsageError: the address, or an argument, cannot be meant.
+        StorageError: the leader cannot listen there.
+        RankFailedError, DeadlineError: another rank failed, died or hangs.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        state: Mapping[str, Any],
+        *,
+        layout: Layout | None = None,
+        process_group: ProcessGroup | None = None,
+        keep: int = 2,
+        secret: str | bytes | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if keep < 1:
+            raise UsageError(f"keep={keep!r}: a source keeps one version at least")
+        self._state = state
+        self._layout = layout
+        self._keep = keep
+        self._timeout = settings.timeout(timeout)
+        self._threads = settings.threads(None)
+        base = current_group(process_group)
+        self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
+        if layout is not None:
+            layout.check_ranks(base.ranks)
+        self._shards = ShardCache()
+        self._pool = SegmentPool()
+        self._image: ImagePlan | None = None
+        self._count = 0
+        self._last: Publication | None = None
+        self._lock = threading.Condition()
+        self._published: dict[int, PublishedSegment] = {}
+        self._numbers: Mapping[str, int] = {}
+        self._numbers_digest = ""
+        self._joined = ""
+        self._closed = False
+        call = self._group.call("live source", address, self._timeout)
+        given, port = given_secret(secret), None
+        with call.phase("listen"):
+            if call.is_leader:
+                port = _listen(address)
+                address = _with_port(address, port)
+            row: Row = {"secret": fingerprint(given)}
+
+            def begin(rows: dict[int, Row]) -> Row:
+                if len({row["secret"] for row in rows.values()}) > 1:
+                    raise UsageError("the ranks of the source were given different secrets", hint="give the same secret= on every rank")
+                known = new_secret(address) if given is None else given
+                return {"address": address, "run": secrets.token_hex(8), "secret": known.hex()}
+
+            agreed = call.lead(row, begin) if call.is_leader else call.follow(row)
+        self.address: str = agreed["address"]
+        """With the real port; what sinks are given."""
+        self._run: str = agreed["run"]
+        self._secret = bytes.fromhex(agreed["secret"])
+        self._secret_file = given is None
+        with call.phase("serve"):
+            store = base.store.host if base.store is not None else None
+            self._server = PieceServer(self._holdings, self._secret, self._timeout, store=store)
+            row = {"addresses": self._server.addresses, "network": self._server.network, "machine": machine(), "pid": os.getpid()}
+            self._registry: VersionRegistry | None = None
+            self._control: ControlServer | None = None
+            self._endpoints: dict[int, Row] = {}
+            if call.is_leader:
+                self._endpoints = call.lead(row, lambda rows: dict(rows), lambda rows: None)
+                name = split_address(self.address)[2]
+                self._registry = VersionRegistry(name, self._run, keep)
+                assert port is not None
+                self._control = ControlServer([port], self._secret, self._timeout, self._registry.handle, self._registry.gone)
+            else:
+                call.follow(row)
+        log.info("live: rank %d serves %s", self._group.rank, self.address)
+
+    # ---- publishing
+
+    def publish(self, step: int, *, capture: Literal["lazy", "eager"] = "lazy") -> Publication:
+        """Make the state the version ``step``. Collective.
+
+        ``capture``: ``"lazy"`` returns at once; the state is copied during the next forward and backward pass, and an optimizer's step
+        waits for the rest. Who changes tensors by hand calls ``publication.fence()`` before. ``"eager"`` returns when all is copied.
+
+        Sinks see the version when every rank has sealed its part. Waits for the publication before, which has had a step's time.
+
+        Raises:
+            UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``.
+            CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result.
+        """
+        check_capture(capture, None)
+        if not isinstance(step, int) or step < 0:
+            raise UsageError(f"a step is a number from 0 on, not {step!r}")
+        if self._closed:
+            raise UsageError("the source is closed", where=self.address)
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.settle()
+        call = self._group.call("publish", self.address, self._timeout)
+        number = self._count = self._count + 1
+        try:
+            collected = collect_state(self._state, self._group, self._layout, self._shards)
+            if self._image is None or not self._image.fits(collected):
+                self._image = ImagePlan.of(collected, self._group.rank)
+            prepared = prepare_image(collected, self._image, self._pool.take, self.address, lazy=capture == "lazy")
+        except BaseException as err:
+            call.fail("seal", err)
+            raise
+        publication = self._last = Publication(step, prepared.fence)
+        prepared.fence.up(on_devices=prepared.on_devices)
+        if capture == "eager":
+            prepared.fence.hurry()
+            capture_image(prepared, self._threads, call.heartbeat)
+        threading.Thread(target=self._finish, args=(publication, prepared, call, number), name="ckpt-publish").start()
+        return publication
+
+    def _finish(self, publication: Publication, prepared: PreparedImage, call: Call, number: int) -> None:
+        """Everything that needs no caller: in a thread of its own."""
+        try:
+            if not publication.captured.done():
+                Pending(lambda: capture_image(prepared, 1, call.heartbeat), "ckpt-capture").wait()
+            version = self._seal(publication.step, prepared, call, number)
+        except BaseException as err:  # noqa: BLE001  raised by the publication, or by the next call
+            log.error("live: publishing step %d at %s failed: %s", publication.step, self.address, err)
+            if not publication.captured.done():
+                prepared.fence.down(err)
+            publication.sealed.set_exception(err)
+        else:
+            publication.sealed.set_result(version)
+
+    def _seal(self, step: int, prepared: PreparedImage, call: Call, number: int) -> Version:
+        rank = self._group.rank
+        with call.phase("seal"):
+            published = seal_image(prepared, call, self._threads)
+            finalize(published, self._pool.give, prepared.segment).atexit = False
+            address = prepared.segment.address()
+            row: Row = {
+                "step": step,
+                "table": call.share(prepared.image.table),
+                "state": call.share(prepared.state),
+                "own": call.share(prepared.own) if prepared.own else None,
+                "segment": [prepared.segment.capacity, published.digest],
+                "at": [address.file, address.token],
+            }
+            with self._lock:
+                self._published[number] = published  # before the others know: a sink may ask for it before this rank hears
+            del published
+            try:
+                agreed = call.lead(row, lambda rows: self._complete(call, number, rows)) if call.is_leader else call.follow(row)
+                if agreed["numbers"] != self._numbers_digest:
+                    names = json.loads(call.fetch(agreed["numbers"]))
+                    with self._lock:
+                        self._numbers = {name: n for n, name in enumerate(names)}
+                        self._numbers_digest = agreed["numbers"]
+            except BaseException:
+                with self._lock:
+                    del self._published[number]
+                raise
+            with self._lock:
+                for old in agreed["drop"]:
+                    self._published.pop(old, None)
+                self._lock.notify_all()
+        log.debug("live: rank %d has sealed step %d", rank, step)
+        return Version.from_json(agreed["version"])
+
+    def _complete(self, call: Call, number: int, rows: dict[int, Row]) -> Row:
+        """Leader: all have sealed. Does it make one state? Then it is the newest version."""
+        registry = self._registry
+        assert registry is not None
+        steps = {rank: row["step"] for rank, row in rows.items()}
+        if len(set(steps.values())) > 1:
+            raise ConsistencyError(
+                f"the ranks publish different steps: {steps}", where=self.address, hint="publish the same step on every rank"
+            )
+        digests = [d for row in rows.values() for d in (row["table"], row["state"], row["own"]) if d is not None]
+        new = [d for d in dict.fromkeys(digests) if not registry.knows(d)]
+        call.fetch_all(new)
+        blobs = {d: call.fetch(d) for d in new}
+
+        def blob(digest: str) -> bytes:
+            return blobs[digest] if digest in blobs else registry.blob(digest)
+
+        tables = tuple((digest, tuple(ranks)) for digest, ranks in grouped(rows, "table"))
+        own = {rank: row["own"] for rank, row in rows.items() if row["own"] is not None}
+        states = grouped(rows, "state")
+        state = states[0][0]
+        if len(states) > 1:
+            joined = json.dumps(join_values([(ranks, json.loads(blob(digest))) for digest, ranks in states])).encode()
+            state = digest_of_blob(joined)
+            blobs[state] = joined
+        numbered = json.dumps([tables, sorted(own.items())])
+        if numbered != self._joined:
+            names = {*join_tables([(ranks, Table.from_bytes(blob(digest))) for digest, ranks in tables]).tensors}
+            for digest in own.values():
+                names |= {t.name for t in Table.from_bytes(json.loads(blob(digest))["table"].encode()).tensors}
+            self._joined, self._joined_digest = numbered, call.leave(json.dumps(sorted(names)).encode())
+        manifest = Manifest(
+            run=self._run,
+            step=next(iter(steps.values())),
+            number=number,
+            ranks=self._group.ranks,
+            tables=tables,
+            state=state,
+            own=own,
+            segments={rank: SegmentDigest(nbytes=row["segment"][0], digest=row["segment"][1]) for rank, row in rows.items()},
+        )
+        holders = [{"rank": rank, **self._endpoints[rank], "at": row["at"]} for rank, row in rows.items()]
+        version, dropped = registry.add(manifest, holders, blobs)
+        return {"version": version.to_json(), "drop": dropped, "numbers": self._joined_digest}
+
+    # ---- serving
+
+    def _holdings(self, name: str) -> Holdings:
+        """What this rank has of a version, for one pull of a sink."""
+        run, _, number = name.rpartition("/")
+        seconds = min(self._timeout, 10.0)
+        with self._lock:
+            if run != self._run or not number.isdigit():
+                raise NotFoundError(f"this source has no version {name!r:.80}", hint="take again")
+            if not self._lock.wait_for(lambda: bool(self._numbers) or self._closed, seconds):
+                raise not_sealed(name, seconds)
+            published = self._published.get(int(number))
+            if published is None:
+                raise NotFoundError(f"version {name!r} was dropped", hint="take again: there is a newer one")
+            return published.holdings(self._numbers)
+
+    # ---- for the caller
+
+    def report(self, step: int | None = None) -> SourceStatus:
+        """Who has taken the version ``step``, or all that are kept, how many bytes in how many seconds, and who was lost. Any rank may ask.
+
+        Raises:
+            NotFoundError: no such version is kept.
+            GroupError: the leader is gone.
+        """
+        status = ask_status(self.address, self._secret, self._timeout)
+        return status if step is None else status.of_step(step)
+
+    def close(self) -> None:
+        """Wait for the publication that goes on, and end. Sinks that are taking a version get an error; what they have is theirs."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._last is not None:
+                self._last.settle()
+        finally:
+            if self._control is not None:
+                self._control.close()
+                if self._secret_file:
+                    forget_secret(self.address, self._secret)
+            self._server.close()
+            with self._lock:
+                self._published.clear()
+                self._lock.notify_all()
+            self._pool.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except CkptError:
+            if error is None:
+                raise
+
+
+def _listen(address: str) -> socket.socket:
+    host, port, _ = split_address(address)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server((str(where[0]), port), family=family, backlog=1024)
+    except OSError as err:
+        raise StorageError(
+            f"the leader cannot listen there: {err}", where=address, hint="use an address of the leader's machine and a free port"
+        ) from err
+
+
+def _with_port(address: str, port: socket.socket) -> str:
+    host, _, name = split_address(address)
+    spelled = f"[{host}]" if ":" in host else host
+    return f"tcp://{spelled}:{port.getsockname()[1]}/{name}"

@@ -1,0 +1,100 @@
+"""What a source says of itself: versions, and which sink has which. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt.errors import FormatError, NotFoundError
+
+from .control import ControlClient, split_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionStatus:
+    """A version that is kept: its ``bytes`` in all, replicas included, over so many ``ranks``, and the seconds since it was there."""
+
+    step: int
+    digest: str
+    bytes: int
+    ranks: int
+    age: float
+    taken_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkStatus:
+    """A sink: ``state`` is ``"waiting"``, ``"taking"`` or ``"lost"``; ``step`` is of the version that it has. ``late``: there is a newer
+    one. ``seconds`` since it began to take a version. ``took``: digest, bytes and seconds of each kept version that it has taken."""
+
+    sink: str
+    ranks: int
+    state: str
+    step: int | None
+    late: bool
+    seconds: float | None
+    took: tuple[tuple[str, int, float], ...]
+    error: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceStatus:
+    """All that the leader of a source knows; versions are the oldest first."""
+
+    address: str
+    run: str
+    versions: tuple[VersionStatus, ...]
+    sinks: tuple[SinkStatus, ...]
+
+    @classmethod
+    def from_json(cls, address: str, data: Any) -> SourceStatus:
+        """Raises:
+        FormatError: it is something else.
+        """
+        try:
+            versions = tuple(VersionStatus(**{**v, "taken_by": tuple(v["taken_by"])}) for v in data["versions"])
+            sinks = tuple(
+                SinkStatus(
+                    sink=s["sink"],
+                    ranks=s["ranks"],
+                    state=s["state"],
+                    step=s["step"],
+                    late=s["late"],
+                    seconds=s["taking"]["seconds"] if s["taking"] else None,
+                    took=tuple((t["digest"], t["bytes"], t["seconds"]) for t in s["took"]),
+                    error=s["error"],
+                )
+                for s in data["sinks"]
+            )
+            return cls(address=address, run=data["run"], versions=versions, sinks=sinks)
+        except (KeyError, TypeError) as err:
+            raise FormatError(f"what came is no status: {err!r}", where=address, hint="use the same release of ckpt at both ends") from err
+
+    def of_step(self, step: int) -> SourceStatus:
+        """The same of one version.
+
+        Raises:
+            NotFoundError: it is not kept.
+        """
+        versions: Sequence[VersionStatus] = [v for v in self.versions if v.step == step]
+        if not versions:
+            raise NotFoundError(f"no version of step {step} is kept", where=self.address, hint=f"kept: {[v.step for v in self.versions]}")
+        digests = {v.digest for v in versions}
+        sinks = tuple(replace(s, took=tuple(t for t in s.took if t[0] in digests)) for s in self.sinks)
+        return replace(self, versions=tuple(versions), sinks=sinks)
+
+
+def ask_status(address: str, secret: bytes, timeout: float) -> SourceStatus:
+    """Ask the leader of the source at ``address``.
+
+    Raises:
+        DeadlineError: it cannot be reached, or does not answer.
+        AccessError, NotFoundError, FormatError: it has another secret or name, or is something else.
+    """
+    client = ControlClient(address, secret, timeout)
+    try:
+        answer, _ = client.ask({"op": "status", "name": split_address(address)[2]})
+    finally:
+        client.close()
+    return SourceStatus.from_json(address, answer)

@@ -1,0 +1,304 @@
+"""One take of a sink, on one rank: open → match → stage → switch. Each step gives a frozen value, which the next one takes.
+
+    find     the newest version: its manifest, and where each rank of the source is
+    match    the state is bound to it, as in a load; all problems of all ranks in one error
+    stage    pieces of other machines come into memory of our own; segments of this machine are mapped; all is compared with its digests
+    switch   all ranks have all: now it is copied into the state, from our own machine's memory alone
+
+Nothing of the state changes before the switch. In-place takes have no memory for pieces of other machines: these come during the switch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.adapters.binding.bind import bind
+from ckpt.adapters.binding.targets import Binding
+from ckpt.adapters.shard_cache import ShardCache
+from ckpt.adapters.stateful import take_all
+from ckpt.coordination.rows import Row
+from ckpt.engine.devices import devices_of, settle_devices
+from ckpt.engine.load.fitting import row_of_match, verdict_of
+from ckpt.engine.load.job import LoadJob
+from ckpt.engine.load.load import run_each
+from ckpt.engine.load.reader import Job, changed
+from ckpt.engine.load.shared_reads import SharedReads
+from ckpt.errors import CkptError, UsageError
+from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
+from ckpt.transport.endpoints import network
+
+from .catalog import LiveCatalog
+from .client import Holder, Pulled, pull_all
+from .local import LocalHolder, check_local, copy_local, open_local
+from .published import SegmentLayout
+from .versions import Manifest, Version, catalog_of, tensors_of
+from .wants import Wanted
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeReport:
+    """What a take did on this rank. Bytes: ``needed`` by its state, as the source has them; ``mapped``: copied from memory of other
+    processes of this machine; ``received`` from other ranks of the source, by rank. ``lost``: ranks that others stood in for, and why.
+    ``waited``: seconds for the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state.
+    ``missing``, ``unexpected``, as for ``ckpt.load``."""
+
+    version: Version
+    needed: int
+    mapped: int
+    received: Mapping[int, int]
+    lost: Mapping[int, str]
+    waited: float
+    seconds: float
+    switch: float
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoundVersion:
+    """A version that may be taken: where each rank of the source is, and all that its manifest refers to."""
+
+    version: Version
+    manifest: Manifest
+    blobs: Mapping[str, bytes]
+    holders: Mapping[int, Row]
+
+
+@dataclass(eq=False)
+class SinkCache:
+    """What one sink keeps from take to take: nothing of it is needed, all of it takes time."""
+
+    shards: ShardCache = field(default_factory=ShardCache)
+    tables: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    catalog: LiveCatalog | None = None
+    layouts: dict[int, SegmentLayout] = field(default_factory=dict)
+    plan: TransferPlan | None = None
+    planned: tuple[object, ...] = ()
+    plans: int = 0
+    """How many were made."""
+    buffers: list[Bytes] = field(default_factory=list)
+
+    def catalog_of(self, found: FoundVersion) -> LiveCatalog:
+        """The catalog of a version. Layouts and plans are forgotten where the tensors are others."""
+        manifest = found.manifest
+        made = catalog_of(manifest, found.blobs, str(found.version), like=self.catalog if manifest.tables == self.tables else None)
+        if self.catalog is None or made.tensors is not self.catalog.tensors:
+            self.layouts, self.plan = {}, None
+        self.tables, self.catalog = manifest.tables, made
+        return made
+
+    def layout_of(self, found: FoundVersion, rank: int) -> SegmentLayout:
+        """Where the boxes of one rank of the source lie in its segment."""
+        layout = self.layouts.get(rank)
+        if layout is None:
+            layout = self.layouts[rank] = SegmentLayout.of(tensors_of(found.manifest, found.blobs, rank), rank)
+        return layout
+
+    def planned_for(self, wanted: Wanted, receiver: int, near: frozenset[int]) -> TransferPlan:
+        """What is taken from whom: the plan of the take before, where the same is wanted of the same tensors."""
+        key = (receiver, near, *((w.number, w.boxes) for w in wanted.wants))
+        if self.plan is None or key != self.planned:
+            self.plan, self.planned = plan_transfers(wanted.wants, rank=receiver, near=near), key
+            self.plans += 1
+        return self.plan
+
+    def buffer(self, length: int) -> Bytes:
+        """Memory for a piece, of an earlier take if there is some."""
+        for number, known in enumerate(self.buffers):
+            if len(known) >= length:
+                return self.buffers.pop(number)[:length]
+        return np.empty(length, dtype=np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MatchedTake:
+    """A version that fits on every rank."""
+
+    found: FoundVersion
+    catalog: LiveCatalog
+    binding: Binding
+    wanted: Wanted
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    objects: bool
+    """Whether a rank has objects that may refuse their state."""
+
+
+def match_take(job: LoadJob, found: FoundVersion, state: object, cache: SinkCache) -> MatchedTake:
+    """Bind the state to a version; the leader sees whether it fits everywhere.
+
+    Raises:
+        NamesError, ShapeError, MismatchError: it does not.
+    """
+    group, options = job.call.group, job.options
+    with job.call.phase("match"):
+        catalog = cache.catalog_of(found)
+        binding = bind(
+            state,
+            catalog,
+            rank=group.rank,
+            ranks=group.ranks,
+            layout=options.layout,
+            selection=options.selection,
+            cast=options.cast,
+            shards=cache.shards,
+        )
+        row = row_of_match(job, catalog, binding, SharedReads.of((), group.rank, parts=False, piece=1, wanted=False))
+        row["objects"] = bool(binding.objects)
+
+        def decide(rows: dict[int, Row]) -> Row:
+            return verdict_of(job, catalog, rows) | {"objects": any(row["objects"] for row in rows.values())}
+
+        verdict = job.agree(row, decide)
+    wanted = Wanted.of(map(Job._make, binding.targets.values()), catalog)
+    return MatchedTake(
+        found=found,
+        catalog=catalog,
+        binding=binding,
+        wanted=wanted,
+        missing=tuple(verdict["missing"]),
+        unexpected=tuple(verdict["unexpected"]),
+        objects=verdict["objects"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedTake:
+    """All that this rank needs is here, and compared with its digests; or, in place, will come."""
+
+    matched: MatchedTake
+    plan: TransferPlan
+    mapped: Mapping[int, LocalHolder]
+    pieces: Sequence[tuple[Share, int, Bytes]]
+    pulled: Pulled
+    left: TransferPlan | None
+    """What comes during the switch, in place."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Puller:
+    """How pieces of other machines are taken."""
+
+    secret: bytes
+    timeout: float
+    threads: int
+    receiver: int
+    """A number that no rank of the source has."""
+    local: str | None
+    """The name of this machine, where memory of its other processes may be mapped."""
+    alive: Callable[[], None]
+
+    def pull(self, found: FoundVersion, plan: TransferPlan, place: Callable[[Share, int, memoryview], None]) -> Pulled:
+        """Take the pieces of a plan; raises as ``pull_all``."""
+        if not plan.shares:
+            return Pulled()
+        return pull_all(
+            plan,
+            {rank: _holder(rank, row) for rank, row in found.holders.items()},
+            place,
+            version=found.manifest.name,
+            rank=self.receiver,
+            secret=self.secret,
+            timeout=self.timeout,
+            network=network(),
+            threads=self.threads,
+            alive=self.alive,
+            shared=self.local is not None,
+        )
+
+
+def _holder(rank: int, row: Row) -> Holder:
+    return Holder(rank=rank, addresses=tuple((str(host), int(port)) for host, port in row["addresses"]), network=str(row["network"]))
+
+
+def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_place: bool) -> StagedTake:
+    """Bring everything to this machine.
+
+    Raises:
+        NotFoundError: the version was dropped.
+        CorruptError: bytes are not what was published.
+        RankFailedError, DeadlineError, ExchangeError: a holder is lost, and nobody else has what it had.
+    """
+    found, wanted = matched.found, matched.wanted
+    local = puller.local
+    near = frozenset(rank for rank, row in found.holders.items() if local is not None and row["machine"] == local)
+    plan = cache.planned_for(wanted, puller.receiver, near)
+    mapped = open_local(
+        [rank for rank in plan.shares if rank in near],
+        found.holders,
+        found.manifest,
+        lambda rank: cache.layout_of(found, rank),
+    )
+    check_local(plan, mapped, wanted, puller.threads, puller.alive)
+    pieces: list[tuple[Share, int, Bytes]] = []
+    lock = threading.Lock()
+
+    def keep(share: Share, piece: int, view: memoryview) -> None:
+        with lock:
+            buffer = cache.buffer(len(view))
+        buffer[:] = np.frombuffer(view, dtype=np.uint8)
+        with lock:
+            pieces.append((share, piece, buffer))
+
+    left = _without(plan, mapped)
+    pulled = Pulled() if in_place else puller.pull(found, left, keep)
+    return StagedTake(matched=matched, plan=plan, mapped=mapped, pieces=pieces, pulled=pulled, left=left if in_place else None)
+
+
+def _without(plan: TransferPlan, mapped: Mapping[int, LocalHolder]) -> TransferPlan:
+    """What is left of a plan when these ranks' shares are here."""
+    if not mapped:
+        return plan
+    return TransferPlan(
+        wants=plan.wants,
+        own=plan.own,
+        shares={rank: share for rank, share in plan.shares.items() if rank not in mapped},
+        near=plan.near - mapped.keys(),
+        piece=plan.piece,
+        needed=plan.needed,
+    )
+
+
+def accept_take(matched: MatchedTake, where: str) -> Sequence[Callable[[], None]]:
+    """Let the objects of the state take theirs; what is left to set when all bytes are there. If one refuses, all have what they had."""
+    binding = matched.binding
+    if not binding.objects:
+        return [*(each.take for each in binding.options), *binding.apply]
+    refusal = take_all([*binding.options, *binding.objects])
+    if refusal is None:
+        return binding.apply
+    if isinstance(refusal.error, CkptError):
+        raise refusal.error
+    raise UsageError(f"an object refused its state: {refusal.error}", where=f"{refusal.path} in {where}") from refusal.error
+
+
+def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: Sequence[Callable[[], None]], where: str) -> Pulled:
+    """Copy everything into the state. What an in-place take still lacks comes now."""
+    matched = staged.matched
+    wanted = matched.wanted
+    run_each(matched.binding.create)
+    if matched.binding.create:  # tensors of the meta device have memory only now
+        wanted = Wanted.of(map(Job._make, matched.binding.targets.values()), matched.catalog)
+    devices = devices_of(job.target for job in wanted.jobs)
+    settle_devices(devices, where)
+    wanted.pad()
+    copy_local(staged.plan, staged.mapped, wanted, puller.threads)
+    for share, piece, data in staged.pieces:
+        wanted.place(share, piece, data)
+        cache.buffers.append(data if data.base is None else data.base)
+    pulled = staged.pulled
+    if staged.left is not None:
+        pulled = puller.pull(
+            matched.found, staged.left, lambda share, piece, view: wanted.place(share, piece, np.frombuffer(view, dtype=np.uint8))
+        )
+    settle_devices(devices, where)
+    changed(wanted.memories())
+    run_each(setters)
+    return pulled

@@ -1,0 +1,229 @@
+"""A trainer publishes, engines take: other layouts, other numbers of ranks, jobs that share nothing but an address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import AccessError, DeadlineError, MismatchError, NotFoundError, UsageError
+from ckpt.live import Sink, Source, Version
+from ckpt.rng import Generators
+from tests.distributed.ranks import Ranks
+from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, wait_for
+
+TIMEOUT = 20.0
+
+
+def engine(folder: Path, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> list[tuple[int | None, int, int]]:
+    """Takes three versions; of each the step, and bytes that were mapped and received."""
+    state = tp_state(dtype)
+    taken: list[tuple[int | None, int, int]] = []
+    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT, **options) as sink:
+        assert sink.version is None and step_of(state) is None
+        version: Version | None = None
+        for step in (1, 2, 3):
+            if dist.get_rank() == 0:
+                leave(folder / f"go-{step}", "")
+            version = sink.take(newer_than=version)
+            assert version == sink.version and version.step == step
+            report = sink.report
+            assert report is not None and report.needed == report.mapped + sum(report.received.values())
+            taken.append((step_of(state), report.mapped, sum(report.received.values())))
+        assert sink._cache.plans == 1  # the same tensors, so no other plan
+    return taken
+
+
+@pytest.mark.parametrize("switch", ["double", "in-place"])
+def test_four_ranks_by_rows_become_two_by_columns(ranks: Ranks, tmp_path: Path, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Job(ranks, 4, train, tmp_path, 3)
+    taken = ranks.run(2, engine, tmp_path, {"switch": switch})
+    leave(tmp_path / "stop", "")
+    trainer.result()
+    for of_rank in taken:
+        assert [step for step, _, _ in of_rank] == [1, 2, 3]
+        assert all(mapped and not received for _, mapped, received in of_rank)  # of one machine, so nothing was sent
+
+
+def far_engine(folder: Path, options: dict[str, Any]) -> list[tuple[int | None, int, int]]:
+    import os
+
+    os.environ["CKPT_LIVE_LOCAL"] = "off"
+    return engine(folder, options, torch.bfloat16)
+
+
+@pytest.mark.parametrize("switch", ["double", "in-place"])
+def test_over_the_network_and_in_another_dtype(ranks: Ranks, tmp_path: Path, switch: str) -> None:
+    trainer = Job(ranks, 4, train, tmp_path, 3, "replicated_state")
+    taken = ranks.run(3, far_engine, tmp_path, {"switch": switch, "cast": True})
+    leave(tmp_path / "stop", "")
+    trainer.result()
+    assert all(not mapped and received for of_rank in taken for _, mapped, received in of_rank)
+    assert {step for of_rank in taken for step, _, _ in of_rank} == {1, 2, 3}
+
+
+# ---- one process
+
+
+class Model(torch.nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 300)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(fill)
+
+
+def test_a_lazy_version_has_the_values_of_its_call_though_training_goes_on() -> None:
+    model = Model(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    other = Model(0.0)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    steps = {"done": 0}
+    state = {"model": model, "optimizer": optimizer, "steps": steps, "rng": Generators()}
+    mirrored: dict[str, Any] = {"model": other, "optimizer": other_optimizer, "steps": {"done": -1}, "rng": Generators()}
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source, Sink(source.address, mirrored, timeout=TIMEOUT) as sink:
+        version = None
+        for step in range(1, 4):
+            publication = source.publish(step)
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model.inner(torch.ones(2, 64)).sum().backward()
+            optimizer.step()  # waits for the copy
+            assert publication.captured.done()
+            steps["done"], model.count = step, model.count + 1
+            version = sink.take(newer_than=version)
+            assert version == publication.result() and version.step == step
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in other.state_dict().items())
+            assert mirrored["steps"] == {"done": step - 1}
+        assert other_optimizer.param_groups[0]["lr"] == 0.1
+        moment = other_optimizer.state[other.inner.weight]["exp_avg"]
+        assert moment.abs().sum() > 0 and not torch.equal(moment, optimizer.state[model.inner.weight]["exp_avg"])
+
+
+def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before() -> None:
+    state = {"t": torch.zeros(5_000_000)}
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
+        before = source.publish(1).result()
+        publication = source.publish(2)
+        state["t"].add_(1)
+        with pytest.raises(Exception, match="was changed before the save had captured it"):
+            publication.result()
+        into = {"t": torch.ones(5_000_000)}
+        with Sink(source.address, into, timeout=TIMEOUT) as sink:
+            assert sink.take() == before and not into["t"].any()
+        assert source.publish(3).result().step == 3
+
+
+def test_old_versions_go_and_their_memory_is_used_again_but_not_while_somebody_reads_it() -> None:
+    state = {"t": torch.zeros(1_000_000)}
+    with Source("tcp://127.0.0.1:0/a", state, keep=1, timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        first = next(iter(source._published.values())).segment
+        files = {first._file}
+        for step in range(2, 8):
+            state["t"] = torch.full((1_000_000,), float(step))
+            source.publish(step).result()
+            files |= {p.segment._file for p in source._published.values()}
+        assert len(files) == 2  # one that is there, one that is being filled
+        status = source.report()
+        assert [v.step for v in status.versions] == [7]
+        with pytest.raises(NotFoundError, match="no version of step 3 is kept"):
+            source.report(3)
+
+
+def test_whoever_has_taken_what_is_reported() -> None:
+    state = {"t": torch.zeros(1000)}
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        with Sink(source.address, {"t": torch.ones(1000)}, timeout=TIMEOUT) as sink:
+            version = sink.take()
+            source.publish(2).result()
+            (seen,) = source.report(1).sinks
+            assert (seen.state, seen.step, seen.late, [t[:2] for t in seen.took]) == ("waiting", 1, True, [(version.digest, 4000)])
+            (kept,) = source.report(1).versions
+            assert kept.bytes == 4000 and kept.taken_by == (seen.sink,)
+            sink.take(newer_than=version)
+            assert not source.report().sinks[0].late
+
+
+def test_what_does_not_fit_is_said_at_once_and_changes_nothing() -> None:
+    state = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(5)}
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        into = {"a": torch.ones(3, dtype=torch.float64), "b": torch.ones(9), "d": torch.ones(1)}
+        with Sink(source.address, into, timeout=TIMEOUT) as sink:
+            with pytest.raises(MismatchError) as caught:
+                sink.take()
+            assert sink.version is None
+        for name in ("a: dtype", "b: shape", "d", "c"):
+            assert name in caught.value.message
+        assert all(bool((t == 1).all()) for t in into.values())
+        (seen,) = source.report().sinks
+        assert seen.error is not None and "MismatchError" in seen.error
+
+
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"t": torch.zeros(3)}
+    for address in ("actor", "tcp://host/x", "http://h:1/x", "tcp://h:99999/x"):
+        with pytest.raises(UsageError, match="is no address of a source"):
+            Source(address, state)
+    with Source("tcp://127.0.0.1:0/a", state, timeout=2, secret="right") as source:
+        with pytest.raises(AccessError, match="no secret is known"):
+            Sink(source.address, state)
+        with pytest.raises(AccessError, match="another secret"):
+            Sink(source.address, state, secret="wrong", timeout=2).take()
+        with pytest.raises(NotFoundError, match="there is no source 'b' here, but 'a'"):
+            Sink(source.address[:-1] + "b", state, secret="right", timeout=2).take()
+        with pytest.raises(DeadlineError, match="has no version yet"):
+            Sink(source.address, state, secret="right", timeout=2).take(timeout=0.1)
+        monkeypatch.setenv("CKPT_LIVE_SECRET", "right")
+        source.publish(1).result()
+        with Sink(source.address, state, timeout=2) as sink:
+            assert sink.take().step == 1
+        with pytest.raises(UsageError, match="'double' or 'in-place'"):
+            Sink(source.address, state, switch="other")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="a step is a number"):
+            source.publish(-1)
+    with pytest.raises(DeadlineError, match="cannot be reached"):
+        Sink(source.address, state, timeout=2).take()
+
+
+def test_the_secret_of_a_source_is_for_its_account_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    state = {"t": torch.zeros(3)}
+    with Source("tcp://127.0.0.1:0/a b", state, timeout=2) as source:
+        (file,) = (p for p in tmp_path.rglob("*") if p.is_file())
+        assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+        file.chmod(0o644)
+        with pytest.raises(AccessError, match="others than this account"):
+            Sink(source.address, state)
+    assert not file.exists()
+
+
+def test_values_of_single_ranks_and_tied_tensors_come_along() -> None:
+    import ckpt
+
+    shared = torch.arange(6.0)
+    state = {"a": shared, "b": shared, "own": ckpt.PerRank({"seed": 7, "t": torch.full((3,), 5.0)})}
+    here = torch.zeros(6)
+    into: dict[str, Any] = {"a": here, "b": here, "own": ckpt.PerRank({"seed": 0, "t": torch.zeros(3)})}
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source, Sink(source.address, into, timeout=TIMEOUT) as sink:
+        version = source.publish(1).result()
+        assert sink.take() == version
+        assert torch.equal(here, shared) and into["own"].value["seed"] == 7 and bool((into["own"].value["t"] == 5).all())
+        state["own"] = ckpt.PerRank({"seed": 8, "t": torch.full((3,), 6.0)})
+        source.publish(2).result()
+        sink.take(newer_than=version)
+        assert into["own"].value["seed"] == 8 and bool((into["own"].value["t"] == 6).all())
+
+
+def test_the_helpers_see_a_mix() -> None:
+    state = {name: full(name, 2) for name in ("up", "down")}
+    assert step_of(state) == 2
+    local_of(state["down"])[3, 3] += 1
+    with pytest.raises(AssertionError, match="down: not all of it is of step 2"):
+        step_of(state)
