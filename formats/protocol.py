@@ -23,3 +23,5 @@ class Format:
     name: str
     recognises: Callable[[Backend, Sequence[str]], bool]
     open: Callable[[Backend], Catalog]
+    open_within: Callable[[Backend, Sequence[str] | None], Catalog] | None = None
+    """The same for a format that points at other places: below which roots they may lie; None: anywhere. Raises AccessError."""

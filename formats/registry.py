@@ -8,6 +8,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt import settings
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
 from ckpt.reread import read_checked
 from ckpt.text.urls import url_text
@@ -29,6 +30,7 @@ _BUILTIN = (
     "ckpt.formats.megatron.catalog:FORMAT",
     "ckpt.formats.dcp.catalog:FORMAT",
     "ckpt.formats.deepspeed.catalog:FORMAT",
+    "ckpt.formats.deltas.catalog:FORMAT",
     "ckpt.formats.safetensors.catalog:FORMAT",
     "ckpt.formats.fsdp.catalog:FORMAT",
     "ckpt.formats.torchzip.catalog:FORMAT",
@@ -58,7 +60,7 @@ def open_catalog(
     """Open the checkpoint at ``url``, whatever known format it is in.
 
     Args:
-        sources: where the files may lie that a virtual checkpoint points into; by default as ``CKPT_SOURCES`` says.
+        sources: where the files may lie that a virtual checkpoint or a delta points into; by default as ``CKPT_SOURCES`` says.
         read: gives the files of the index of a checkpoint of ours, in place of ``read_index``.
 
     Raises:
@@ -77,7 +79,8 @@ def open_catalog(
         roots = None if sources is None else tuple(map(url_text, sources))
         return open_native(native, record, roots, read or read_index)
     backend, names = _look(url)
-    return read_checked(_Files(url, backend, names), "", partial(_open_foreign, url, backend, names), faults=(CorruptError, FormatError))
+    open_it = partial(_open_foreign, url, backend, names, sources)
+    return read_checked(_Files(url, backend, names), "", open_it, faults=(CorruptError, FormatError))
 
 
 class _Files(NamedTuple):
@@ -93,7 +96,7 @@ class _Files(NamedTuple):
                 self.backend.evict(name)
 
 
-def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
+def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequence[str | os.PathLike[str]] | None) -> Catalog:
     from .native.catalog import not_committed
     from .native.paths import has_orphans
 
@@ -108,7 +111,7 @@ def _open_foreign(url: str, backend: Backend, names: list[str]) -> Catalog:
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):
-            return candidate.open(backend)
+            return candidate.open(backend) if candidate.open_within is None else candidate.open_within(backend, settings.sources(sources))
         known.append(candidate.name)
     if has_orphans(backend):
         raise not_committed(url)

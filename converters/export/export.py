@@ -29,6 +29,7 @@ from ckpt.coordination.rows import Row
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
+from ckpt.formats.deltas.catalog import Base, open_base
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.layout.layout import Layout
 from ckpt.plan.match import several
@@ -41,6 +42,7 @@ from ckpt.text.urls import url_text
 from ckpt.transport.peers import peers_of
 
 from .delivery import Delivery
+from .delta import DeltaRecorder, DeltaTransaction, check_follows, delta_paths
 from .plan import Way, WritePlan, WritePlanner
 from .state_catalog import StateCatalog
 from .transaction import Destination, ExportTransaction, RankFiles
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
+ANCHOR_EVERY = 16
+"""Deltas are read from the anchor on: with so many, reading them all takes about as long as reading the anchor."""
 SHARES = 3
 """Of the memory, what one round may keep and send: as much again is room for what comes, or was put together the round before."""
 
@@ -70,6 +74,10 @@ class ExportReport:
     writes: int
     left_out: tuple[str, ...]
     seconds: float
+    since: str | None = None
+    """The export that this delta follows; None for a full one."""
+    changed: int = 0
+    """Elements that a delta has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +94,8 @@ class ExportOptions:
     shard_size: int | str | None
     overwrite: bool
     memory: int
+    since: str | None
+    anchor_every: int
 
     def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
         """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""
@@ -113,6 +123,8 @@ def export(
     config: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None = None,
     layout: Layout | None = None,
     overwrite: bool = False,
+    since: str | os.PathLike[str] | None = None,
+    anchor_every: int = ANCHOR_EVERY,
     memory: int = limits.EXPORT_MEMORY,
     timeout: float | None = None,
     threads: int | None = None,
@@ -137,11 +149,17 @@ def export(
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         overwrite: replace an earlier export. A single file is replaced at once; a directory cannot be opened for a moment, and if the job
             dies in it, not until it is exported again.
+        since: an export of the same tensors, full or a delta: only the elements that changed since are written, in a directory that
+            ``ckpt.load`` and ``ckpt.convert`` take as the whole model. It refers to ``since``, which must stay where it is. ``config`` is
+            written with full exports alone.
+        anchor_every: with ``since``, write a full export instead where this would be delta number ``anchor_every`` after a full one.
         memory: bytes of tensors that a rank has in windows at once.
         timeout, threads, process_group: as for ``ckpt.save``.
 
     Raises:
         ConflictError: something is at ``url``.
+        MismatchError: ``since`` has other tensors.
+        NotFoundError, FormatError, CorruptError: ``since`` is no export, or damaged.
         NamesError, UsageError: a glob fits nothing, or the options do not fit each other, the state or the translation.
         StateError, LayoutError, ConsistencyError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.
     """
@@ -157,6 +175,8 @@ def export(
         shard_size=shard_size,
         overwrite=overwrite,
         memory=memory,
+        since=None if since is None else url_text(since),
+        anchor_every=anchor_every,
     )
     group = current_group(process_group)
     wait_for_pending_save(group)
@@ -174,15 +194,17 @@ class _Export:
         self.options = options
         self.config = config
         self.threads = threads
-        self.sinks: RankFiles | None = None
-        self.begun: ExportTransaction | None = None
+        self.sinks: RankFiles | DeltaRecorder | None = None
+        self.begun: ExportTransaction | DeltaTransaction | None = None
+        self.base: Base | None = None
+        """The export that this one follows; None if it is a full one."""
         self._configuration = Configuration()
 
     def run(self, state: Module | Mapping[str, Any], layout: Layout | None) -> ExportReport:
         """Agree, write, publish."""
         try:
             agreed = self.call.map_reduce("begin", lambda: self.begin(state, layout), self.leader_begin)
-            self.call.map_reduce("write", lambda: self.write(agreed), self.leader_publish)
+            written = self.call.map_reduce("write", lambda: self.write(agreed), self.leader_publish)
         except BaseException:
             if self.sinks is not None:
                 self.sinks.close()
@@ -195,7 +217,7 @@ class _Export:
             self.sinks.close()
         if self.call.is_leader:
             self.call.linger()
-        return self.report()
+        return self.report(written)
 
     # ---- begin
 
@@ -206,6 +228,8 @@ class _Export:
             raise UsageError(f"{self.options.memory} bytes of memory are too few", hint=f"at least {limits.LEAST_MEMORY} (memory=)")
         if layout is not None:
             layout.check_ranks(group.ranks)
+        if self.options.anchor_every < 1:
+            raise UsageError(f"anchor_every={self.options.anchor_every}", hint="1 or more: 1 writes full exports alone")
         check_url(self.call.url)
         root, name = apart(self.call.url, file=TARGET.one_file(self.call.url))
         self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options.overwrite)
@@ -233,9 +257,17 @@ class _Export:
             "state": self.call.leave(json.dumps(state).encode()),
             "numbers": changed(self._configuration.numbers, self.options.numbers),
         }
+        if self.options.since is not None:
+            self.base = open_base(self.options.since)
+            if self.base.number + 1 >= self.options.anchor_every:
+                self.base = None
+        agreed["base"] = None if self.base is None else self.base.this.id
         self.lay_out(agreed)
         self.destination.backend.prepare()
         self.destination.clear()
+        if self.base is not None:
+            self.begun = DeltaTransaction(self.destination, self.base, self.call.group.size)
+            return {**agreed, "tokens": None, "parts": None}
         beside = (
             [] if self.destination.name is not None else [*self._configuration.files, *([INDEX] if len(self.planned.files) > 1 else [])]
         )
@@ -262,6 +294,12 @@ class _Export:
         layout = OutputOptions(id="", url=self.call.url, shard_size=size, name=destination.name, previous=None)
         self.planned: OutputPlan = TARGET.plan(self.chosen, layout)
         self.tensors = {name: wanted.without_padding() for name, wanted in self.chosen.tensors.items()}
+        if agreed["base"] is not None:
+            self.base = self.base or open_base(self.options.since or "")
+            if self.base.this.id != agreed["base"]:
+                message = f"the ranks see different exports at {self.options.since}"
+                raise ConsistencyError(message, where=self.call.url, hint="since= must be on storage that all ranks share")
+            check_follows(self.base, self.tensors, self.call.url)
 
     # ---- write
 
@@ -271,9 +309,13 @@ class _Export:
             self.lay_out(agreed)
         group, files = self.call.group, self.planned.files
         planner = WritePlanner(self.catalog, self.tensors, files, group.ranks)
-        gathering = planner.plan(_way(agreed["parts"]), agreed["parts"] or [0] * len(files), self.options.memory // SHARES)
-        mine = self.begun.shared if self.begun is not None else None
-        self.sinks = RankFiles(self.destination, files, agreed["tokens"], mine)
+        way = _way(agreed["parts"]) if self.base is None else "parts"  # a delta goes through windows: their ranges are its sections
+        gathering = planner.plan(way, agreed["parts"] or [0] * len(files), self.options.memory // SHARES)
+        if self.base is None:
+            mine = self.begun.shared if self.begun is not None else None
+            self.sinks = RankFiles(self.destination, files, agreed["tokens"], mine)
+        else:
+            self.sinks = DeltaRecorder(self.destination, self.base, files, delta_paths(group.size)[group.ranks.index(group.rank)])
         shard_table = self.collected.shard_table
         local = {**shard_table.tensors, **{name: shard_table.tensors[to] for name, to in shard_table.aliases.items()}}
         self.delivery = Delivery(planner, gathering, local, group.rank, self.sinks.write)
@@ -296,7 +338,9 @@ class _Export:
                 receipts.setdefault(int(f), []).append(receipt)
         assert self.begun is not None
         self.begun.commit(receipts, {} if self.destination.name is not None else self._configuration.files, self.planned.finish)
-        return {}
+        if self.base is None:
+            return {"file_bytes": sum(f.size for f in self.planned.files), "changed": 0}
+        return {"file_bytes": sum(r["size"] for r in receipts[0]), "changed": sum(r["changed"] for r in receipts[0])}
 
     def check_counts(self, counted: Sequence[Mapping[str, Mapping[str, int]]]) -> None:
         """Raise StorageError unless the ranks have written each tensor's bytes, no more and no fewer."""
@@ -308,20 +352,22 @@ class _Export:
                     message = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
                     raise StorageError(message, where=self.call.url, hint="please report this")
 
-    def report(self) -> ExportReport:
+    def report(self, written: Row) -> ExportReport:
         files = self.planned.files
         taken = self.chosen.taken
         return ExportReport(
             url=self.call.url,
-            files=tuple(f.path for f in files),
+            files=tuple(f.path for f in files) if self.base is None else delta_paths(self.call.group.size),
             tensors=len(self.tensors),
             tensor_bytes=sum(i.length for f in files for i in f.items),
-            file_bytes=sum(f.size for f in files),
+            file_bytes=written["file_bytes"],
             rank_bytes=sum(n for of in self.delivery.counted.values() for n in of.values()),
             sent_bytes=self.delivery.sent,
             writes=self.delivery.writes,
             left_out=tuple(sorted(n for n in self.catalog.tensors if n not in taken)),
             seconds=time.perf_counter() - self.began,
+            since=None if self.base is None else self.base.this.url,
+            changed=written["changed"],
         )
 
 

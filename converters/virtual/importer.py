@@ -26,6 +26,7 @@ from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, 
 from ckpt.converters.select.state_values import lost, selected, value_paths
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
+from ckpt.formats.deltas.chain import ChainBackend
 from ckpt.formats.external.virtual_backends import open_single
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.clearing import check_no_link
@@ -186,6 +187,9 @@ def _opened(source: str) -> Catalog:
     catalog = open_catalog(source)
     if isinstance(catalog, VirtualCatalog):
         raise UsageError("this is a virtual checkpoint already", where=source, hint="import what it was made of")
+    if isinstance(catalog.backend, ChainBackend):
+        message = "the elements of a delta lie in several files, so nothing can point at them"
+        raise UsageError(message, where=source, hint="make a full export of it first: `ckpt convert --to hf`")
     return catalog
 
 

@@ -52,17 +52,37 @@ def read_header(backend: Backend, path: str, size: int) -> FileHeader:
     """
     where = f"{backend.url.rstrip('/')}/{path}"
     data = backend.read(path, 0, min(size, FIRST))
+    stop = data_start(data, size, where)
+    if stop > len(data):
+        data += backend.read(path, len(data), stop - len(data))
+    return parse_header(data, size, where)
+
+
+def data_start(data: bytes, size: int, where: str) -> int:
+    """Where the bytes of tensors begin in a file of ``size`` bytes, of which ``data`` are the first.
+
+    Raises:
+        CorruptError: nowhere.
+    """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > MAX_HEADER or 8 + length > size:
         _damaged(where, f"a header of {length:,} bytes in a file of {size:,}")
-    if 8 + length > len(data):
-        data += backend.read(path, len(data), 8 + length - len(data))
-    content = _json(data[8 : 8 + length], where)
+    return 8 + length
+
+
+def parse_header(data: bytes, size: int, where: str) -> FileHeader:
+    """Check the header of a file of ``size`` bytes, which is among its first bytes, ``data``.
+
+    Raises:
+        CorruptError, FormatError: see ``read_header``.
+    """
+    start = data_start(data, size, where)
+    content = _json(data[8:start], where)
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         _damaged(where, "metadata that are no texts")
-    tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in content.items()}
-    _check_cover(tensors, 8 + length, size, where)
+    tensors = {name: _stored(name, entry, start, where) for name, entry in content.items()}
+    _check_cover(tensors, start, size, where)
     return FileHeader(tensors, {k: v for k, v in metadata.items() if isinstance(v, str)})
 
 

@@ -22,6 +22,7 @@ from ckpt.settings import limits
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build
+from tests.formats.delta_oracle import read_chain
 
 SHARD = 3_000
 """Bytes of a file: several for the small models."""
@@ -180,3 +181,32 @@ def differ(url: str) -> str:
     except ckpt.errors.CkptError as err:
         return type(err).__name__
     return "nothing"
+
+
+def deltas(layout: str, folder: str) -> list[str]:
+    """Export a model in a layout, train on, export what changed; on both kinds of storage: what differs from torch's gathered state."""
+    use("ranges")
+    trained = build(layout, 3).steps(1)
+    state = {"model": trained.model}
+    problems = []
+    export(f"{folder}/full", state, layout=trained.layout, shard_size=SHARD, memory=MEMORY)
+    trained.steps(1)
+    reports = [export(f"{folder}/first", state, layout=trained.layout, since=f"{folder}/full", shard_size=SHARD, memory=MEMORY)]
+    with torch.no_grad():
+        for number, parameter in enumerate(trained.model.parameters()):
+            if number % 2:
+                parameter.mul_(-1)
+    second = f"local://{folder}/second"
+    reports.append(export(second, state, layout=trained.layout, since=f"{folder}/first", memory=MEMORY))
+    wanted = {n.removeprefix("model."): t for n, t in full_state(trained).items() if n.startswith("model.")}
+    loaded_again = {name: torch.zeros_like(t) for name, t in wanted.items()}
+    if dist.get_rank():
+        return []
+    whole = sum(t.numel() for t in wanted.values())
+    for report in reports:
+        right = report.since is not None and 0 < report.changed <= whole and len(report.files) == dist.get_world_size()
+        problems += [] if right else [f"the report: {report}"]
+    view = ckpt.open(second)
+    for name, tensor in loaded_again.items():
+        tensor.copy_(view[name].read())
+    return problems + differences(loaded_again, wanted) + differences(read_chain(Path(folder) / "second"), wanted)

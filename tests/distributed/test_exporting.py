@@ -26,6 +26,11 @@ def test_every_layout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     assert ranks.run(world_size(layout), work.everywhere, layout, str(tmp_path))[0] == []
 
 
+@pytest.mark.parametrize("layout", ["fsdp3", "fsdp2-tp2", "pp2-tp2", "moe-ep2-dp2"])
+def test_deltas_of_every_layout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    assert ranks.run(world_size(layout), work.deltas, layout, str(tmp_path))[0] == []
+
+
 @pytest.mark.parametrize("way", ["ranges", "parts"])
 def test_transformers_loads_a_translated_export(ranks: Ranks, tmp_path: Path, way: str) -> None:
     transformers = pytest.importorskip("transformers")

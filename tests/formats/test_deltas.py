@@ -1,0 +1,333 @@
+"""Deltas as files: a chain is the model bit for bit, for us and for a reader of forty lines; what does not belong together is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt.cli.main import cli
+from ckpt.converters.export import plan
+from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.engine.verify.verify import verify
+from ckpt.errors import (
+    AccessError,
+    CkptError,
+    ConflictError,
+    CorruptError,
+    FormatError,
+    MismatchError,
+    NotCommittedError,
+    NotFoundError,
+    UsageError,
+)
+from ckpt.formats.deltas.manifest import DeltaManifest
+from ckpt.formats.registry import open_catalog
+from tests.formats.delta_oracle import read_chain
+
+State = dict[str, torch.Tensor]
+
+
+def model(seed: int = 0) -> State:
+    """Dtypes of all sizes, an empty tensor, a scalar, one that does not change."""
+    torch.manual_seed(seed)
+    return {
+        "a.weight": torch.randn(300, 70).bfloat16(),
+        "a.bias": torch.randn(70, dtype=torch.float64),
+        "cube": torch.randn(33, 3, 5),
+        "empty": torch.zeros(0, 4),
+        "fixed": torch.randn(20, 20),
+        "mask": torch.tensor([True, False, True]),
+        "scale": torch.tensor(3.5),
+        "small": torch.randn(4096).to(torch.float8_e4m3fn),
+    }
+
+
+def step(state: State, number: int) -> None:
+    """Change some elements of one tensor, all of another, one of a third."""
+    torch.manual_seed(number)
+    flat = state["a.weight"].view(-1)
+    places = torch.randperm(len(flat))[: len(flat) // 50]
+    flat[places] += 1
+    state["a.weight"][7] = number
+    state["cube"].mul_(1.5)
+    state["a.bias"][number] = -0.0
+    state["mask"][number % 3] ^= True
+    state["scale"] += 1
+
+
+@pytest.fixture
+def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[State]]:
+    """A full export and three deltas, each in sections of at most a page; what each is of."""
+    monkeypatch.setattr(plan, "WINDOW", 4096)
+    state, versions = model(), []
+    for number in range(4):
+        if number:
+            step(state, number)
+        report = ckpt.export(tmp_path / f"s{number}", state, since=tmp_path / f"s{number - 1}" if number else None)
+        assert (report.since is None) == (number == 0)
+        versions.append({n: t.clone() for n, t in state.items()})
+    return tmp_path, versions
+
+
+def same(found: State, wanted: State) -> bool:
+    """Bit for bit."""
+    bits = {n: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist()) for n, t in wanted.items()}
+    return bits == {n: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist()) for n, t in found.items()}
+
+
+def loaded(url: Path, like: State, verify: Literal["full", "off"] = "full") -> State:
+    into = {n: torch.full_like(t.float(), 7).to(t.dtype) for n, t in like.items()}
+    ckpt.load(url, into, verify=verify)
+    return into
+
+
+def test_every_link_is_the_model_of_its_time(chain: tuple[Path, list[State]]) -> None:
+    root, versions = chain
+    for number, wanted in enumerate(versions):
+        assert same(loaded(root / f"s{number}", wanted), wanted)
+        assert same(loaded(root / f"s{number}", wanted, verify="off"), wanted)
+        assert same(read_chain(root / f"s{number}"), wanted)
+        ckpt.convert(root / f"s{number}", root / f"full{number}", to="hf")
+        assert same(load_file(root / f"full{number}" / "model.safetensors"), wanted)
+    assert any("a.weight.gaps" in load_file(path) for path in (root / "s3").glob("*.safetensors"))
+
+
+def test_parts_of_tensors(chain: tuple[Path, list[State]]) -> None:
+    """Any range of the file, also one that begins in the middle of an element, has the bytes of the full model."""
+    root, versions = chain
+    backend = open_catalog(str(root / "s3")).backend
+    ckpt.export(root / "whole", versions[3])
+    whole = (root / "whole" / "model.safetensors").read_bytes()
+    assert backend.read("model.safetensors") == whole
+    for offset, length in [(0, 5), (4095, 3), (4097, 1), (4100, 4099), (len(whole) - 3, 3), (len(whole) - 4097, 4096), (9999, 0)]:
+        assert backend.read("model.safetensors", offset, length) == whole[offset : offset + length]
+        buffer = bytearray(length)
+        backend.read_into("model.safetensors", offset, memoryview(buffer))
+        assert buffer == whole[offset : offset + length]
+    assert torch.equal(ckpt.open(root / "s3")["a.weight"][5:9, 3:40], versions[3]["a.weight"][5:9, 3:40])
+
+
+def test_an_unchanged_model_takes_a_table_alone(chain: tuple[Path, list[State]]) -> None:
+    root, versions = chain
+    report = ckpt.export(root / "again", versions[3], since=root / "s3")
+    (path,) = (root / "again").glob("*.safetensors")
+    assert report.changed == 0 and set(load_file(path)) == {"ckpt.sections"}
+    assert same(loaded(root / "again", versions[3]), versions[3])
+
+
+def test_a_full_export_every_so_often(tmp_path: Path) -> None:
+    state = model()
+    full = []
+    for number in range(7):
+        step(state, number)
+        report = ckpt.export(tmp_path / f"s{number}", state, since=tmp_path / f"s{number - 1}" if number else None, anchor_every=3)
+        full.append(report.since is None)
+        assert same(loaded(tmp_path / f"s{number}", state), state)
+    assert full == [True, False, False, True, False, False, True]
+
+
+def test_a_chain_moves_as_a_whole(chain: tuple[Path, list[State]], tmp_path: Path) -> None:
+    root, versions = chain
+    (root / "moved").mkdir()
+    for number in range(4):
+        shutil.move(root / f"s{number}", root / "moved")
+    assert same(loaded(root / "moved" / "s3", versions[3]), versions[3])
+
+
+def test_only_what_is_trusted_is_followed(chain: tuple[Path, list[State]], monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = chain
+    assert torch.equal(ckpt.open(root / "s3", sources=[root])["cube"].read(), versions[3]["cube"])
+    for sources in ([], [root / "s2"]):
+        with pytest.raises(AccessError, match="not among the sources"):
+            ckpt.open(root / "s3", sources=sources)
+    monkeypatch.setenv("CKPT_SOURCES", "/nowhere")
+    with pytest.raises(AccessError, match="not among the sources"):
+        ckpt.open(root / "s3")
+
+
+def test_an_anchor_of_one_file_or_of_shards(tmp_path: Path) -> None:
+    state = model()
+    ckpt.export(tmp_path / "one.safetensors", state)
+    ckpt.export(tmp_path / "shards", state, shard_size=3000)
+    step(state, 1)
+    for name in ("one.safetensors", "shards"):
+        report = ckpt.export(tmp_path / f"after {name.partition('.')[0]}", state, since=tmp_path / name)
+        assert report.since is not None and same(loaded(Path(report.url), state), state)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_commands_know_it(chain: tuple[Path, list[State]]) -> None:
+    root, _ = chain
+    code, text = run("inspect", str(root / "s3"))
+    assert code == 0 and "ckpt-delta" in text and f"delta 3 since {root}/s0" in text
+    code, text = run("ls", str(root))
+    assert code == 0 and text.count("ckpt-delta") == 3 and text.count("safetensors") == 1
+    code, text = run("verify", str(root / "s3"))
+    assert code == 0 and "not checked" not in text
+    code, text = run("diff", str(root / "s2"), str(root / "s3"))
+    assert "a.weight" in text and "fixed" not in text
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and give it the id of what it says now."""
+    fields = json.loads(path.read_text())
+    change(fields)
+    try:
+        DeltaManifest.from_bytes(json.dumps(fields).encode(), str(path.parent))
+    except CorruptError as err:
+        fields["id"] = err.message.rpartition("should be ")[2]
+    path.write_text(json.dumps(fields))
+
+
+def refused(url: Path, message: str, kind: type[CkptError] = CorruptError) -> CkptError:
+    """What opening, loading and verifying raise or report."""
+    with pytest.raises(kind, match=message) as caught:
+        ckpt.load(url, model())
+    assert caught.value.hint
+    assert kind is FormatError or not verify(str(url)).ok
+    return caught.value
+
+
+def test_links_that_are_missing_or_others(chain: tuple[Path, list[State]]) -> None:
+    root, versions = chain
+    shutil.copytree(root / "s2", root / "kept")
+    shutil.rmtree(root / "s2")
+    assert str(root / "s2") in str(refused(root / "s3", "a link of the chain is missing"))
+    ckpt.export(root / "s2", versions[3], since=root / "s1")
+    refused(root / "s3", "this delta follows version .* but .* is there")
+    shutil.rmtree(root / "s2")
+    shutil.move(root / "kept", root / "s2")
+    assert same(loaded(root / "s3", versions[3]), versions[3])
+    ckpt.export(root / "s0", versions[1], overwrite=True)
+    refused(root / "s3", "the anchor is not the one that the deltas follow")
+    shutil.rmtree(root / "s0")
+    refused(root / "s3", "the anchor of the chain is missing")
+    with pytest.raises(CorruptError, match="the anchor of the chain is missing"):
+        ckpt.export(root / "s4", versions[3], since=root / "s3")
+    assert not (root / "s4").exists() or not list((root / "s4").iterdir())
+
+
+def test_a_chain_that_closes_on_itself(chain: tuple[Path, list[State]]) -> None:
+    root, _ = chain
+    newest = json.loads((root / "s3" / "ckpt-delta.json").read_text())["id"]
+    rewritten(root / "s2" / "ckpt-delta.json", lambda f: f.update(base={"url": "../s3", "id": newest}))
+    changed = json.loads((root / "s2" / "ckpt-delta.json").read_text())["id"]
+    rewritten(root / "s3" / "ckpt-delta.json", lambda f: f["base"].update(id=changed))
+    refused(root / "s3", "the chain closes on itself")
+    rewritten(root / "s1" / "ckpt-delta.json", lambda f: f.update(anchor=f["base"] | {"url": "../s1"}, base=f["base"] | {"url": "../s1"}))
+    refused(root / "s1", "the chain closes on itself")
+
+
+def test_manifests_that_say_what_cannot_be(chain: tuple[Path, list[State]]) -> None:
+    root, _ = chain
+    path = root / "s1" / "ckpt-delta.json"
+    before = path.read_text()
+    cases: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+        (lambda f: f.update(result="0" * 32), "the sections of this delta make"),
+        (lambda f: f["files"][0].update(size=f["files"][0]["size"] + 8), "accounts for"),
+        (lambda f: f["files"][0].update(head=7), "a head of 7 bytes"),
+        (lambda f: f["files"][0].update(digest="0" * 32), "other bytes than its manifest says"),
+        (lambda f: f.update(files=[]), "do not tile"),
+        (lambda f: f["files"][0].update(path="../s2/x"), "lacks or misspells"),
+        (lambda f: f["tensors"].reverse(), "not in the order of names"),
+        (lambda f: f["tensors"][0].__setitem__(2, [1 << 61]), "do not tile"),
+        (lambda f: f.update(number=2), "no delta of the same chain|there is no checkpoint|is missing"),
+        (lambda f: f.update(number=-1), "lacks or misspells"),
+        (lambda f: f["base"].update(url="../../s0"), "lacks or misspells"),
+    ]
+    for change, message in cases:
+        path.write_text(before)
+        rewritten(path, change)
+        refused(root / "s1", message)
+    path.write_text(before.replace('"changed"', '"changed": 1, "x"'))
+    refused(root / "s1", "was changed after it was written")
+    path.write_text(before.replace('"version": 1', '"version": 9'))
+    refused(root / "s1", "a delta of version 9", FormatError)
+    path.write_text(before[:100])
+    refused(root / "s1", "is no manifest of a delta")
+
+
+def test_every_flipped_byte_is_noticed(chain: tuple[Path, list[State]]) -> None:
+    """In any file of a link: the model of its time, or an error that names the delta. What is flipped in an anchor is found as well."""
+    root, versions = chain
+    noticed = 0
+    for path in [*(root / "s2").iterdir(), root / "s0" / "model.safetensors"]:
+        data = bytearray(path.read_bytes())
+        for at in range(3, len(data), len(data) // 40):
+            data[at] ^= 4
+            path.write_bytes(data)
+            try:
+                right = same(loaded(root / "s3", versions[3]), versions[3])
+            except CkptError as err:
+                noticed += 1
+                right = "s2" in str(err) or path.parent.name == "s0"
+            assert right, f"byte {at} of {path}"
+            data[at] ^= 4
+        path.write_bytes(data)
+    assert noticed > 60
+    assert same(loaded(root / "s3", versions[3]), versions[3])
+
+
+def test_a_file_that_is_gone_or_cut_off(chain: tuple[Path, list[State]]) -> None:
+    root, _ = chain
+    (path,) = (root / "s2").glob("*.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(CkptError, match="delta-00001"):
+        ckpt.load(root / "s3", model())
+    path.unlink()
+    with pytest.raises(CkptError, match="delta-00001"):
+        ckpt.load(root / "s3", model())
+
+
+def test_what_cannot_be_followed(tmp_path: Path) -> None:
+    state = model()
+    ckpt.export(tmp_path / "full", state)
+    ckpt.save(tmp_path / "saved", state)
+    with pytest.raises(NotFoundError):
+        ckpt.export(tmp_path / "a", state, since=tmp_path / "nowhere")
+    with pytest.raises(FormatError, match="no export that a delta can follow"):
+        ckpt.export(tmp_path / "a", state, since=tmp_path / "saved")
+    with pytest.raises(MismatchError, match=r"fixed was float32 \[20, 20\], is bfloat16 \[20, 20\]"):
+        ckpt.export(tmp_path / "a", {**state, "fixed": state["fixed"].bfloat16()}, since=tmp_path / "full")
+    with pytest.raises(MismatchError, match="more was absent, is float32"):
+        ckpt.export(tmp_path / "a", {**state, "more": torch.ones(3)}, since=tmp_path / "full")
+    with pytest.raises(UsageError, match="a delta is a directory"):
+        ckpt.export(tmp_path / "a.safetensors", state, since=tmp_path / "full")
+    with pytest.raises(UsageError, match="a delta replaces nothing"):
+        ckpt.export(tmp_path / "a", state, since=tmp_path / "full", overwrite=True)
+    with pytest.raises(UsageError, match="anchor_every=0"):
+        ckpt.export(tmp_path / "a", state, since=tmp_path / "full", anchor_every=0)
+    with pytest.raises(ConflictError):
+        ckpt.export(tmp_path / "full", state, since=tmp_path / "full")
+    assert not (tmp_path / "a.safetensors").exists() and not list(tmp_path.glob("a/*"))
+    ckpt.export(tmp_path / "a", state, since=tmp_path / "full")
+    with pytest.raises(UsageError, match="lie in several files"):
+        import_checkpoint(tmp_path / "a", tmp_path / "imported")
+
+
+def test_a_delta_that_was_begun_is_none(chain: tuple[Path, list[State]]) -> None:
+    """Until the manifest is there and the mark of the export is gone, nothing opens; the next export to the same place goes through."""
+    root, versions = chain
+    shutil.copytree(root / "s3", root / "s4")
+    manifest = (root / "s4" / "ckpt-delta.json").read_bytes()
+    (root / "s4" / "ckpt-delta.json").unlink()
+    record = {"format": "ckpt-export", "version": 1, "id": "0" * 16, "replaces": False, "files": ["delta-00001-of-00001.safetensors"]}
+    (root / "s4" / "convert.json").write_text(json.dumps(record))
+    with pytest.raises(NotCommittedError):
+        ckpt.load(root / "s4", model())
+    ckpt.export(root / "s4", versions[3], since=root / "s2")
+    assert same(loaded(root / "s4", versions[3]), versions[3]) and (root / "s4" / "ckpt-delta.json").read_bytes() == manifest
