@@ -25,7 +25,7 @@ from ckpt.dtypes import dtype
 from ckpt.engine.load.reader import Reader
 from ckpt.engine.load.shared_reads import SharedReads, worth_all
 from ckpt.engine.load.sweep import Sweep
-from ckpt.engine.load.whole_chunks import Job
+from ckpt.engine.load.whole_chunks import TensorLoad
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend
@@ -117,13 +117,13 @@ def entries_of(tensors: list[TensorSpec], assignments: Mapping[str, ChunkAssignm
     return found
 
 
-def jobs_of(tensors: list[TensorSpec], stored: Mapping[str, TensorEntry], rank: int) -> list[Job]:
+def jobs_of(tensors: list[TensorSpec], stored: Mapping[str, TensorEntry], rank: int) -> list[TensorLoad]:
     """With memory of one element that stands for all."""
     one = torch.empty(1, dtype=torch.bfloat16)
     jobs = []
     for t in tensors:
         held = [LocalShard(p.box, one.expand(p.box.shape)) for p in t.layout.pieces(t.shape, rank)]
-        jobs.append(Job(LocalTensor(t, held, t.name), stored[t.name]))
+        jobs.append(TensorLoad(LocalTensor(t, held, t.name), stored[t.name]))
     return jobs
 
 

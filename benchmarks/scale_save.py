@@ -18,7 +18,7 @@ from typing import Any, cast
 import xxhash
 
 from ckpt.adapters.collect import Collected
-from ckpt.concurrency.gc_paused import uncollected
+from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.dtypes import dtype
@@ -162,7 +162,7 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
         MemoryBackend.reset()
         storage = Storage("memory://scale")
         leader = Leader(call=followers.call, backend=storage, known=known, merge_flat_shards=True)
-        with uncollected():  # as a save does
+        with gc_paused():  # as a save does
             began = cpu_seconds()
             opened = leader.open(followers.begun)
             found[f"check_{save}"] = cpu_seconds() - began

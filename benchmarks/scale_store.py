@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ckpt.concurrency.gc_paused import uncollected
+from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.coordination.call import Call
 from ckpt.coordination.channel import ControlChannel
 from ckpt.coordination.group import Group
@@ -165,7 +165,7 @@ def played(ranks: int) -> dict[str, float]:
                     channel.confirm()
             others.check(["all of it has come"])
             asked, before, of_server, said = calls(), cpu_seconds(), server.cpu(), rows(0)
-            with uncollected():
+            with gc_paused():
                 save(call, said=said)
                 call.linger()
             found |= {f"{name} save, CPU s": cpu_seconds() - before, f"{name} save, calls": calls() - asked}

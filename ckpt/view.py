@@ -230,7 +230,7 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     import torch
 
     from .adapters.tensors import LocalShard, LocalTensor, torch_dtype
-    from .engine.load.reader import Job, Reader
+    from .engine.load.reader import Reader, TensorLoad
     from .layout.tensor_layout import TensorLayout
     from .plan.ownership import TensorSpec
     from .settings import threads
@@ -239,6 +239,6 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
     info = TensorSpec(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
     reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads(None), beat=lambda: None)
-    jobs = [Job(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)]
+    jobs = [TensorLoad(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)]
     reader.run(reader.plan(jobs))
     return memory

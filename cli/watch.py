@@ -17,7 +17,7 @@ from .console.output import Output, options
 from .console.parameters import URL
 
 if TYPE_CHECKING:
-    from ckpt.observe.watching import Look, SaveWatcher
+    from ckpt.observe.watching import SaveWatcher, WatchSnapshot
     from ckpt.tracing.progress import SaveProgress, SlowRank
 
 HANGS, NOT_COMMITTED = 31, 11
@@ -75,7 +75,7 @@ def command(url: str, *, once: bool, interval: float | None, timeout: str, as_js
         click.get_current_context().exit(code)
 
 
-def _follow(watcher: SaveWatcher, screen: _Screen, interval: float, patience: float) -> Look:
+def _follow(watcher: SaveWatcher, screen: _Screen, interval: float, patience: float) -> WatchSnapshot:
     moved, last = time.monotonic(), None
     while True:
         seen = watcher.look()
@@ -103,7 +103,7 @@ class _Screen:
         self._state: object = None
         self._bytes: tuple[float, int] | None = None
 
-    def show(self, seen: Look, *, last: bool) -> None:
+    def show(self, seen: WatchSnapshot, *, last: bool) -> None:
         if self._output.json:
             if seen.state != "idle":
                 self._output.document(_document(seen))
@@ -122,7 +122,7 @@ class _Screen:
                 self._output.line(text)
             self._shown, self._state = now, seen.state
 
-    def _text(self, seen: Look) -> str:
+    def _text(self, seen: WatchSnapshot) -> str:
         name = seen.url.rstrip("/").rpartition("/")[2]
         if seen.state == "idle":
             return f"{name}: no save in progress; waiting for the next"
@@ -165,7 +165,7 @@ def _rank(one: SlowRank) -> str:
     return f"rank {one.rank} ({f'host {one.host}, ' if one.host else ''}{one.phase}{share})"
 
 
-def _document(seen: Look) -> dict[str, Any]:
+def _document(seen: WatchSnapshot) -> dict[str, Any]:
     progress = seen.progress.to_json() if seen.progress is not None else None
     if progress is not None:
         del progress["version"]

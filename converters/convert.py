@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.conversion import Conversion, Progress
+from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.options import ConvertKeywords, ConvertOptions
 from ckpt.converters.pipeline.repair import RepairReport, repaired
 from ckpt.converters.pipeline.target import Target, target
@@ -25,6 +25,7 @@ from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.settings import limits
 from ckpt.text.urls import url_text
+from ckpt.tracing.progress_callback import ProgressCallback
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,7 +69,7 @@ def convert(
     to: str,
     part: tuple[int, int] = (0, 1),
     dry_run: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertReport:
     """Write the checkpoint at ``source``, of any known format, at ``url`` in the format ``to``: ``native``, ``hf``, ``torch``, ``dcp``,
@@ -136,7 +137,7 @@ def run(
     *,
     source: str,
     part: tuple[int, int] = (0, 1),
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     dry_run: bool = False,
     repair: RepairReport | None = None,
     began: float,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.concurrency.spread import spread
+from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
@@ -262,7 +262,7 @@ def test_jobs_are_taken_as_threads_come_free() -> None:
             yield lambda n=n: job(n)
 
     with pytest.raises(ValueError, match="job 3"):
-        list(spread(jobs(), 2, "test"))
+        list(imap_unordered(jobs(), 2, "test"))
     assert len(taken) < 20
     assert not [t for t in threading.enumerate() if t.name.startswith("test")]
-    assert sorted(spread((lambda n=n: n for n in range(50)), 4, "test")) == list(range(50))
+    assert sorted(imap_unordered((lambda n=n: n for n in range(50)), 4, "test")) == list(range(50))

@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=_resume)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the collector for all threads; the last to leave lets it go on, if it was on.
 
     A plan of many thousand tensors sets off collections again and again, each of which walks through all objects of the process and finds

@@ -14,7 +14,7 @@ from ckpt.errors import UsageError
 
 from .call import Call
 from .members import Members
-from .store import part_of
+from .store import group_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,5 +60,5 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
         known = _groups[pg] = Group(rank, ranks)
     if known is None:
         base = dist.distributed_c10d._get_default_store()
-        known = _groups[pg] = Group(rank, ranks, part_of(base, pg.group_name, rank), base)
+        known = _groups[pg] = Group(rank, ranks, group_store(base, pg.group_name, rank), base)
     return known

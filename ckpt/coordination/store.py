@@ -275,7 +275,7 @@ _connected = threading.Event()
 _connected.set()
 
 
-def part_of(base: Any, name: str, rank: int) -> Store:
+def group_store(base: Any, name: str, rank: int) -> Store:
     """A part of the job's store for a group of this name, on a connection of its own: whoever waits for a key in the job's store does not
     hold up a save in the background. Does not wait until the connection is there.
 

@@ -86,19 +86,19 @@ def no_memory(nbytes: int, why: str) -> CkptError:
     )
 
 
-_told = False
+_warned = False
 """Whether the log was told that memory could not be pinned."""
 
 
 def pinned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory that a GPU copies from at full speed, of PyTorch's own pool; plain memory, which is slower, where that has none."""
-    global _told
+    global _warned
     try:
         found: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return found
     except RuntimeError as err:
-        if not _told:
-            _told = True
+        if not _warned:
+            _warned = True
             log.warning("a load onto a GPU goes through memory that is not pinned, which is slower: %s", err)
         return np.empty(nbytes, dtype=np.uint8)
 

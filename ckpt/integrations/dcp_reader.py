@@ -24,8 +24,8 @@ from ckpt import settings
 from ckpt.adapters.tensors import dtype_of
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, identity
-from ckpt.engine.load.reader import Job
 from ckpt.engine.load.reader import Reader as Reading
+from ckpt.engine.load.reader import TensorLoad
 from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
@@ -120,7 +120,7 @@ class CkptReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _job(self, item: ReadItem, target: torch.Tensor, known: _Known) -> Job:
+    def _job(self, item: ReadItem, target: torch.Tensor, known: _Known) -> TensorLoad:
         name = item.storage_index.fqn
         entry = known.catalog.tensors[known.tensors[name]]
         kind = dtype_of(target, name)

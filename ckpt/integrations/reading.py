@@ -11,7 +11,7 @@ from ckpt.adapters.tensors import LocalShard, LocalTensor, dtype_of
 from ckpt.api import open as open_view
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import TensorEntry
-from ckpt.engine.load.reader import Job, Reader
+from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -20,10 +20,10 @@ from ckpt.view import StoredPerRank, StoredTensor
 _HERE = TensorLayout.replicated((0,))
 
 
-def job(entry: TensorEntry, box: Box, memory: torch.Tensor) -> Job:
+def job(entry: TensorEntry, box: Box, memory: torch.Tensor) -> TensorLoad:
     """Read ``box`` of a stored tensor into ``memory``, which has its shape."""
     info = TensorSpec(entry.name, dtype_of(memory, entry.name), entry.shape, _HERE, entry.logical)
-    return Job(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)
+    return TensorLoad(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)
 
 
 def read_state(url: str, *, threads: int | None = None) -> Any:

@@ -29,7 +29,7 @@ from ckpt.errors import (
 )
 from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
-from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, Borrowed, machine
+from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
 
 from .pull_messages import FAILED, KNOWN, LENGTH, MACHINE, MOST_LIST, OPENED, PULL, PULL_KIND, PURPOSE, UNOPENED, receive_error
 from .wire import Address, dial
@@ -131,7 +131,7 @@ class PieceClient:
         view = slots.data(slot).data[:length]
         self._check(view, digest)
         place(view)
-        if slots.turn(slot) != count:
+        if slots.generation(slot) != count:
             raise ConnectionAbortedError("this rank was taken for dead while it copied")
         slots.done(slot, 0)
 
@@ -140,14 +140,14 @@ class PieceClient:
             raise damaged(self.holder.rank)
 
 
-def _opened(announcement: bytes) -> Borrowed | None:
+def _opened(announcement: bytes) -> AttachedPool | None:
     if announcement == bytes(ANNOUNCEMENT_BYTES):
         return None
     at = Announcement.unpack(announcement)
     if at.shape[0] > 1024 or at.shape[1] > MOST_PIECE or at.shape[2] != 1:
         raise FormatError(f"shared memory of an unlikely shape {at.shape}")
     try:
-        return Borrowed(at)
+        return AttachedPool(at)
     except OSError:
         return None  # another container, or not allowed: then the bytes come in the stream
 

@@ -22,7 +22,7 @@ from ckpt.errors import CkptError, DeadlineError, FormatError
 from ckpt.plan.transfers import MOST_PIECE, RequestList, digest_of
 from ckpt.transport.endpoints import listen, network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD
-from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, Ring, machine
+from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 
 from .holdings import Holdings
 from .pull_messages import (
@@ -64,7 +64,7 @@ class PieceServer:
         self._holdings = holdings
         self._secret = secret
         self._timeout = timeout
-        self._ring = Ring(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
+        self._pool = SlotPool(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
         self._lists = _Lists()
         self._lock = threading.Lock()
         self._sent = 0
@@ -85,7 +85,7 @@ class PieceServer:
     def close(self) -> None:
         """Stop listening, and drop who is connected."""
         self._closing.set()
-        self._ring.stop()
+        self._pool.stop()
         self._thread.join()
         for port in self._ports:
             port.close()
@@ -93,7 +93,7 @@ class PieceServer:
             for sock in self._connections:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-        self._ring.close()
+        self._pool.close()
 
     # ---- connections
 
@@ -151,8 +151,8 @@ class PieceServer:
         if length > MOST_MACHINE:
             raise FormatError(f"a machine's name of {length} bytes", where=channel.peer)
         near = channel.receive(length).decode("utf-8", "replace") == machine()
-        channel.send(self._ring.announcement().pack() if near and self._ring.file >= 0 else bytes(ANNOUNCEMENT_BYTES))
-        outlet = _Outlet(channel, self._ring, opened=channel.receive(1) == OPENED)
+        channel.send(self._pool.announcement().pack() if near and self._pool.file >= 0 else bytes(ANNOUNCEMENT_BYTES))
+        outlet = _Outlet(channel, self._pool, opened=channel.receive(1) == OPENED)
         with self._lock:
             self._serving += 1
         try:
@@ -192,11 +192,11 @@ class PieceServer:
 
 
 class _Outlet:
-    """Where the pieces for one receiver go. ``opened``: it can read the slots of the ring."""
+    """Where the pieces for one receiver go. ``opened``: it can read the slots of the pool."""
 
-    def __init__(self, channel: Channel, ring: Ring, *, opened: bool) -> None:
+    def __init__(self, channel: Channel, pool: SlotPool, *, opened: bool) -> None:
         self._channel = channel
-        self._ring = ring
+        self._pool = pool
         self._opened = opened
         self._lent: deque[int] = deque()
         self._sign_at = 0.0
@@ -205,20 +205,20 @@ class _Outlet:
         """Pack a piece, once this receiver has fewer than ``most`` slots, and give it."""
         self.settle(most - 1)
         self._sign_at = time.monotonic() + _SIGN_SECONDS
-        slot = self._ring.take(self._wait)
+        slot = self._pool.take(self._wait)
         try:
-            view = self._ring.data(slot).data
+            view = self._pool.data(slot).data
             view = view[: holdings.pack(requests, piece, view)]
             digest = xxhash.xxh3_64_intdigest(view)
             if self._opened:
                 self._lent.append(slot)
-                turn = self._ring.lend(slot, (), (0,))
-                self._channel.send(RECORD.pack(0, piece, slot, turn, digest))
+                generation = self._pool.lend(slot, (), (0,))
+                self._channel.send(RECORD.pack(0, piece, slot, generation, digest))
             else:
                 self._channel.send(RECORD.pack(0, piece, IN_STREAM, len(view), digest), view)
         finally:
             if slot not in self._lent:
-                self._ring.release(slot)
+                self._pool.release(slot)
 
     def settle(self, most: int) -> None:
         """Wait until the receiver has at most so many slots.
@@ -241,14 +241,14 @@ class _Outlet:
         """The receiver is gone, or dropped: its slots are over."""
         while self._lent:
             slot = self._lent.popleft()
-            self._ring.take_back(slot)
-            self._ring.release(slot)
+            self._pool.take_back(slot)
+            self._pool.release(slot)
 
     def _collect(self) -> bool:
         """Take back what has been copied, in its order; whether there was any."""
         before = len(self._lent)
-        while self._lent and self._ring.is_back(self._lent[0]):
-            self._ring.release(self._lent.popleft())
+        while self._lent and self._pool.is_back(self._lent[0]):
+            self._pool.release(self._lent.popleft())
         return len(self._lent) < before
 
     def _wait(self) -> None:

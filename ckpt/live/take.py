@@ -26,7 +26,7 @@ from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.fitting import row_of_match, verdict_of
 from ckpt.engine.load.job import LoadJob
 from ckpt.engine.load.load import run_each
-from ckpt.engine.load.reader import Job, changed
+from ckpt.engine.load.reader import TensorLoad, changed
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
@@ -157,7 +157,7 @@ def match_take(job: LoadJob, found: FoundVersion, state: object, cache: SinkCach
             return verdict_of(job, catalog, rows) | {"objects": any(row["objects"] for row in rows.values())}
 
         verdict = job.agree(row, decide)
-    wanted = Wanted.of(map(Job._make, binding.targets.values()), catalog)
+    wanted = Wanted.of(map(TensorLoad._make, binding.targets.values()), catalog)
     return MatchedTake(
         found=found,
         catalog=catalog,
@@ -285,7 +285,7 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
     wanted = matched.wanted
     run_each(matched.binding.create)
     if matched.binding.create:  # tensors of the meta device have memory only now
-        wanted = Wanted.of(map(Job._make, matched.binding.targets.values()), matched.catalog)
+        wanted = Wanted.of(map(TensorLoad._make, matched.binding.targets.values()), matched.catalog)
     devices = devices_of(job.target for job in wanted.jobs)
     settle_devices(devices, where)
     wanted.pad()

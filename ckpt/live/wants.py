@@ -11,7 +11,7 @@ import torch
 
 from ckpt.adapters.memory import raw_view, reads_otherwise
 from ckpt.engine.load.copying import Stored, copy_box
-from ckpt.engine.load.reader import Job
+from ckpt.engine.load.reader import TensorLoad
 from ckpt.layout.geometry import Box
 from ckpt.plan.match import common_box
 from ckpt.plan.transfers import Share, Want
@@ -24,13 +24,13 @@ from .client import piece_boxes
 class Wanted:
     """The bound tensors, each with what is wanted for it; ``padding`` is memory beyond the source's tensors, filled with zeros."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[TensorLoad]
     wants: Sequence[Want]
     padding: Sequence[torch.Tensor]
 
     @classmethod
-    def of(cls, jobs: Iterable[Job], catalog: LiveCatalog) -> Wanted:
-        kept: list[Job] = []
+    def of(cls, jobs: Iterable[TensorLoad], catalog: LiveCatalog) -> Wanted:
+        kept: list[TensorLoad] = []
         wants: list[Want] = []
         padding: list[torch.Tensor] = []
         for job in jobs:

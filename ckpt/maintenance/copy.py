@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.byte_source.storage import StorageSource, source_of
-from ckpt.concurrency.spread import spread
+from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
@@ -27,16 +27,13 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.reread import read_checked
 from ckpt.text.urls import url_text
+from ckpt.tracing.progress_callback import ProgressCallback
 
-from .copy_files import FileCheck, FileCopy, Job
+from .copy_files import CopyTask, FileCheck, FileCopy
 from .step_listing import step_number
 
 THREADS = 8
 """How many read and write at once, unless the caller says. Each holds at most ``transfer_files.BUFFER`` bytes."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes in all, always from the thread that called ``copy_checkpoint``. The latter grow if what
-an interrupted copy left has to be copied again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +58,16 @@ def copy_checkpoint(
     target: str | os.PathLike[str],
     *,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     dry_run: bool = False,
 ) -> CopyReport:
     """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it.
 
     A copy that was interrupted goes on: files that are at the target already are read and compared with their digests, and only the
     others are copied. If the same checkpoint is committed there, its files are compared and missing ones are copied; its record stays.
+
+    ``progress`` is called from this thread with the bytes done so far and the bytes in all. The latter grow if files that an interrupted
+    copy left turn out to be damaged.
 
     Raises:
         NotFoundError, NotCommittedError: there is no checkpoint at ``source``.
@@ -102,7 +102,7 @@ def copy_checkpoint(
 
 
 class _Meter:
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: ProgressCallback | None) -> None:
         self.done, self.total = 0, total
         self._progress = progress
 
@@ -191,7 +191,7 @@ class Transfer:
 
     # ---- copying
 
-    def copy(self, paths: Collection[str], threads: int, progress: Progress | None) -> set[str]:
+    def copy(self, paths: Collection[str], threads: int, progress: ProgressCallback | None) -> set[str]:
         """Of these files, compare what is there and copy the rest; gives the paths of what was copied."""
         sizes = {path: self.sizes[path] for path in paths}
         meter = _Meter(sum(sizes.values()), progress)
@@ -217,7 +217,7 @@ class Transfer:
     def _damaged(self, paths: set[str], threads: int, meter: _Meter) -> set[str]:
         """Those of the files at the target that have the right size but not the right bytes."""
         checks = [FileCheck(self.checker, f) for f in self.catalog.files if f.path in paths]
-        for count in spread((job for check in checks for job in check.jobs()), threads, "ckpt-cp"):
+        for count in imap_unordered((job for check in checks for job in check.jobs()), threads, "ckpt-cp"):
             meter.add(count)
         damaged = {check.file.path for check in checks if check.damaged}
         for path in self.index.keys() & paths:
@@ -262,14 +262,14 @@ class Transfer:
     def _copy_data(self, missing: set[str], threads: int, meter: _Meter) -> None:
         copies: list[FileCopy] = []
 
-        def jobs() -> Iterator[Job]:
+        def jobs() -> Iterator[CopyTask]:
             for file in self.catalog.files:
                 if file.path in missing:
                     copies.append(FileCopy(self.reader, self.journal, file))
                     yield from copies[-1].jobs()
 
         try:
-            for count in spread(jobs(), threads, "ckpt-cp"):
+            for count in imap_unordered(jobs(), threads, "ckpt-cp"):
                 meter.add(count)
         finally:
             for copy in copies:

@@ -20,7 +20,7 @@ from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.reread import READS
 from ckpt.settings import limits
 
-Job = Callable[[], int]
+CopyTask = Callable[[], int]
 """Gives the bytes that it has done."""
 
 Take = Callable[[int, memoryview], None]
@@ -43,14 +43,14 @@ class FileCopy:
         self._spoiled = False
         """Something of it was read wrong, and cannot be written anew by itself."""
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[CopyTask]:
         """Raises CorruptError, here or in a job, if the file is not as the index says."""
         jobs = _checked(self._reader, self._file, self._take)
         self._left = len(jobs)
         for job in jobs:
             yield partial(self._run, job)
 
-    def _run(self, job: Job) -> int:
+    def _run(self, job: CopyTask) -> int:
         count = job()
         with self._lock:
             self._left -= 1
@@ -103,7 +103,7 @@ class FileCheck:
         self.file = file
         self.damaged = False
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[CopyTask]:
         try:
             jobs = _checked(self._reader, self.file, lambda offset, data: None)
         except (CorruptError, NotFoundError):
@@ -112,7 +112,7 @@ class FileCheck:
         for job in jobs:
             yield partial(self._run, job)
 
-    def _run(self, job: Job) -> int:
+    def _run(self, job: CopyTask) -> int:
         if not self.damaged:  # else nobody needs to know more
             try:
                 return job()
@@ -121,7 +121,7 @@ class FileCheck:
         return 0
 
 
-def _checked(reader: DigestReader, file: DataFile, take: Take) -> list[Job]:
+def _checked(reader: DigestReader, file: DataFile, take: Take) -> list[CopyTask]:
     """Jobs that read all of ``file``, raise CorruptError for bytes that are not as they should be, and give them to ``take``."""
     where = f"{reader.source.url.rstrip('/')}/{file.path}"
     if file.size <= limits.HASH_BUFFER:
@@ -156,7 +156,7 @@ def _copy_small(reader: DigestReader, file: DataFile, where: str, take: Take) ->
     return file.size
 
 
-def _long_jobs(reader: DigestReader, chunks: Sequence[ChunkName], take: Take) -> Iterator[tuple[Extent, Job]]:
+def _long_jobs(reader: DigestReader, chunks: Sequence[ChunkName], take: Take) -> Iterator[tuple[Extent, CopyTask]]:
     """Chunks that follow one another, up to ``HASH_BUFFER`` bytes, and longer ones alone: the bytes of each job, and what it does."""
     for group in group_ranges([chunk.extent for chunk in chunks], max_bytes=limits.HASH_BUFFER):
         members = [chunks[i] for i in group.members]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ckpt.concurrency.spread import spread
+from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.clearing import clear
@@ -225,5 +225,5 @@ def _while_there(backend: Backend, record: str, entries: Iterable[ObjectMeta]) -
 
 
 def _delete(backend: Backend, entries: Iterable[ObjectMeta]) -> None:
-    for _ in spread((partial(backend.delete, e.path) for e in entries), _THREADS, "ckpt-gc"):
+    for _ in imap_unordered((partial(backend.delete, e.path) for e in entries), _THREADS, "ckpt-gc"):
         pass

@@ -10,7 +10,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
 from ckpt.formats.native.commit import ALIASES, APART, COMMIT_PATH, LABELS, VALUES, VIRTUAL, CommitRecord
-from ckpt.formats.native.index import Kept, decode_index, encode_index
+from ckpt.formats.native.index import IndexCache, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, STATE, TENSORS, id_of
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
 from ckpt.formats.native.writer import write_index
@@ -186,7 +186,7 @@ def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, lost: tuple[str, .
         rebuilt.contents,
         world_size=ranks if record is None else record.world_size,
         features=rebuilt.features,
-        kept=_as_they_are(index, rebuilt),
+        cache=_as_they_are(index, rebuilt),
         metrics=None if record is None else record.metrics,
         tags=() if record is None else record.tags,
         lost=lost,
@@ -198,13 +198,13 @@ def _has_tables(index: _Index) -> bool:
     return {*_TABLES} <= index.files.keys() and (index.record is None or APART not in index.record.features)
 
 
-def _as_they_are(index: _Index, rebuilt: Rebuilt) -> Kept:
+def _as_they_are(index: _Index, rebuilt: Rebuilt) -> IndexCache:
     """Index files that stay byte for byte: only so does the record confirm them for the next attempt, if this one is killed."""
-    kept = Kept(state=index.files.get(STATE))
+    cache = IndexCache(state=index.files.get(STATE))
     if _has_tables(index):
-        kept.tables = {name: index.files[name] for name in (TENSORS, GRIDS)}
-        kept.tensor_bytes = _tensor_bytes(rebuilt.contents)
-    return kept
+        cache.tables = {name: index.files[name] for name in (TENSORS, GRIDS)}
+        cache.tensor_bytes = _tensor_bytes(rebuilt.contents)
+    return cache
 
 
 def _tensor_bytes(contents: Contents) -> int:

@@ -18,7 +18,7 @@ from . import areas, charts
 from .charts import Point
 from .history import SavedSpans
 from .markup import Markup, join, short, tag
-from .report import Detail, Happening, Report, Setting
+from .report import Detail, HistoryEvent, Report, Setting
 from .summary import SaveSummary, brief
 
 _CODE = "ckpt.observe"
@@ -90,7 +90,7 @@ def _sections(report: Report, detail: Detail | None) -> Iterator[Markup]:
         yield _section("What this report leaves out", tag("ul", *[tag("li", short(note, 300)) for note in report.notes]))
 
 
-def _loads(loads: Sequence[Happening]) -> Markup:
+def _loads(loads: Sequence[HistoryEvent]) -> Markup:
     rows = []
     for one in loads:
         cells = [

@@ -49,7 +49,7 @@ class GroupHeat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Happening:
+class HistoryEvent:
     """A save that failed, or a load: ``what`` happened, in words, and for a load what its slowest rank was busy with longest."""
 
     at: float
@@ -86,8 +86,8 @@ class Report:
     compared: tuple[SavedSpans, ...]
     detail: Detail | None
     notes: tuple[str, ...]
-    failed: tuple[Happening, ...] = ()
-    loads: tuple[Happening, ...] = ()
+    failed: tuple[HistoryEvent, ...] = ()
+    loads: tuple[HistoryEvent, ...] = ()
 
 
 def build_report(urls: Sequence[str], setting: Setting) -> Report:
@@ -125,18 +125,18 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         compared=_compared(known) if len(urls) == 1 else tuple(known[:_COMPARED]),
         detail=detail,
         notes=tuple(notes),
-        failed=tuple(_happening(entry) for entry in reversed(log) if entry.kind == "save"),
-        loads=tuple(_happening(entry) for entry in reversed(log) if entry.kind == "load"),
+        failed=tuple(_history_event(entry) for entry in reversed(log) if entry.kind == "save"),
+        loads=tuple(_history_event(entry) for entry in reversed(log) if entry.kind == "load"),
     )
 
 
-def _happening(entry: LogEntry) -> Happening:
+def _history_event(entry: LogEntry) -> HistoryEvent:
     busiest = max(
         ((one.busy, -rank, one.phase) for rank, table in entry.tables.items() for one in table.sums.values() if one.phase not in WAITING),
         default=None,
     )
     slowest = "" if busiest is None else f"{busiest[2]}, {brief(busiest[0] / 1e6)} s on rank {-busiest[1]}"
-    return Happening(
+    return HistoryEvent(
         at=entry.at, what=entry_line(entry), seconds=entry.seconds, ranks=entry.ranks, nbytes=entry.tensor_bytes, slowest=slowest
     )
 

@@ -33,7 +33,7 @@ State = Literal["idle", "saving", "hangs", "committing", "committed", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class WatchSnapshot:
     """What was seen. ``state``: ``idle``, nothing goes on; ``committing``, all ranks have done their part. ``age``: seconds since the
     leader's last note. ``silent``: ranks without a sign of life, the leader alone if that is one. ``reason``: why a save failed."""
 
@@ -70,7 +70,7 @@ class SaveWatcher:
         """The newest id that was committed at the first look."""
         self._following: _Following | None = None
 
-    def look(self) -> Look:
+    def look(self) -> WatchSnapshot:
         """What goes on now.
 
         Raises:
@@ -95,9 +95,9 @@ class SaveWatcher:
         seen, self._first = self._first, self._ids[newest] if newest is not None else ""
         if newest is not None and seen is not None and self._ids[newest] != seen:
             return committed(self._url(newest), self._ids[newest])
-        return Look(state="idle", url=self.url)
+        return WatchSnapshot(state="idle", url=self.url)
 
-    def newest(self) -> Look | None:
+    def newest(self) -> WatchSnapshot | None:
         """What is committed, as far as the last look has seen; None if nothing is."""
         name = max(self._ids, key=lambda name: self._ids[name], default=None)
         return None if name is None else committed(self._url(name), self._ids[name])
@@ -136,7 +136,7 @@ class _Following:
             return 0.0
         return max(0.0, now - modified if now is not None and modified is not None else time.time() - progress.at)
 
-    def look(self) -> Look:
+    def look(self) -> WatchSnapshot:
         progress = read_progress(self.backend, self.path)
         if progress is None:
             path = find_progress(self.backend, self.within)  # ranks came late, and the save has its id now
@@ -151,9 +151,9 @@ class _Following:
         silent = silent_ranks(progress, age)
         if committed_save(self.backend, self.within) == progress.id:  # its leader was killed, or hung, after the commit
             return self._with_seconds(committed(self.url, progress.id))
-        return Look(state="hangs" if silent else "saving", url=self.url, id=progress.id, progress=progress, age=age, silent=silent)
+        return WatchSnapshot(state="hangs" if silent else "saving", url=self.url, id=progress.id, progress=progress, age=age, silent=silent)
 
-    def _ended(self) -> Look:
+    def _ended(self) -> WatchSnapshot:
         """The note is gone: the save is being committed, or was, or failed."""
         progress, now = self.progress, time.monotonic()
         self._gone = self._gone if self._gone is not None else now
@@ -161,12 +161,12 @@ class _Following:
         if id is not None and id >= progress.id:
             look = committed(self.url, id)
             if look.seconds is None and now - self._gone < _SPANS:
-                return Look(state="committing", url=self.url, id=id, progress=progress)
+                return WatchSnapshot(state="committing", url=self.url, id=id, progress=progress)
             return self._with_seconds(look)
         # What failed, another rank or the commit itself, removes its files.
         if progress.phase == PHASES[0] or next(self.backend.list_prefix(f"{self.within}{data_prefix(progress.id)}"), None) is None:
-            return Look(state="failed", url=self.url, id=progress.id, progress=progress, reason=self._reason())
-        return Look(state="committing", url=self.url, id=progress.id, progress=progress, age=now - self._gone)
+            return WatchSnapshot(state="failed", url=self.url, id=progress.id, progress=progress, reason=self._reason())
+        return WatchSnapshot(state="committing", url=self.url, id=progress.id, progress=progress, age=now - self._gone)
 
     def _reason(self) -> str | None:
         """What the log of the run says, if the run has one."""
@@ -180,7 +180,7 @@ class _Following:
         # At most a second earlier, by clocks of two machines that differ less: an older entry is of an earlier try.
         return None if last is None or last.at < self.progress.began - 1 else entry_line(last)
 
-    def _with_seconds(self, look: Look) -> Look:
+    def _with_seconds(self, look: WatchSnapshot) -> WatchSnapshot:
         return look if look.seconds is not None else replace(look, seconds=max(0.0, self.progress.at - self.progress.began))
 
 
@@ -202,11 +202,13 @@ def committed_save(backend: Backend, within: str) -> str | None:
         return None
 
 
-def committed(url: str, id: str) -> Look:
+def committed(url: str, id: str) -> WatchSnapshot:
     """A save that is committed, and how long it took, if that is known."""
     try:
         saved = read_save(url)
     except CkptError:  # replaced or removed meanwhile
-        return Look(state="committed", url=url, id=id)
+        return WatchSnapshot(state="committed", url=url, id=id)
     seconds = saved.summary.seconds if saved.summary is not None else None
-    return Look(state="committed", url=url, id=id, seconds=seconds, tensor_bytes=saved.record.tensor_bytes if saved.record else None)
+    return WatchSnapshot(
+        state="committed", url=url, id=id, seconds=seconds, tensor_bytes=saved.record.tensor_bytes if saved.record else None
+    )

@@ -40,7 +40,7 @@ from .preemption import SIGNALS
 from .restore_order import load_nearest, load_origin
 from .save_schedule import SaveSchedule, check_step
 from .tiers import Tiers
-from .uploader import Publisher
+from .uploader import Uploader
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,13 +128,13 @@ class Checkpointer:
         self.restored_from: str | None = None
         """The copy that :meth:`restore` has loaded."""
         self._tiers = Tiers(root, keep, local, local_keep)
-        self._publisher: Publisher | None = None
+        self._uploader: Uploader | None = None
         if local is not None:
-            self._publisher = Publisher(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
+            self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
-        if self._publisher is not None:
-            self._publisher.published, self._publisher.failed = self._reporter.published, self._reporter.not_published
+        if self._uploader is not None:
+            self._uploader.published, self._uploader.failed = self._reporter.published, self._reporter.not_published
         self._patience = self.timeout if publish_timeout is None else publish_timeout
         self._gave_up = False
         """Nothing was saved since publishing was given up."""
@@ -202,8 +202,8 @@ class Checkpointer:
             self._schedule.resumed(restored[0], saved=own is not None)
             self.restored_from = restored[1]
             self._reporter.restored(*restored, time.perf_counter() - began, nbytes, spans=spans)
-        if self._publisher is not None:
-            self._publisher.add()
+        if self._uploader is not None:
+            self._uploader.add()
         return restored[0] if restored is not None else None
 
     # ---- saving
@@ -279,8 +279,8 @@ class Checkpointer:
             self._reporter.not_begun(n, self._tiers.place(n), err)
             raise
         finally:
-            if self._publisher is not None:  # whatever happened: ranks take their turns together
-                self._publisher.add(durable)
+            if self._uploader is not None:  # whatever happened: all ranks begin the same rounds
+                self._uploader.add(durable)
                 self._gave_up = False
         return failed, handle
 
@@ -303,16 +303,16 @@ class Checkpointer:
     def _published(self) -> StorageError | None:
         """Wait until everything is published; gives why it could not be."""
         # Having waited once in vain, it tries but once more.
-        if self._publisher is None:
+        if self._uploader is None:
             return None
-        error = self._publisher.finish(0.0 if self._gave_up else self._patience)
+        error = self._uploader.finish(0.0 if self._gave_up else self._patience)
         self._gave_up = error is not None
         return error
 
     @property
     def unpublished(self) -> tuple[int, ...]:
         """Steps that are committed in the local tier and not at the root, as far as the last attempt to publish knows. Costs nothing."""
-        return self._publisher.unpublished if self._publisher is not None else ()
+        return self._uploader.unpublished if self._uploader is not None else ()
 
     def _ended(self) -> BaseException | None:
         """Wait for the last save; gives what it failed with, once."""
@@ -368,7 +368,7 @@ class Checkpointer:
                 log.error("the save of %s is still going on", self.handle.url)
             else:
                 self._ended()  # what it failed with is logged; what training raised matters more
-            if self._publisher is not None and not self._publisher.idle(self._patience):
+            if self._uploader is not None and not self._uploader.idle(self._patience):
                 log.error("steps are not published yet: %s", self.unpublished)
         finally:
             self._stop()

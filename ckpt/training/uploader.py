@@ -1,8 +1,8 @@
 """Publishing: checkpoints of the local tier are copied to the root in the background, each rank its own files, the commit record last.
 
-Every save, every restore and every wait gives each rank one *turn*, in the same order. In a turn the leader chooses a checkpoint, all
+Every save, every restore and every wait gives each rank one *round*, in the same order. In a round the leader chooses a checkpoint, all
 ranks copy, the leader commits, and so on until nothing is left. Ranks talk through the job's store, under keys of their own.
-Invariant: a turn that fails on one rank ends there; the next one begins anew on all, since calls are numbered by turn.
+Invariant: a round that fails on one rank ends there; the next one begins anew on all, since calls are numbered by round.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ REST = 0.5
 """Seconds before a publish that failed is tried again, doubled each time."""
 LONGEST_REST = 10.0
 _CALLS = 1 << 20
-"""Calls that one turn may have."""
+"""Calls that one round may have."""
 
 
 @dataclass(eq=False)
-class Turn:
+class UploadRound:
     """``after`` ends before it begins; it tries again what fails until the clock says ``until``. ``failed``: step → why it is not
     published; None stands for choosing one."""
 
@@ -48,7 +48,7 @@ class Turn:
     over: threading.Event = field(default_factory=threading.Event)
 
 
-class Publisher:
+class Uploader:
     """One rank's end."""
 
     def __init__(self, tiers: Tiers, group: Group, *, timeout: float, threads: int) -> None:
@@ -62,8 +62,8 @@ class Publisher:
         self._threads = threads
         self._lost: dict[int | None, BaseException] = {}
         """Steps that can never be published, since they are damaged, until somebody is told."""
-        self._turns: deque[Turn] = deque()
-        self._last: Turn | None = None
+        self._rounds: deque[UploadRound] = deque()
+        self._last: UploadRound | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._transfer: Transfer | None = None
@@ -74,13 +74,13 @@ class Publisher:
 
     # ---- for the Checkpointer
 
-    def add(self, after: Future[Any] | None = None, *, patience: float = 0.0) -> Turn:
-        """Take a turn when ``after`` has ended, well or not. Every rank does, in the same order. A failure is tried again for ``patience``
-        seconds."""
+    def add(self, after: Future[Any] | None = None, *, patience: float = 0.0) -> UploadRound:
+        """Begin a round when ``after`` has ended, well or not. Every rank does, in the same order. What fails is tried again for
+        ``patience`` seconds."""
         with self._lock:
             number = self._last.number + 1 if self._last is not None else 1
-            self._last = Turn(number, after, time.monotonic() + patience)
-            self._turns.append(self._last)
+            self._last = UploadRound(number, after, time.monotonic() + patience)
+            self._rounds.append(self._last)
             if self._thread is None:  # a daemon: a program that ends without close() does not wait, and the next start takes it up
                 self._thread = threading.Thread(target=self._work, name="ckpt-publish", daemon=True)
                 self._thread.start()
@@ -90,9 +90,9 @@ class Publisher:
         """Wait until all is published that is to be; the error if that failed for ``patience`` seconds. Every rank calls it."""
         if self._last is None:
             return None
-        turn = self.add(patience=patience)
-        turn.over.wait()
-        failed = {**turn.failed, **self._lost}
+        upload_round = self.add(patience=patience)
+        upload_round.over.wait()
+        failed = {**upload_round.failed, **self._lost}
         self._lost.clear()
         if not failed:
             return None
@@ -113,28 +113,28 @@ class Publisher:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._turns:
+                if not self._rounds:
                     self._thread = None
                     return
-                turn = self._turns.popleft()
-            if turn.after is not None:
-                wait([turn.after])
-            self._group.calls = turn.number * _CALLS
+                upload_round = self._rounds.popleft()
+            if upload_round.after is not None:
+                wait([upload_round.after])
+            self._group.calls = upload_round.number * _CALLS
             try:
-                while self._attempt(turn):
+                while self._attempt(upload_round):
                     pass
             finally:
                 with self._tiers.lock:
                     self._tiers.busy = None
-                turn.over.set()
+                upload_round.over.set()
 
-    def _attempt(self, turn: Turn) -> bool:
+    def _attempt(self, upload_round: UploadRound) -> bool:
         """Publish one checkpoint; whether to go on."""
         # All ranks go on alike: whether there is something to do, the leader says.
         call = self._group.call("publish", self._tiers.root, self._timeout)
         step, id = None, None
         try:
-            seen = call.map_reduce("choose", dict, lambda rows: self._unconfirmed(turn))
+            seen = call.map_reduce("choose", dict, lambda rows: self._unconfirmed(upload_round))
             if seen["gave_up"]:
                 call.linger()
                 return False
@@ -142,12 +142,12 @@ class Publisher:
             found = call.map_reduce("look", dict, lambda rows: self._choose())
             self.unpublished, step, id = tuple(found["behind"]), found["step"], found["id"]
             # what failed and need not be published any more counts no longer
-            turn.failed = {n: e for n, e in turn.failed.items() if n in self.unpublished}
+            upload_round.failed = {n: e for n, e in upload_round.failed.items() if n in self.unpublished}
             if step is None:
                 call.linger()
                 return False
             call.map_reduce("copy", lambda: self._copy(call, found["name"]), self._commit)
-            turn.failed.pop(step, None)
+            upload_round.failed.pop(step, None)
             self.unpublished = tuple(n for n in self.unpublished if n != step)
             if self._leads:
                 log.info("step %d is published: %s", step, join_url(self._tiers.root, found["name"]))
@@ -159,7 +159,7 @@ class Publisher:
                 self._tiers.damaged.add(id)
                 self._lost[step] = err
             else:
-                turn.failed[step] = err
+                upload_round.failed[step] = err
             if self._leads:
                 log.warning("%s not published: %s", "checkpoints are" if step is None else f"step {step} is", _text(err))
                 self.failed(step, err)
@@ -168,14 +168,14 @@ class Publisher:
 
     # ---- on the leader
 
-    def _unconfirmed(self, turn: Turn) -> Row:
+    def _unconfirmed(self, upload_round: UploadRound) -> Row:
         """Local steps that may have to be published; whether to give up after a failure."""
-        if turn.failed:
-            left = turn.until - time.monotonic()
+        if upload_round.failed:
+            left = upload_round.until - time.monotonic()
             if left <= 0:
                 return {"steps": [], "gave_up": True}
-            time.sleep(min(REST * 2**turn.tries, LONGEST_REST, left))
-            turn.tries += 1
+            time.sleep(min(REST * 2**upload_round.tries, LONGEST_REST, left))
+            upload_round.tries += 1
         return {"steps": [s.number for s in self._tiers.unconfirmed()], "gave_up": False}
 
     def _choose(self) -> Row:

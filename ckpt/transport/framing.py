@@ -1,7 +1,7 @@
-"""Streams whose bytes become known while they flow: pieces of parcels, each after a record that says what it is. No torch.
+"""Streams whose bytes become known while they flow: slices of shared reads, each after a record that says what it is. No torch.
 
 The sender puts pieces in from any thread; the thread of the exchange sends them. A piece comes as bytes in the stream, or as the number of
-a slot of the sender's ring, where the receiver could open that; with a digest of the bytes either way. The receiver never waits for
+a slot of the sender's pool, where the receiver could open that; with a digest of the bytes either way. The receiver never waits for
 anything but the stream, so senders that wait for room always get it.
 """
 
@@ -22,33 +22,33 @@ from ckpt.errors import ExchangeError
 from .sockets import Views
 
 RECORD = struct.Struct("<IIIIQ")
-"""Parcel, piece, slot, bytes that follow or turn of the slot, XXH3-64 of the bytes."""
+"""Shared read, piece, slot, bytes that follow or generation of the slot, XXH3-64 of the bytes."""
 IN_STREAM = 0xFFFFFFFF
 """In place of a slot: the bytes follow."""
 ALIVE = 0xFFFFFFFF
-"""In place of a parcel: a sign of life."""
+"""In place of a shared read: a sign of life."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Slot:
-    """A piece in a slot, until it is known whether the receiver can open the ring. ``packed``: what goes into the stream if it cannot, and
+    """A piece in a slot, until it is known whether the receiver can open the pool. ``packed``: what goes into the stream if it cannot, and
     then ``sent`` is called."""
 
-    parcel: int
+    shared_read: int
     piece: int
     slot: int
-    turn: int
+    generation: int
     digest: int
     packed: Callable[[], Sequence[memoryview]]
     sent: Callable[[], None]
 
 
 class Feed:
-    """What goes to one rank: ``size`` parcels in all."""
+    """What goes to one rank: ``size`` shared reads in all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.unit = "parcels"
+        self.unit = "shared reads"
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to send; the exchange sets it."""
         self.announcement = b""
@@ -64,27 +64,27 @@ class Feed:
         return not self._queue and not self._closed
 
     def answered(self, *, opened: bool) -> None:
-        """The receiver is ready, and has ``opened`` the ring or not."""
+        """The receiver is ready, and has ``opened`` the pool or not."""
         self._opened = opened
 
     def put_slot(
         self,
-        parcel: int,
+        shared_read: int,
         piece: int,
         *,
         slot: int,
-        turn: int,
+        generation: int,
         digest: int,
         packed: Callable[[], Sequence[memoryview]],
         sent: Callable[[], None],
     ) -> None:
-        """A piece in a slot of the ring, with the XXH3-64 of all of it. Where the receiver has not opened the ring, ``packed`` gives what
+        """A piece in a slot of the pool, with the XXH3-64 of all of it. Where the receiver has not opened the pool, ``packed`` gives what
         it wants of the piece; ``sent`` is called when that has gone."""
-        self._put(_Slot(parcel=parcel, piece=piece, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent))
+        self._put(_Slot(shared_read=shared_read, piece=piece, slot=slot, generation=generation, digest=digest, packed=packed, sent=sent))
 
-    def put_bytes(self, parcel: int, piece: int, views: Sequence[memoryview], sent: Callable[[], None]) -> None:
+    def put_bytes(self, shared_read: int, piece: int, views: Sequence[memoryview], sent: Callable[[], None]) -> None:
         """``views`` must stay as they are until ``sent`` is called."""
-        self._put((_in_stream(parcel, piece, views), sent))
+        self._put((_in_stream(shared_read, piece, views), sent))
 
     def nudge(self) -> None:
         """Give a sign of life if there is nothing else to send."""
@@ -119,50 +119,50 @@ class Feed:
         return closed
 
     def _spelled(self, entry: _Slot) -> tuple[Views, Callable[[], None]]:
-        # Only now is it known whether the receiver could open the ring, so only now does an entry become bytes: a
+        # Only now is it known whether the receiver could open the pool, so only now does an entry become bytes: a
         # record that names the slot, or the packed bytes themselves.
         if self._opened:
-            return _record(entry.parcel, entry.piece, entry.slot, entry.turn, entry.digest), lambda: None
-        return _in_stream(entry.parcel, entry.piece, entry.packed()), entry.sent
+            return _record(entry.shared_read, entry.piece, entry.slot, entry.generation, entry.digest), lambda: None
+        return _in_stream(entry.shared_read, entry.piece, entry.packed()), entry.sent
 
 
-def _record(parcel: int, piece: int, slot: int, turn: int = 0, digest: int = 0) -> Views:
-    return Views([memoryview(RECORD.pack(parcel, piece, slot, turn, digest))])
+def _record(shared_read: int, piece: int, slot: int, generation: int = 0, digest: int = 0) -> Views:
+    return Views([memoryview(RECORD.pack(shared_read, piece, slot, generation, digest))])
 
 
-def _in_stream(parcel: int, piece: int, views: Sequence[memoryview]) -> Views:
+def _in_stream(shared_read: int, piece: int, views: Sequence[memoryview]) -> Views:
     digest = xxhash.xxh3_64()
     for view in views:
         digest.update(view)
-    return Views([memoryview(RECORD.pack(parcel, piece, IN_STREAM, sum(map(len, views)), digest.intdigest())), *views])
+    return Views([memoryview(RECORD.pack(shared_read, piece, IN_STREAM, sum(map(len, views)), digest.intdigest())), *views])
 
 
 class PieceReceiver(Protocol):
     """What a rank does with the pieces of one sender."""
 
     def open(self, announcement: bytes) -> bool:
-        """Open the sender's ring; whether that could be done."""
+        """Open the sender's pool; whether that could be done."""
 
-    def slot(self, parcel: int, piece: int, slot: int, turn: int, digest: int) -> bool:
-        """Copy what is wanted out of a slot; whether this was the last piece of the last parcel.
+    def slot(self, shared_read: int, piece: int, slot: int, generation: int, digest: int) -> bool:
+        """Copy what is wanted out of a slot; whether this was the last piece of the last shared read.
 
         Raises:
             ExchangeError: the slot has other bytes.
         """
 
-    def room(self, parcel: int, piece: int, length: int) -> Sequence[memoryview]:
+    def room(self, shared_read: int, piece: int, length: int) -> Sequence[memoryview]:
         """Memory for the bytes of a piece that come next."""
 
-    def filled(self, parcel: int, piece: int) -> bool:
-        """They are there; whether this was the last piece of the last parcel."""
+    def filled(self, shared_read: int, piece: int) -> bool:
+        """They are there; whether this was the last piece of the last shared read."""
 
 
 class Inlet:
-    """What comes from one rank: ``size`` parcels in all."""
+    """What comes from one rank: ``size`` shared reads in all."""
 
     def __init__(self, rank: int, size: int, taker: PieceReceiver) -> None:
         self.size = size
-        self.unit = "parcels"
+        self.unit = "shared reads"
         self._rank = rank
         self._taker = taker
         self._record = bytearray(RECORD.size)
@@ -175,7 +175,7 @@ class Inlet:
         return self._taker.open(announcement)
 
     def receive(self, sock: socket.socket) -> bool:
-        """Take what is there; whether all pieces of all parcels have come.
+        """Take what is there; whether all pieces of all shared reads have come.
 
         Raises:
             ConnectionError: the other end is gone.
@@ -189,19 +189,19 @@ class Inlet:
         return self._done
 
     def _began(self) -> None:
-        parcel, piece, slot, length, digest = RECORD.unpack(self._record)
+        shared_read, piece, slot, length, digest = RECORD.unpack(self._record)
         # Three kinds of record: the number of a slot, to be copied from shared memory at once; a length, after which
         # that many bytes follow in the stream; and a sign of life, after which nothing follows.
-        if parcel != ALIVE and slot != IN_STREAM:
-            self._done = self._taker.slot(parcel, piece, slot, length, digest)
-        elif parcel != ALIVE:
-            self._room = self._taker.room(parcel, piece, length)
+        if shared_read != ALIVE and slot != IN_STREAM:
+            self._done = self._taker.slot(shared_read, piece, slot, length, digest)
+        elif shared_read != ALIVE:
+            self._room = self._taker.room(shared_read, piece, length)
             self._views = Views(self._room)
             return
         self._views = Views([memoryview(self._record)])
 
     def _ended(self) -> None:
-        parcel, piece, _, _, wanted = RECORD.unpack(self._record)
+        shared_read, piece, _, _, wanted = RECORD.unpack(self._record)
         assert self._room is not None
         digest = xxhash.xxh3_64()
         for view in self._room:
@@ -209,7 +209,7 @@ class Inlet:
         if digest.intdigest() != wanted:
             raise damaged(self._rank)
         self._room, self._views = None, Views([memoryview(self._record)])
-        self._done = self._taker.filled(parcel, piece)
+        self._done = self._taker.filled(shared_read, piece)
 
 
 def damaged(rank: int) -> ExchangeError:

@@ -32,7 +32,7 @@ log = logging.getLogger("ckpt")
 
 Pieces = Mapping[int, Sequence[memoryview]]
 """Memory by the rank that gets it, or that it comes from."""
-Turn = Callable[[float], None]
+MoveSlices = Callable[[float], None]
 """Moves what can be moved, after waiting at most so many seconds until something can."""
 
 
@@ -85,10 +85,10 @@ class Peers:
                 if _digest(views) != bytes(digests[rank]):
                     raise damaged(rank)
 
-        self._run(sent, taken, alive, lambda turn: None, check)
+        self._run(sent, taken, alive, lambda move: None, check)
 
     def relay(
-        self, outgoing: Mapping[int, Feed], incoming: Mapping[int, Inlet], work: Callable[[Turn], None], *, alive: Callable[[], None]
+        self, outgoing: Mapping[int, Feed], incoming: Mapping[int, Inlet], work: Callable[[MoveSlices], None], *, alive: Callable[[], None]
     ) -> None:
         """The same for what becomes known while it flows: until all feeds are closed and sent, and all inlets have what they expect.
 
@@ -105,7 +105,7 @@ class Peers:
         outgoing: Mapping[int, Outgoing],
         incoming: Mapping[int, Incoming],
         alive: Callable[[], None] | None,
-        work: Callable[[Turn], None],
+        work: Callable[[MoveSlices], None],
         check: Callable[[], None],
     ) -> None:
         if not self._busy.acquire(blocking=False):

@@ -28,16 +28,16 @@ PAUSE = 0.0002
 """Seconds between two looks at the slots that others copy from: they are not asked to tell."""
 TOKEN_BYTES = 16
 _HEADER = 64
-"""Bytes of the token and of what aligns what follows: a turn for each slot, and a mark for each slot and reader."""
-_TURN = np.dtype(np.uint32)
-_NAME = "ckpt-ring"
+"""Bytes of the token and of what aligns what follows: a generation for each slot, and a mark for each slot and reader."""
+_GENERATION = np.dtype(np.uint32)
+_NAME = "ckpt-pool"
 _ANNOUNCEMENT = struct.Struct(f"!IIIIQ{TOKEN_BYTES}s")
 ANNOUNCEMENT_BYTES = _ANNOUNCEMENT.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """Where the memory of a ring is: process, number of the file there; its slots, bytes of each, and readers; the token that it begins
+    """Where the memory of a pool is: process, number of the file there; its slots, bytes of each, and readers; the token that it begins
     with."""
 
     pid: int
@@ -55,11 +55,11 @@ class Announcement:
         return cls(pid=pid, file=file, shape=(slots, size, readers), token=token)
 
 
-class BrokenRingError(Exception):
+class BrokenPoolError(Exception):
     """The exchange that the slots were for has failed: whoever waits for one gives up."""
 
 
-class Ring:
+class SlotPool:
     """Slots of ``size`` bytes each, filled by this process. ``readers``: others that may copy from a slot at the same time."""
 
     def __init__(self, slots: int, size: int, readers: int, *, shared: bool, timeout: float) -> None:
@@ -72,14 +72,14 @@ class Ring:
         memory[:TOKEN_BYTES] = self.token
         # How the memory is laid out, and who writes what:
         #
-        #  token │ turns [slots]  │ marks [slots, readers]        │ data [slots, size]
+        #  token │ generations    │ marks [slots, readers]        │ data [slots, size]
         #        │ owner: +1 per  │ owner sets 1 when it lends a  │ owner fills it
         #        │ lending        │ slot, the reader sets 0 when  │ readers copy from it
         #        │                │ it has what it wants          │
         #
         # A byte per reader instead of a counter: each byte has one writer at a time, so no atomic operation between
         # processes is needed. A slot is free when nobody in this process holds it and its whole row of marks is 0.
-        self._turns, self._marks, self._data = _parts(memory, self.shape)
+        self._generations, self._marks, self._data = _parts(memory, self.shape)
         self._seen = [memoryview(row) for row in self._marks]
         self._nobody = bytes(readers)
         self._timeout = timeout
@@ -89,7 +89,7 @@ class Ring:
         self._broken = False
 
     def announcement(self) -> Announcement:
-        """For other processes of this machine, if the ring is shared."""
+        """For other processes of this machine, if the pool is shared."""
         return Announcement(pid=os.getpid(), file=self.file, shape=self.shape, token=self.token)
 
     def take(self, wait: Callable[[], None]) -> int:
@@ -97,7 +97,7 @@ class Ring:
 
         Raises:
             DeadlineError: nobody gave a slot back for ``timeout`` seconds.
-            BrokenRingError: the exchange has failed.
+            BrokenPoolError: the exchange has failed.
         """
         began = time.monotonic()
         while (slot := self._free_slot()) is None:
@@ -109,7 +109,7 @@ class Ring:
     def _free_slot(self) -> int | None:
         with self._lock:
             if self._broken:
-                raise BrokenRingError
+                raise BrokenPoolError
             for slot, holds in enumerate(self._holds):
                 if not holds and self._seen[slot] == self._nobody:
                     self._holds[slot] = 1
@@ -134,15 +134,15 @@ class Ring:
             self._holds[slot] -= 1
 
     def lend(self, slot: int, ranks: tuple[int, ...], which: Iterable[int]) -> int:
-        """Before it is released: those of ``ranks`` that have the places ``which`` copy from the slot, and say :meth:`Borrowed.done`. The
-        number of this turn of the slot, by which they know that it is the one that is meant for them."""
+        """Lend the slot to those of ``ranks`` that have the places ``which``, before it is released: they copy from it, and call
+        :meth:`AttachedPool.done`. Returns the slot's generation, by which they know that its bytes are those that are meant for them."""
         self._lent[slot] = ranks
-        # The turn is part of the announcement. A reader that comes late, to a slot that was filled again, sees
-        # another turn after its copy, and fails instead of keeping bytes that are not its own.
-        self._turns[slot] += 1
+        # The generation goes with the slot's number. A reader that comes late, to a slot that was filled again, sees
+        # another generation after its copy, and fails instead of keeping bytes that are not its own.
+        self._generations[slot] += 1
         for i in which:
             self._marks[slot, i] = 1
-        return int(self._turns[slot])
+        return int(self._generations[slot])
 
     def returned(self, slot: int, which: int) -> None:
         """Reader number ``which`` got what it wants of the slot in another way."""
@@ -153,8 +153,9 @@ class Ring:
         return bool(self._seen[slot] == self._nobody)
 
     def take_back(self, slot: int) -> None:
-        """Lend a slot no longer to who does not come back: its turn is over, which who copies from it sees (:meth:`Borrowed.turn`)."""
-        self._turns[slot] += 1
+        """Lend a slot no longer to a reader that does not come back. Its generation is over, as one that still copies from it sees
+        (:meth:`AttachedPool.generation`)."""
+        self._generations[slot] += 1
         self._marks[slot] = 0
 
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
@@ -172,8 +173,8 @@ class Ring:
             self.file = -1
 
 
-class Borrowed:
-    """The ring of another process of this machine.
+class AttachedPool:
+    """The pool of another process of this machine.
 
     Raises:
         OSError: it cannot be opened, or what has its place here is other memory.
@@ -195,19 +196,19 @@ class Borrowed:
             os.close(fd)
         if memory[:TOKEN_BYTES] != at.token:
             raise OSError(f"{path} is memory of another process than the one that announced it")
-        self._turns, self._marks, self._data = _parts(memory, at.shape)
+        self._generations, self._marks, self._data = _parts(memory, at.shape)
 
     def has(self, slot: int) -> bool:
         """Whether there is a slot of this number."""
-        return slot < len(self._turns)
+        return slot < len(self._generations)
 
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
         data: npt.NDArray[np.uint8] = self._data[slot]
         return data
 
-    def turn(self, slot: int) -> int:
-        """See :meth:`Ring.lend`."""
-        return int(self._turns[slot])
+    def generation(self, slot: int) -> int:
+        """See :meth:`SlotPool.lend`."""
+        return int(self._generations[slot])
 
     def done(self, slot: int, which: int) -> None:
         """Reader number ``which`` has what it wants of the slot. A copy gives up the interpreter's lock and takes it again, so the other
@@ -216,9 +217,9 @@ class Borrowed:
 
 
 def machine() -> str:
-    """Processes for which this is equal can probably open each other's rings: one kernel, one namespace of processes and one of users, one
+    """Processes for which this is equal can probably open each other's pools: one kernel, one namespace of processes and one of users, one
     user with the same capabilities, confined alike by a security module, nobody protected from inspection (proc_pid_fd(5), ptrace(2)).
-    Where that cannot be told, it is equal for none. It may be equal on two machines that were copied from one: :class:`Borrowed` finds
+    Where that cannot be told, it is equal for none. It may be equal on two machines that were copied from one: :class:`AttachedPool` finds
     out."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -247,17 +248,17 @@ def _nbytes(shape: tuple[int, int, int]) -> int:
 
 
 def _lead(slots: int, readers: int) -> int:
-    return -(-(_HEADER + slots * (_TURN.itemsize + readers)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-(_HEADER + slots * (_GENERATION.itemsize + readers)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Turns, marks, and the slots."""
+    """Generations, marks, and the slots."""
     # The arrays keep the memory.
     slots, size, readers = shape
-    marks = _HEADER + slots * _TURN.itemsize
+    marks = _HEADER + slots * _GENERATION.itemsize
     data = np.frombuffer(memory, dtype=np.uint8)
     return (
-        data[_HEADER:marks].view(_TURN),
+        data[_HEADER:marks].view(_GENERATION),
         data[marks:][: slots * readers].reshape(slots, readers),
         data[_lead(slots, readers) :].reshape(slots, size),
     )

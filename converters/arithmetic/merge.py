@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.catalog import Catalog
 from ckpt.converters.convert import ConvertReport, files_beside, run
-from ckpt.converters.pipeline.conversion import Conversion, Progress
+from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.options import ConvertOptions, MergeKeywords
 from ckpt.converters.pipeline.target import target
 from ckpt.converters.select.computed import FLOATING, Computed, Operand, is_floating, operand
@@ -27,6 +27,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.maintenance.step_listing import list_steps, step_number
 from ckpt.plan.match import several
 from ckpt.text.urls import url_text
+from ckpt.tracing.progress_callback import ProgressCallback
 
 from .averages import SameInAll, WeightedSum
 from .weights import checked_weights
@@ -68,7 +69,7 @@ def merge(
     to: str = "native",
     part: tuple[int, int] = (0, 1),
     dry_run: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **options: Unpack[MergeKeywords],
 ) -> MergeReport:
     """Write the weighted average of the checkpoints ``sources`` at ``url``, in the format ``to``: ``native``, ``hf``, ``torch`` or ``dcp``.

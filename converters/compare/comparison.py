@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,6 +28,7 @@ from ckpt.plan.cache_blocks import pieces
 from ckpt.plan.match import several
 from ckpt.settings import limits
 from ckpt.text.urls import url_text
+from ckpt.tracing.progress_callback import ProgressCallback
 
 from .element_differences import ElementDifferences, differing, have_same_bits
 from .element_differences import Tolerance as Tolerance
@@ -38,8 +39,6 @@ _BLOCK = 1 << 18
 """Elements that are compared at once, as numbers of 64 bits."""
 _AT_ONCE = 16
 """Windows that one thread takes in turn, so that a coded chunk is decoded once."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +99,7 @@ def compare(
     tolerances: Sequence[Tolerance] = (),
     values: bool = True,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> DiffReport:
     """Compare two checkpoints.
 
@@ -191,7 +190,7 @@ class _Comparing:
         self.done = 0
         self._lock = threading.Lock()
 
-    def run(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
+    def run(self, names: Sequence[str], progress: ProgressCallback | None) -> list[TensorDifference]:
         left, right = self.sides
         differences: list[TensorDifference] = []
         alike = []
@@ -227,7 +226,7 @@ class _Comparing:
     def _tolerance(self, name: str) -> Tolerance:
         return next((t for t in self.tolerances if fnmatchcase(name, t.glob)), Tolerance(glob=name))
 
-    def _values(self, names: Sequence[str], progress: Progress | None) -> list[TensorDifference]:
+    def _values(self, names: Sequence[str], progress: ProgressCallback | None) -> list[TensorDifference]:
         left = self.sides[0]
         total = sum(Box.whole(left.views[n].shape).numel * left.kind(n).itemsize for n in names)
         results: dict[str, ElementDifferences] = {}

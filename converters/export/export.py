@@ -19,7 +19,7 @@ from ckpt import settings, tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.mapping.model_numbers import changed
-from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, apart
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, split_url
 from ckpt.converters.select.selection import OutputSet, SelectOptions
 from ckpt.converters.targets.hf import INDEX, TARGET
 from ckpt.converters.targets.hf_config import Configuration, ModelConfig, read_configuration
@@ -231,7 +231,7 @@ class _Export:
         if self.options.anchor_every < 1:
             raise UsageError(f"anchor_every={self.options.anchor_every}", hint="1 or more: 1 writes full exports alone")
         check_url(self.call.url)
-        root, name = apart(self.call.url, file=TARGET.one_file(self.call.url))
+        root, name = split_url(self.call.url, file=TARGET.one_file(self.call.url))
         self.destination = Destination(url=self.call.url, backend=open_backend(root), name=name, replace=self.options.overwrite)
         named = state if isinstance(state, dict) else {"model": state}
         self.collected: Collected = collect(named, rank=group.rank, ranks=group.ranks, layout=layout)

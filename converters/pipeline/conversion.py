@@ -4,26 +4,24 @@ until something is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, ConversionRecord
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, new_id, said_by
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, new_id
 from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.settings import threads as default_threads
+from ckpt.tracing.progress_callback import ProgressCallback
 
 from .journal import ConversionJournal, begin, check_source, digest_of, ended, find
 from .options import ConvertOptions
 from .repair import RepairReport
-from .target import OutputFile, OutputOptions, OutputPlan, Target, apart
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that this process has written so far, and all that it has to."""
+from .target import OutputFile, OutputOptions, OutputPlan, Target, split_url
 
 
 class Conversion:
@@ -53,7 +51,7 @@ class Conversion:
         self.options = options
         self.beside = beside or {}
         check_url(url)
-        self.root, self.name = apart(url, file=format.one_file(url))
+        self.root, self.name = split_url(url, file=format.one_file(url))
         self.backend: Backend = open_backend(self.root)
         if self.name is None:
             check_no_link(self.backend)
@@ -115,7 +113,7 @@ class Conversion:
         id = ended(self.backend, self.name, self.digest)
         if id is None and self._previous is not None and self.format.replaces:
             committed = CommitRecord.from_bytes(self._previous, self.url).id
-            id = committed if said_by(committed, int(self.digest, 16)) else None
+            id = committed if has_random_digits(committed, int(self.digest, 16)) else None
         if id is None:
             return None
         planned = self._plan(id)
@@ -194,7 +192,7 @@ class Conversion:
             sizes = {f.path: _size(self.backend, f.path) for f in planned.files}
         return {i for i in marked if sizes.get(planned.files[i].path) == planned.files[i].size}
 
-    def write(self, planned: OutputPlan, missing: Sequence[int], *, progress: Progress | None) -> int:
+    def write(self, planned: OutputPlan, missing: Sequence[int], *, progress: ProgressCallback | None) -> int:
         """Write them; gives the bytes that were read."""
         record = self.record
         if not missing or record is None:

@@ -5,7 +5,7 @@ windows (``buffered``). Torch is imported for these alone.
 # For each file of the plan, in turn:
 #
 #     begin    the caller is told, and the writer is made
-#     pour     items that are ranges of the source, by several threads (``passthrough``), but where a storage makes a process wait;
+#     copy_through     items that are ranges of the source, by several threads (``passthrough``), but where a storage makes a process wait;
 #              digests are computed on the way
 #     fill     all other items, window by window (``buffered``)
 #     end      what needs the digests: headers, the directory of a zip archive; then the file becomes durable
@@ -29,21 +29,20 @@ from ckpt.byte_source.chunk import ChunkName
 from ckpt.byte_source.digest_reader import PROBE, DigestReader
 from ckpt.byte_source.storage import StorageSource, source_of
 from ckpt.catalog import Extent
-from ckpt.concurrency.spread import spread
+from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.concurrency.workers import Pending
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.settings import limits
+from ckpt.tracing.progress_callback import ProgressCallback
 
-from .passthrough import jobs_of, pour, runs_of
+from .passthrough import copy_through, jobs_of, runs_of
 from .target import OutputFile, OutputPlan
 from .windows import FileItem, FileSegment
 
 if TYPE_CHECKING:
     from .buffered import WindowFiller
-
-Progress = Callable[[int, int], None]
 
 
 class _Digest(Protocol):
@@ -111,7 +110,7 @@ class FileStream:
         """So far, of the source."""
         return self._fetch.read + (0 if self._windowed is None else self._windowed.bytes_read)
 
-    def write(self, numbers: Sequence[int], progress: Progress | None) -> None:
+    def write(self, numbers: Sequence[int], progress: ProgressCallback | None) -> None:
         """Write the files of these numbers: a file is made durable while the next one is written.
 
         Raises:
@@ -151,7 +150,7 @@ class FileStream:
         items = opened.file.items
         runs = runs_of(self.chosen, items) if self.straight else {}
         jobs = jobs_of(list(runs.values()), apart=opened.kind is None)
-        for count in self._each(partial(pour, self._fetch, job, opened) for job in jobs):
+        for count in self._each(partial(copy_through, self._fetch, job, opened) for job in jobs):
             self.written += count
             on_written()
         rest = {number: item for number, item in enumerate(items) if number not in runs}
@@ -163,7 +162,7 @@ class FileStream:
         while self._fetch.read < PROBE and (job := next(jobs, None)) is not None:
             yield job()
         few = max(1, (os.cpu_count() or 1) // 2)
-        yield from spread(jobs, self._threads if self._fetch.waits > 1 else min(self._threads, few), "ckpt-convert")
+        yield from imap_unordered(jobs, self._threads if self._fetch.waits > 1 else min(self._threads, few), "ckpt-convert")
 
     def _fill_windows(self, opened: _Open, items: Mapping[int, FileItem], on_written: Callable[[], None]) -> None:
         if self._windowed is None:

@@ -158,7 +158,7 @@ def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
             yield run._replace(start=run.start + at, length=min(step, run.length - at), offset=run.offset + at)
 
 
-def pour(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
+def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
     """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are.
 
     Raises:
@@ -173,23 +173,23 @@ def pour(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
     for group in group_ranges(
         [Extent(r.chunk.extent.path, r.offset, r.length, None) for r in small], max_bytes=limits.PIECE, max_gap=limits.GAP
     ):
-        _pour_together(fetch, [small[i] for i in group.members], group, put, memory)
+        _copy_together(fetch, [small[i] for i in group.members], group, put, memory)
     for run in large:
-        _pour_one(fetch, run, put, memory)
+        _copy_one(fetch, run, put, memory)
     return sum(run.length for run in runs)
 
 
-def _pour_one(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
+def _copy_one(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
     mark = put.mark(run.item)
 
     def read() -> None:
         put.back(run.item, mark)
-        _pour_once(fetch, run, put, memory)
+        _copy_once(fetch, run, put, memory)
 
     fetch.reread(run.chunk.extent, read)
 
 
-def _pour_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
+def _copy_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
     check = ChunkDigest(fetch, run.chunk)
     at, stop = run.start, run.start + run.length
     while at < stop:
@@ -202,7 +202,7 @@ def _pour_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryv
     check.end()
 
 
-def _pour_together(fetch: DigestReader, runs: Sequence[ByteRun], group: RangeGroup, put: ByteSink, memory: memoryview) -> None:
+def _copy_together(fetch: DigestReader, runs: Sequence[ByteRun], group: RangeGroup, put: ByteSink, memory: memoryview) -> None:
     pieces = [memory[run.offset - group.offset : run.offset - group.offset + run.length] for run in runs]
 
     def read() -> None:

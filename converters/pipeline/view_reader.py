@@ -11,7 +11,7 @@ from ckpt.adapters.memory import raw_view
 from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.catalog import Catalog
 from ckpt.dtypes import DTYPES
-from ckpt.engine.load.reader import Job, Reader
+from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -38,7 +38,7 @@ def read_views(reader: Reader, parts: Iterable[ViewBox]) -> None:
     reader.run(reader.plan(job for part in parts for job in _jobs(reader.catalog, part)))
 
 
-def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[Job]:
+def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[TensorLoad]:
     pieces = list(part.view.overlapping(part.box)) if part.box.numel else []
     if sum(p.box.numel for p in pieces) < part.box.numel:
         raw_view(part.memory).zero_()
@@ -47,7 +47,7 @@ def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[Job]:
         dtype = DTYPES[str(part.memory.dtype).removeprefix("torch.")]
         info = TensorSpec(entry.name, dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
         local = LocalShard(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
-        yield Job(target=LocalTensor(info, [local], entry.name), entry=entry)
+        yield TensorLoad(target=LocalTensor(info, [local], entry.name), entry=entry)
 
 
 def in_stored_order(piece: ViewPiece, memory: torch.Tensor) -> torch.Tensor:

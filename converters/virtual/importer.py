@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -39,13 +39,11 @@ from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real
 from ckpt.plan.match import several
 from ckpt.plan.views import LogicalTensor
 from ckpt.text.urls import url_text
+from ckpt.tracing.progress_callback import ProgressCallback
 
 from .references import References
 
 log = logging.getLogger("ckpt")
-
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +75,7 @@ def import_checkpoint(
     skip: Sequence[str] = (),
     digest: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> ImportReport:
     """Write a virtual checkpoint at ``url`` of the checkpoint at ``source``, which is left as it is and has to stay where it is.
 
@@ -232,7 +230,7 @@ def _check_whole(source: str) -> None:
         raise CorruptError(str(report.problems[0]), where=source, hint="`ckpt verify` lists all that is damaged")
 
 
-def _digested(backend: Backend, contents: Contents, progress: Progress | None) -> dict[str, list[Extent]]:
+def _digested(backend: Backend, contents: Contents, progress: ProgressCallback | None) -> dict[str, list[Extent]]:
     """The extents with the digest of their bytes, read in parallel."""
     paths = [s.path for s in contents.sources]
     rows = [

@@ -23,9 +23,9 @@ from ckpt.formats.pickles.stored import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
 from .base import MegatronCatalog, logical_shape
-from .besides import besides
 from .bucket_space import add_bucket_space
 from .names import EXTRA_STATE, LAYER, expert_name, fused_norms
+from .optimizer_extras import optimizer_extras
 from .pieces import InItem, PieceTable, SourcePiece
 from .stored_buffers import BUCKET_SPACE, HINT
 from .training import KEYS, LEFT_OUT, MARK, MODEL, STATE, arguments_of, groups_in, optimizer_node, state_node
@@ -126,7 +126,7 @@ class _TorchDist:
         for key, own in by_key.items():
             self._add_states(own, KEYS.get(key, key), names)
         groups = groups_in(self.table, self.common_archive, self.common.get("optimizer"))
-        more = besides(self._common_archive.values.meaning, self.common.get("optimizer"), by_number=False)
+        more = optimizer_extras(self._common_archive.values.meaning, self.common.get("optimizer"), by_number=False)
         scalers: list[tuple[int, Any]] = [(self.common_archive, scaler) for scaler in more.scalers]
         unknown = [*self.unknown, *more.unknown]
         if spaces:

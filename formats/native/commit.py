@@ -156,7 +156,7 @@ def new_id(after: bytes | None = None, *, later_than: str | None = None, random:
     return _base36(max(moments), 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
 
 
-def said_by(id: str, random: int) -> bool:
+def has_random_digits(id: str, random: int) -> bool:
     """Whether an id has what ``random`` makes of its last digits."""
     return id[9:] == _base36(random % _RANDOM, 7)
 

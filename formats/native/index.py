@@ -74,7 +74,7 @@ _ALIAS = -1
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class IndexCache:
     """What an index leaves for the next one, which must have the same tensors and grids.
 
     ``state`` was made of ``values``, whatever the caller knows these by; a caller with others sets both anew, ``state`` to None.
@@ -87,28 +87,28 @@ class Kept:
     state: bytes | None = None
 
 
-def encode_index(contents: Contents, kept: Kept | None = None) -> dict[str, bytes]:
+def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[str, bytes]:
     """The index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``.
 
     Raises:
         ConsistencyError: the contents contradict themselves; the message names the tensor or file.
         StateError: the state is not JSON, or a file would be larger than readers take.
     """
-    kept = Kept() if kept is None else kept
-    problem = find_problem(replace(contents, tensors=()) if kept.tables else contents)
+    cache = IndexCache() if cache is None else cache
+    problem = find_problem(replace(contents, tensors=()) if cache.tables else contents)
     if problem is not None:
         raise ConsistencyError(f"these contents cannot be an index: {problem}")
-    if not kept.tables:
+    if not cache.tables:
         tensors = sorted(contents.tensors, key=lambda t: t.name)
         grids, rows = _distinct_grids(tensors)
-        kept.tensor_bytes = sum(t.nbytes for t in tensors if t.alias is None)
-        kept.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
-    if kept.state is None:
-        kept.state = _encode_state(contents)
+        cache.tensor_bytes = sum(t.nbytes for t in tensors if t.alias is None)
+        cache.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
+    if cache.state is None:
+        cache.state = _encode_state(contents)
     files = {
-        **kept.tables,
+        **cache.tables,
         FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
-        STATE: kept.state,
+        STATE: cache.state,
         **(encode_extents(contents) if contents.sources else {}),
         **(encode_ranks(contents.rows) if contents.rows else {}),
     }

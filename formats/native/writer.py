@@ -17,13 +17,13 @@ from ckpt.formats.journal import CheckpointJournal
 from .catalog import read_record
 from .clearing import check_no_link, clear
 from .commit import COMMIT_PATH, INLINE_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name
-from .index import Kept, encode_index
+from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, id_of, index_path
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
-__all__ = ["CheckpointJournal", "Kept", "committed_id", "new_id", "read_record", "remove_checkpoint", "set_tags", "write_index"]
+__all__ = ["CheckpointJournal", "IndexCache", "committed_id", "new_id", "read_record", "remove_checkpoint", "set_tags", "write_index"]
 
 
 def write_index(
@@ -32,7 +32,7 @@ def write_index(
     *,
     world_size: int,
     features: tuple[str, ...] = (),
-    kept: Kept | None = None,
+    cache: IndexCache | None = None,
     metrics: Mapping[str, float] | None = None,
     tags: tuple[str, ...] = (),
     lost: tuple[str, ...] = (),
@@ -52,9 +52,9 @@ def write_index(
         ConflictError, StorageError: see ``CheckpointJournal.commit``.
     """
     check_no_link(journal.backend)
-    kept = Kept() if kept is None else kept
-    files = encode_index(contents, kept)
-    record = _record(files, kept.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
+    cache = IndexCache() if cache is None else cache
+    files = encode_index(contents, cache)
+    record = _record(files, cache.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
     record = replace(record, tags=tags, lost=lost, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)))
     try:

@@ -63,7 +63,7 @@ class Tries:
         self._changed = 0
         self._furthest = 0
         self._began = time.monotonic()
-        self._told = False
+        self._warned = False
 
     def went_on(self) -> None:
         """Some bytes came: the patience is new."""
@@ -90,8 +90,8 @@ class Tries:
         trying = time.monotonic() - self._began
         if not is_passing(err) or trying >= self._patience_for(err):
             raise translated(err, self.what, self.where, tries=self.failed, options=self._store.options) from err
-        if trying > SILENT and not self._told:
-            self._told = True
+        if trying > SILENT and not self._warned:
+            self._warned = True
             log.warning("cannot %s %s for %.0f s now, still trying: %s", self.what, self.where, trying, words_of(err))
         retries.count(throttled=is_throttled(err))
         # Exponential backoff with jitter: thousands of ranks that were throttled at the same moment must not come

@@ -20,7 +20,7 @@ import ckpt
 from ckpt.catalog import Catalog
 from ckpt.coordination.channel import ControlChannel
 from ckpt.coordination.group import Group
-from ckpt.coordination.store import part_of
+from ckpt.coordination.store import group_store
 from ckpt.engine.load.load import load_state
 from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.save import save as save_module
@@ -59,7 +59,7 @@ def save(url: str, ranks: int = RANKS, **options: Any) -> None:
         return
     store = HashStore()
     with ThreadPoolExecutor(ranks) as pool:
-        groups = [Group(rank, tuple(range(ranks)), part_of(store, "apart", rank)) for rank in range(ranks)]
+        groups = [Group(rank, tuple(range(ranks)), group_store(store, "apart", rank)) for rank in range(ranks)]
         for done in [pool.submit(save_state, url, state(g.rank), g, OPTIONS) for g in groups]:
             done.result()
 
@@ -193,7 +193,7 @@ def test_a_rank_reads_its_own_row_alone(saved: Path, monkeypatch: pytest.MonkeyP
     targets = [{"w": torch.zeros(6), "step": 0, "rng": ckpt.PerRank(None), "also": ckpt.PerRank("")} for _ in range(RANKS)]
     options = LoadOptions(layout=None, selection=Selection(), strict=True, cast=False, verify="full", timeout=30, threads=1)
     with ThreadPoolExecutor(RANKS) as pool:
-        groups = [Group(rank, tuple(range(RANKS)), part_of(store, "load", rank)) for rank in range(RANKS)]
+        groups = [Group(rank, tuple(range(RANKS)), group_store(store, "load", rank)) for rank in range(RANKS)]
         for done in [pool.submit(load_state, str(saved), targets[g.rank], g, options) for g in groups]:
             done.result()
     assert [t["also"].value for t in targets] == [f"rank {r}" for r in range(RANKS)]  # type: ignore[union-attr]
@@ -330,7 +330,7 @@ def test_long_rows_are_asked_for_all_at_once(tmp_path: Path, monkeypatch: pytest
     said = ControlChannel.say
     monkeypatch.setattr(ControlChannel, "say", say)
     store = HashStore()
-    groups = [Group(rank, tuple(range(RANKS)), part_of(store, "long", rank)) for rank in range(RANKS)]
+    groups = [Group(rank, tuple(range(RANKS)), group_store(store, "long", rank)) for rank in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as pool:
         states = [{"w": torch.arange(6.0), "rng": ckpt.PerRank(f"{rank}" * 6000)} for rank in range(RANKS)]
         for done in [pool.submit(save_state, f"{tmp_path}/c", states[g.rank], g, OPTIONS) for g in groups]:

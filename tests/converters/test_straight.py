@@ -18,7 +18,7 @@ from ckpt import convert
 from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.byte_source.storage import source_of
 from ckpt.converters.pipeline import passthrough
-from ckpt.converters.pipeline.passthrough import jobs_of, pour, runs_of
+from ckpt.converters.pipeline.passthrough import copy_through, jobs_of, runs_of
 from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
@@ -109,7 +109,7 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         fetch, written = DigestReader(source_of(chosen.catalog)), bytearray(at)
 
         put = Written(items, written)
-        assert sum(pour(fetch, job, put) for job in jobs) == sum(items[n].length for n in runs)
+        assert sum(copy_through(fetch, job, put) for job in jobs) == sum(items[n].length for n in runs)
     for number, item in enumerate(items):
         expected = np.ascontiguousarray(EXPECTED[item.name][item.box.slices]).tobytes()
         assert number not in runs or written[item.offset : item.offset + item.length] == expected
@@ -134,7 +134,9 @@ def test_damage_is_found_where_it_is_read(places: Path) -> None:
     wrong = chunk._replace(extent=chunk.extent._replace(digest="0" * 16))
     fetch = DigestReader(source_of(chosen.catalog))
     with pytest.raises(CorruptError, match="tensor a is damaged"):
-        pour(fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([FileItem("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192)))
+        copy_through(
+            fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([FileItem("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192))
+        )
 
 
 def test_without_torch(places: Path, tmp_path: Path) -> None:

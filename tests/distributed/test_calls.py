@@ -22,7 +22,7 @@ from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.key_values import MOST, KeyValues
 from ckpt.coordination.offers import asked_of, whom_to_ask
 from ckpt.coordination.step_agreement import Due, StepAgreement
-from ckpt.coordination.store import PUT_OFF, Connection, Store, part_of
+from ckpt.coordination.store import PUT_OFF, Connection, Store, group_store
 from ckpt.errors import ConsistencyError, DeadlineError, RankFailedError
 from tests.distributed.ranks import Ranks
 
@@ -31,7 +31,7 @@ Play = Callable[[Group], Any]
 
 def play(ranks: Sequence[int], base: Any, work: Play) -> list[Any]:
     """What ``work`` gives on each rank, or raises."""
-    groups = [Group(rank, tuple(ranks), part_of(base, "played", rank)) for rank in ranks]
+    groups = [Group(rank, tuple(ranks), group_store(base, "played", rank)) for rank in ranks]
 
     def one(group: Group) -> Any:
         try:

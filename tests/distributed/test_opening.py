@@ -59,8 +59,8 @@ def load(url: str, case: str) -> tuple[int, list[float]]:
         opening._Node.hand_on = hand_on  # type: ignore[method-assign]
     if case == "zeros" and rank == 1:
 
-        def zeros(parcel: int, piece: int, views: object) -> framing.Views:
-            return framing.Views([memoryview(framing.RECORD.pack(parcel, piece, framing.IN_STREAM, 500, 1)), memoryview(bytes(500))])
+        def zeros(shared_read: int, piece: int, views: object) -> framing.Views:
+            return framing.Views([memoryview(framing.RECORD.pack(shared_read, piece, framing.IN_STREAM, 500, 1)), memoryview(bytes(500))])
 
         framing._in_stream = zeros
     if case == "broken" and rank == 1:

@@ -1,4 +1,4 @@
-"""What moves parcels in situations that are rare on one machine: many threads, many receivers, loads that fail before anything moves."""
+"""Moving shared reads in situations that are rare on one machine: many threads and receivers, loads that fail before anything moves."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def load_damaged(url: str) -> tuple[list[str], int]:
         except ckpt.errors.CkptError as err:
             errors.append(str(err))
     open_files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
-    return errors, sum("ckpt-ring" in name for name in open_files)
+    return errors, sum("ckpt-pool" in name for name in open_files)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
@@ -181,5 +181,5 @@ def test_a_load_that_fails_early_keeps_no_memory(ranks: Ranks, tmp_path: Path) -
     url = str(tmp_path / "a")
     ranks.run(2, save_rows, url)
     os.truncate(sorted((tmp_path / "a" / "data").iterdir())[-1], 100)
-    for errors, rings in ranks.run(2, load_damaged, url):
-        assert len(errors) == 2 and rings == 0
+    for errors, pools in ranks.run(2, load_damaged, url):
+        assert len(errors) == 2 and pools == 0

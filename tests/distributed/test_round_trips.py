@@ -15,7 +15,7 @@ import ckpt
 from ckpt import Layout, Replicate, Shard
 from ckpt.coordination import group as groups
 from ckpt.coordination.group import Group
-from ckpt.coordination.store import part_of
+from ckpt.coordination.store import group_store
 from tests.distributed.far_store import FarStore
 from tests.distributed.ranks import Ranks
 
@@ -33,7 +33,7 @@ def save_and_load(folder: str, port: int, repeat: int) -> dict[str, list[float]]
     """Round trips of each call, on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    groups._groups[dist.group.WORLD] = Group(rank, tuple(range(world)), part_of(store, "far", rank), store)
+    groups._groups[dist.group.WORLD] = Group(rank, tuple(range(world)), group_store(store, "far", rank), store)
     layout = Layout({"dp": world}, [("rows", Shard(0, "dp")), ("*", Replicate())])
     took: dict[str, list[float]] = {"save": [], "load": [], "load, exchange": []}
     for what, measured in took.items():

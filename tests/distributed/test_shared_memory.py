@@ -74,27 +74,27 @@ def load_as_one_machine(url: str, threads: int) -> tuple[list[tuple[int, int]], 
     """Compared with what was saved, by ranks that all think that they are on one machine. Processes and numbers of files of rings,
     bytes received, and what was logged."""
     from ckpt.engine.load import fitting
-    from ckpt.transport.shm_pool import Ring
+    from ckpt.transport.shm_pool import SlotPool
 
     fitting.machine = lambda: "one and the same"
     in_small_pieces()
-    rings, make, create = [], Ring.__init__, os.memfd_create
+    pools, make, create = [], SlotPool.__init__, os.memfd_create
 
     def numbered(*args: Any) -> int:
         """The same number on all ranks, however many files each of them has open."""
-        file, number = create(*args), 500 + len(rings)
+        file, number = create(*args), 500 + len(pools)
         os.dup2(file, number)
         os.close(file)
         return number
 
-    def made(self: Ring, *args: Any, **options: Any) -> None:
+    def made(self: SlotPool, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        rings.append((os.getpid(), self.file))
+        pools.append((os.getpid(), self.file))
 
     os.memfd_create = numbered  # type: ignore[assignment]
-    Ring.__init__ = made  # type: ignore[method-assign]
+    SlotPool.__init__ = made  # type: ignore[method-assign]
     texts = notices()
-    return rings, load_columns(url, threads=threads).bytes_received, texts
+    return pools, load_columns(url, threads=threads).bytes_received, texts
 
 
 def load_on_a_machine_like_others(url: str, port: int, folder: str, rank: int, world: int, threads: int) -> None:
@@ -127,7 +127,7 @@ def test_machines_that_look_alike(ranks: Ranks, tmp_path: Path, threads: int) ->
     ranks.run(3, one_of_many, str(tmp_path), url, store.port, 3, threads, process_group=False)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert all(isinstance(result, list) for result in results), results
-    assert len({json.dumps(rings) for rings, _, _ in results}) == 1  # the situation that the test is about
+    assert len({json.dumps(pools) for pools, _, _ in results}) == 1  # the situation that the test is about
     for _, received, texts in results:
         assert received > 0
         assert len([t for t in texts if "comes over the connection" in t and "another process" in t]) == 2
@@ -165,10 +165,10 @@ def load_damaged_slots(url: str, what: str) -> tuple[str, str]:
     in_small_pieces()
     put = Feed.put_slot
 
-    def damaging(self: Feed, parcel: int, piece: int, *, turn: int, packed: Any, **given: Any) -> None:
+    def damaging(self: Feed, shared_read: int, piece: int, *, generation: int, packed: Any, **given: Any) -> None:
         if what == "bytes":
             packed.args[0][3] ^= 4
-        put(self, parcel, piece, turn=turn + (what == "turn"), packed=packed, **given)
+        put(self, shared_read, piece, generation=generation + (what == "generation"), packed=packed, **given)
 
     if dist.get_rank() == 0:
         Feed.put_slot = damaging  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ def load_damaged_slots(url: str, what: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("what", ["bytes", "turn"])
+@pytest.mark.parametrize("what", ["bytes", "generation"])
 def test_damage_in_shared_memory_is_found(ranks: Ranks, tmp_path: Path, what: str) -> None:
     """Bytes that changed after they were read, and a slot that was filled again too early."""
     url = str(tmp_path / "a")

@@ -223,7 +223,7 @@ def load_without_collector(url: str, threads: int) -> list[str]:
     gc.collect()
     gc.disable()
     ckpt.load(url, state, exchange=True, threads=threads)
-    return [name for o in gc.get_objects() if (name := type(o).__name__) in ("ReadExchange", "Ring", "SharedReads", "Exchange")]
+    return [name for o in gc.get_objects() if (name := type(o).__name__) in ("ReadExchange", "SlotPool", "SharedReads", "Exchange")]
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
-from ckpt.coordination.store import Store, part_of
+from ckpt.coordination.store import Store, group_store
 from ckpt.coordination.store_sockets import LOST
 from ckpt.errors import DeadlineError
 from tests.distributed.ranks import ROOT
@@ -64,7 +64,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def store(server: Server, request: pytest.FixtureRequest) -> Iterator[Store]:
     """A part of it that has been used."""
-    store = part_of(server.base(), request.node.name, 0)
+    store = group_store(server.base(), request.node.name, 0)
     assert store.add("count", 1) == 1
     yield store
     server.go_on()
@@ -132,7 +132,7 @@ def test_a_connection_that_cannot_be_made(server: Server) -> None:
     server.stop()
     try:
         began = time.monotonic()
-        store = part_of(base, "late", 0).within(1.0)
+        store = group_store(base, "late", 0).within(1.0)
         assert time.monotonic() - began < 0.5, "who makes a group does not wait"
         assert late(lambda: store.check(["a"]))[0] < 2.0
     finally:
@@ -141,7 +141,7 @@ def test_a_connection_that_cannot_be_made(server: Server) -> None:
 
 def test_a_server_that_dies_is_found_at_once() -> None:
     server = Server()
-    store = part_of(server.base(), "gone", 0)
+    store = group_store(server.base(), "gone", 0)
     assert store.add("count", 1) == 1
     server.end()
     seconds, error = late(lambda: store.check(["count"]))
@@ -158,7 +158,7 @@ def test_the_kernel_watches_the_connection(server: Server, store: Store) -> None
 
 def test_other_kinds_of_stores(tmp_path: Path) -> None:
     for base in (FileStore(str(tmp_path / "store"), 1), HashStore()):
-        one, two = part_of(base, "group", 0), part_of(base, "group", 0)
+        one, two = group_store(base, "group", 0), group_store(base, "group", 0)
         for value, store in ((b"1", one), (b"2", two)):
             assert not store.check(["a"]), "each life of a name has its own part"
             store.set("a", value)
@@ -168,7 +168,7 @@ def test_other_kinds_of_stores(tmp_path: Path) -> None:
 
 
 def test_a_connection_that_nobody_uses_ends(server: Server) -> None:
-    store = part_of(server.base(), "short", 0)
+    store = group_store(server.base(), "short", 0)
     assert store.add("count", 1) == 1
     thread = store._connection._thread
     assert thread.is_alive()

@@ -15,7 +15,7 @@ from ckpt.adapters.tensors import LocalShard, LocalTensor, torch_dtype
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
 from ckpt.engine.load import sweep, whole_chunks
-from ckpt.engine.load.reader import Job, Reader, Verify
+from ckpt.engine.load.reader import Reader, TensorLoad, Verify
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -61,7 +61,7 @@ class Target:
 
 def load(catalog: Catalog, targets: Sequence[Target], verify: Verify = "full", threads: int = 2) -> Reader:
     made = Reader(catalog=catalog, source=source_of(catalog), verify=verify, threads=threads, beat=lambda: None)
-    made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
     return made
 
 

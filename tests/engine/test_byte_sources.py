@@ -21,7 +21,7 @@ from ckpt.byte_source.port import ByteSource
 from ckpt.byte_source.storage import StorageSource
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.engine.load.reader import Job, Reader
+from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.memory import MemoryBackend
@@ -53,7 +53,7 @@ def test_a_checkpoint_whose_files_lie_in_memory(tmp_path: Path) -> None:
         """Some chunks fill their target, of others a part is wanted."""
         loaded = {"a": torch.zeros(100, 70), "b": torch.zeros(9, dtype=torch.int64), "large": torch.zeros(1500, 1000)}
         boxes = {"a": Box((150, 0), (100, 70)), "b": Box((0,), (9,)), "large": Box((0, 0), (1500, 1000))}
-        jobs = [Job(target_of(n, loaded[n], boxes[n], state[n].shape), catalog.tensors[n]) for n in state]
+        jobs = [TensorLoad(target_of(n, loaded[n], boxes[n], state[n].shape), catalog.tensors[n]) for n in state]
         reader = Reader(catalog=catalog, source=source, verify="full", threads=2, beat=lambda: None)
         reader.run(reader.plan(jobs))
         assert reader.bytes_unverified == 0
@@ -105,7 +105,7 @@ def test_the_tensors_of_a_state_are_chunks_in_memory(verify: Verify) -> None:
     source = MemorySource("a live state", {path: as_bytes(part) for path, part in parts.items()})
     columns = [torch.zeros(12, 3), torch.zeros(12, 4)]
     jobs = [
-        Job(target_of("w", memory, Box((0, first), (12, size)), (12, 7)), catalog.tensors["w"])
+        TensorLoad(target_of("w", memory, Box((0, first), (12, size)), (12, 7)), catalog.tensors["w"])
         for memory, first, size in zip(columns, (0, 3), (3, 4), strict=True)
     ]
     reader = Reader(catalog=catalog, source=source, verify=verify, threads=1, beat=lambda: None)

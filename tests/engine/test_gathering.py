@@ -18,7 +18,7 @@ from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
 from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.byte_source.storage import source_of
 from ckpt.dtypes import dtype
-from ckpt.engine.load.reader import Job, Reader
+from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
 from ckpt.formats.native.datafiles import header_layout
@@ -41,7 +41,7 @@ class Load:
 
     catalog: FlatCheckpoint
     files: FlatFiles
-    jobs: list[Job]
+    jobs: list[TensorLoad]
 
     def reader(self) -> Reader:
         return Reader(catalog=self.catalog, source=source_of(self.catalog), verify="full", threads=1, beat=lambda: None)
@@ -77,7 +77,7 @@ def written(directory: str, ranks: int) -> Load:
     jobs = []
     for t in wanted:
         held = [LocalShard(p.box, torch.ones(p.box.shape, dtype=torch.bfloat16)) for p in t.layout.pieces(t.shape, RANK)]
-        jobs.append(Job(LocalTensor(t, held, t.name), catalog.tensors[t.name]))
+        jobs.append(TensorLoad(LocalTensor(t, held, t.name), catalog.tensors[t.name]))
     return Load(catalog, files, jobs)
 
 

@@ -16,8 +16,8 @@ import torch
 
 import ckpt
 from ckpt.byte_source.storage import source_of
-from ckpt.concurrency.gc_paused import uncollected
-from ckpt.engine.load.reader import Job, Reader
+from ckpt.concurrency.gc_paused import gc_paused
+from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.tracing.spans import Spans
@@ -68,7 +68,7 @@ def test_spans(place: str) -> None:
     catalog, recorder = open_catalog(place), Recorder()
     made = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None, spans=recorder)
     targets = targets_of(stored, "halves")
-    made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
     coded = [
         entry.grid.box(i).numel * entry.dtype.itemsize
         for entry in catalog.tensors.values()
@@ -88,7 +88,7 @@ def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
     made = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None, spans=spans)
     targets = targets_of(stored, "whole")
     began = time.perf_counter()
-    made.run(made.plan([Job(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
     seconds = time.perf_counter() - began
     table = spans.table()
     assert table.sums["read"].nbytes == table.sums["verify"].nbytes == made.bytes_read == 16 << 20
@@ -99,15 +99,15 @@ def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
 
 def test_the_collector_goes_on_after_the_last_pause() -> None:
     assert gc.isenabled()
-    with uncollected():
-        with uncollected(), suppress(KeyError):
+    with gc_paused():
+        with gc_paused(), suppress(KeyError):
             assert not gc.isenabled()
             raise KeyError
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

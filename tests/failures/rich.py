@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.coordination.group import Group
-from ckpt.coordination.store import part_of
+from ckpt.coordination.store import group_store
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
@@ -82,7 +82,7 @@ def save(url: str) -> None:
             layout=LAYOUT, timeout=60, check_replicas=True, threads=1, spans=False, merge_flat_shards=False
         )  # boxes, not rows, for ``flat``
         try:
-            save_state(url, states[rank], Group(rank, (0, 1), part_of(store, "rich", rank)), options)
+            save_state(url, states[rank], Group(rank, (0, 1), group_store(store, "rich", rank)), options)
         except BaseException as err:
             errors.append(err)
             raise

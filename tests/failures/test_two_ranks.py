@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.coordination.group import Group
-from ckpt.coordination.store import part_of
+from ckpt.coordination.store import group_store
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import DeadlineError, NoSpaceError, RankFailedError, StorageError
@@ -54,7 +54,7 @@ def save(url: str, number: int, rank: int = 0, fault: Fault | None = None, timeo
         job.threads[threading.get_ident()] = r
         options = SaveOptions(layout=layout(2), timeout=timeout, check_replicas=True, threads=1, spans=False)
         try:
-            save_state(url, state(number, r, 2), Group(r, (0, 1), part_of(store, "two", r)), options)
+            save_state(url, state(number, r, 2), Group(r, (0, 1), group_store(store, "two", r)), options)
         except (ckpt.CkptError, SimulatedCrash) as err:
             job.raised[r] = err
         finally:

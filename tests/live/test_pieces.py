@@ -369,7 +369,7 @@ def test_a_receiver_that_hangs_or_dies_leaves_the_others_theirs(started: Any, mo
     client.pull("v1", share.requests, lambda piece, view: came.append(piece))
     assert len(came) == len(share.requests.pieces)
     end = time.monotonic() + 10
-    while len(server._connections) > 1 or any(server._ring._holds):
+    while len(server._connections) > 1 or any(server._pool._holds):
         assert time.monotonic() < end, "who hangs is never dropped"
         time.sleep(0.05)
     client.close()

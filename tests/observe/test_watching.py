@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.coordination.group import Group
-from ckpt.coordination.store import part_of
+from ckpt.coordination.store import group_store
 from ckpt.engine.save.meter import SaveMeter
 from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
@@ -88,7 +88,7 @@ def test_whatever_a_host_is_called(name: str, tmp_path: Path, monkeypatch: pytes
 
 def test_threads_that_sign_at_once_are_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    leader, other = (Group(rank, (0, 1), part_of(store, "signs", rank)).call("save", "somewhere", 20.0) for rank in range(2))
+    leader, other = (Group(rank, (0, 1), group_store(store, "signs", rank)).call("save", "somewhere", 20.0) for rank in range(2))
     meeting = Barrier(2)
 
     def meet(*_: object) -> None:

@@ -59,7 +59,7 @@ def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
     selection = options.selection
     for row in rows.values():  # of ranks that have the optimizer: not all need to
         selection = selection.followed_by((old, new) for old, new in row.get("renames", ()))
-    verdict: Row = judge(rows, once, catalog, selection, strict=options.strict, url=call.url)
+    verdict: Row = check_match(rows, once, catalog, selection, strict=options.strict, url=call.url)
     if any("shares" not in row for row in rows.values()):
         return verdict | {"refused": None}
     digests = {digest: once(digest) for digest in {row["shares"] for row in rows.values()}}
@@ -69,7 +69,7 @@ def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
     }
 
 
-def judge(
+def check_match(
     rows: Mapping[int, Row], fetch: Callable[[str], Row], catalog: Catalog, select: Selection, *, strict: bool, url: str
 ) -> dict[str, list[str]]:
     """Names that are missing and unexpected. ``rows`` have digests of what the ``problems`` of each rank, and ``used``; ``fetch`` gives

@@ -28,7 +28,7 @@ from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.stateful import take_all
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
-from ckpt.concurrency.gc_paused import uncollected
+from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
@@ -45,7 +45,7 @@ from .job import LoadJob, StateWrites, tells_whether_written
 from .opening import open_together
 from .options import LoadOptions, LoadReport
 from .read_exchange import ReadExchange
-from .reader import Job, Reader, changed
+from .reader import Reader, TensorLoad, changed
 from .shared_reads import SharedReads, worth_all, worth_parts, worth_replicas
 
 log = logging.getLogger("ckpt")
@@ -54,7 +54,7 @@ R = TypeVar("R")
 
 def load_state(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
     """Load in place; collective over ``group``."""
-    with uncollected():  # until what the load needed is gone: else it would all be looked through once at the end
+    with gc_paused():  # until what the load needed is gone: else it would all be looked through once at the end
         return _load(url, state, group, options)
 
 
@@ -106,9 +106,9 @@ class Matched:
     machines: Any
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[TensorLoad]:
         """What goes into which target."""
-        return list(map(Job._make, self.binding.targets.values()))
+        return list(map(TensorLoad._make, self.binding.targets.values()))
 
 
 def match(job: LoadJob, state: object) -> Matched:
@@ -164,7 +164,7 @@ def _sharing(job: LoadJob, catalog: Catalog, binding: Binding) -> SharedReads:
     """What this rank may share: nothing where it reads alone, or where reading only its parts costs less."""
     options, group = job.options, job.call.group
     wanted = group.size > 1 and (options.exchange == "all" or (options.exchange == "parts" and options.verify == "full"))
-    jobs = map(Job._make, binding.targets.values()) if wanted else ()
+    jobs = map(TensorLoad._make, binding.targets.values()) if wanted else ()
     return SharedReads.of(jobs, group.rank, parts=options.exchange == "parts", piece=source_of(catalog).io_hints.read_size, wanted=wanted)
 
 
@@ -344,7 +344,7 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
     )
 
 
-def stored_name(job: Job) -> str:
+def stored_name(job: TensorLoad) -> str:
     """The tensor whose bytes are loaded."""
     return job.entry.alias or job.entry.name
 

@@ -26,7 +26,7 @@ from ckpt.formats.native.paths import INDEX_LIMIT
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import is_file_system, open_backend
 from ckpt.transport.framing import Feed, Inlet
-from ckpt.transport.peers import Peers, Turn
+from ckpt.transport.peers import MoveSlices, Peers
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -89,7 +89,7 @@ class _Node:
         self.feeds = {rank: Feed(1) for rank in self.children}
         inlets = {} if self.parent is None else {self.parent: Inlet(self.parent, 1, self)}
 
-        def work(turn: Turn) -> None:
+        def work(move: MoveSlices) -> None:
             if self.parent is None:
                 try:
                     self.read(sources)
@@ -143,18 +143,18 @@ class _Node:
         """See ``relay.Taker``."""
         return False
 
-    def slot(self, parcel: int, piece: int, slot: int, turn: int, digest: int) -> bool:
+    def slot(self, shared_read: int, piece: int, slot: int, generation: int, digest: int) -> bool:
         """See ``relay.Taker``: nobody announces slots here."""
         raise CkptError("a slot of memory where the index comes as bytes", where=self.call.url, hint="please report this")
 
-    def room(self, parcel: int, piece: int, length: int) -> Sequence[memoryview]:
+    def room(self, shared_read: int, piece: int, length: int) -> Sequence[memoryview]:
         """See ``relay.Taker``."""
         if length > 8 * INDEX_LIMIT:
             raise CkptError(f"an index of {length} bytes", where=self.call.url, hint="please report this")
         self.coming = bytearray(length)
         return [memoryview(self.coming)]
 
-    def filled(self, parcel: int, piece: int) -> bool:
+    def filled(self, shared_read: int, piece: int) -> bool:
         """See ``relay.Taker``."""
         self.bundle = self.coming
         self.hand_on()

@@ -1,4 +1,4 @@
-"""The exchange of shared reads: a rank reads and checks them slice by slice, and the others copy what they want out of its ring's slots.
+"""The exchange of shared reads: a rank reads and checks them slice by slice, and the others copy what they want out of its pool's slots.
 
      reader (any thread)                         receiver (one thread)
      ───────────────────                         ─────────────────────
@@ -9,7 +9,7 @@
      release its hold                     └─ returned ─┘   the last one to return a slot makes it free
 
 Ranks of one machine copy straight from the slot, which lies in shared memory. To ranks of other machines, and to those that cannot open
-the ring, the reader sends what they want, packed, over a connection.
+the pool, the reader sends what they want, packed, over a connection.
 
 Why nobody waits for ever. Two rules make a cycle of waits impossible, whoever reads for whom:
 
@@ -20,7 +20,7 @@ So each slot that was taken is returned after a copy that depends on nothing els
 rank does both in turns: it serves arriving slices between two reads, and while it waits for a slot. A rank that dies or stops is no part
 of this argument: waits have deadlines, and the group's failure detection ends them.
 
-Memory is bounded by the ring: ``threads + 2`` slots of one slice.
+Memory is bounded by the pool: ``threads + 2`` slots of one slice.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from ckpt.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.plan.shared_reads import MOST
 from ckpt.transport.framing import Feed, Inlet
-from ckpt.transport.peers import Peers, Turn
-from ckpt.transport.shm_pool import PAUSE, Ring
+from ckpt.transport.peers import MoveSlices, Peers
+from ckpt.transport.shm_pool import PAUSE, SlotPool
 
 from .receiver import SharedReadReceiver, direct_view, is_checked, pack, packed_copy, place
-from .shared_reads import Item, ReadSlice, SharedRead, SharedReads
+from .shared_reads import ReadSlice, SharedRead, SharedReadItem, SharedReads
 from .whole_chunks import SLICE
 
 _Digest = xxhash.xxh3_64
@@ -74,13 +74,13 @@ class ReadExchange:
         self._feeds = {rank: Feed(len(shared_reads)) for rank, shared_reads in sharing.gives.items()}
         self._takers = {rank: SharedReadReceiver(rank, sharing.rank, shared_reads, fetch) for rank, shared_reads in sharing.takes.items()}
         self._numbers = {rank: {id(p): i for i, p in enumerate(shared_reads)} for rank, shared_reads in sharing.gives.items()}
-        self._ring: Ring | None = None
+        self._pool: SlotPool | None = None
         self.coded = 0
         self.again: list[tuple[str, int]] = []
         """Chunks, by stored tensor and number, of which this rank may have handed out wrong pieces."""
         self._left = len(sharing.reads)
         self._lock = threading.Lock()
-        self._turn: Turn | None = None
+        self._move: MoveSlices | None = None
         """Moves pieces, while this thread reads them too."""
         self._reading: Pending[None] | None = None
         self._ended = False
@@ -120,46 +120,46 @@ class ReadExchange:
             return
 
         # With two threads or more, this one only moves slices and the others read. With one thread it must do both:
-        # it calls ``turn(0)`` between two tasks, which moves what can be moved without waiting.
-        def work(turn: Turn) -> None:
-            self._turn = turn
+        # it calls ``move(0)`` between two tasks, which moves what can be moved without waiting.
+        def work(move: MoveSlices) -> None:
+            self._move = move
             count = threads()
             if count > 1:
-                self._turn = None
+                self._move = None
                 self._reading = Pending(partial(self._run, tasks, count, inference=torch.is_inference_mode_enabled()), "ckpt-read")
             else:
                 for task in tasks:
                     task()
-                    turn(0)
+                    move(0)
 
         try:
-            self._make_ring()
+            self._make_pool()
             self._peers().relay(
                 self._feeds, {r: Inlet(r, len(t.shared_reads), t) for r, t in self._takers.items()}, work, alive=self._alive
             )
             if self._reading is not None:
                 self._reading.result()
         finally:
-            if self._ring is not None:
-                self._ring.stop()
+            if self._pool is not None:
+                self._pool.stop()
             if self._reading is not None:
                 self._reading.wait()
-            if self._ring is not None:
-                self._ring.close()
-            self._turn = self._reading = None  # no rank_sets: the memory is to be free when the load returns
+            if self._pool is not None:
+                self._pool.close()
+            self._move = self._reading = None  # no rank_sets: the memory is to be free when the load returns
             for feed in self._feeds.values():
                 feed.wake = lambda: None
 
-    def _make_ring(self) -> None:
+    def _make_pool(self) -> None:
         """A slot for each thread to fill, and two that are on their way meanwhile."""
         # Slots are needed only for what is handed out; what is received lies in other ranks' slots or goes straight
         # into the tensors.
         if not self._feeds:
             return
         near = self._near.intersection(self._feeds)
-        self._ring = Ring(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
+        self._pool = SlotPool(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
         for rank in near:
-            self._feeds[rank].announcement = self._ring.announcement().pack()
+            self._feeds[rank].announcement = self._pool.announcement().pack()
 
     def _run(self, tasks: list[Callable[[], None]], count: int, *, inference: bool) -> None:
         try:
@@ -261,7 +261,7 @@ class ReadExchange:
             else:
                 self._fetch.decode(chunk, extent.codec, stored.data, into.data, item.itemsize)
 
-    def _decode(self, item: Item, extent: Extent, codec: str, out: npt.NDArray[np.uint8]) -> None:
+    def _decode(self, item: SharedReadItem, extent: Extent, codec: str, out: npt.NDArray[np.uint8]) -> None:
         chunk = ChunkName(item.entry.name, item.box, extent)
         blob = self._fetch.scratch(extent.length, "blob")[: extent.length].data
         self._fetch.read_chunk(chunk, blob)
@@ -289,14 +289,14 @@ class ReadExchange:
                 self._send(shared_read, number, cut, rest, partial(_copy, data), mine)
             else:
                 self._place(data, cut, mine)
-        if self._turn is not None:
-            self._turn(0)
+        if self._move is not None:
+            self._move(0)
 
     def _waiting(self) -> None:
         self._waits += 1
         self._fetch.beat()
-        if self._turn is not None:
-            self._turn(PAUSE)
+        if self._move is not None:
+            self._move(PAUSE)
         else:
             time.sleep(PAUSE)
 
@@ -305,31 +305,31 @@ class ReadExchange:
         shared_read: SharedRead,
         number: int,
         cut: ReadSlice,
-        others: Mapping[int, Sequence[tuple[Item, Box]]],
+        others: Mapping[int, Sequence[tuple[SharedReadItem, Box]]],
         fill: _Fill,
-        mine: Sequence[tuple[Item, Box]],
+        mine: Sequence[tuple[SharedReadItem, Box]],
     ) -> None:
         """Fill a slot, from which ``others`` take what they want, or are sent all; and this rank takes what is ``mine``."""
-        assert self._ring is not None
-        slot = self._ring.take(self._waiting)
+        assert self._pool is not None
+        slot = self._pool.take(self._waiting)
         try:
-            data = self._ring.data(slot)[: cut.nbytes]
+            data = self._pool.data(slot)[: cut.nbytes]
             places = {rank: shared_read.ranks.index(rank) for rank in others if rank in self._near}
             also = xxhash.xxh3_64() if any(is_checked(cut, others[rank]) for rank in places) else None
             fill(data, also)
-            turn = self._ring.lend(slot, shared_read.ranks, places.values())
+            generation = self._pool.lend(slot, shared_read.ranks, places.values())
             digest = also.intdigest() if also is not None else 0
             for rank in others:
                 which = self._numbers[rank][id(shared_read)]
                 if rank in places:
-                    packed, sent = partial(packed_copy, data, cut, rank), partial(self._ring.returned, slot, places[rank])
-                    self._feeds[rank].put_slot(which, number, slot=slot, turn=turn, digest=digest, packed=packed, sent=sent)
+                    packed, sent = partial(packed_copy, data, cut, rank), partial(self._pool.returned, slot, places[rank])
+                    self._feeds[rank].put_slot(which, number, slot=slot, generation=generation, digest=digest, packed=packed, sent=sent)
                 else:
-                    self._ring.hold(slot)
-                    self._feeds[rank].put_bytes(which, number, [data.data], partial(self._ring.release, slot))
+                    self._pool.hold(slot)
+                    self._feeds[rank].put_bytes(which, number, [data.data], partial(self._pool.release, slot))
             self._place(data, cut, mine)
         finally:
-            self._ring.release(slot)
+            self._pool.release(slot)
 
     def _send_packed(
         self,
@@ -337,16 +337,16 @@ class ReadExchange:
         number: int,
         cut: ReadSlice,
         rank: int,
-        wanted: Sequence[tuple[Item, Box]],
+        wanted: Sequence[tuple[SharedReadItem, Box]],
         data: npt.NDArray[np.uint8],
     ) -> None:
-        assert self._ring is not None
-        slot = self._ring.take(self._waiting)
-        packed = self._ring.data(slot)
+        assert self._pool is not None
+        slot = self._pool.take(self._waiting)
+        packed = self._pool.data(slot)
         part = packed[: pack(data, cut, wanted, packed)]
-        self._feeds[rank].put_bytes(self._numbers[rank][id(shared_read)], number, [part.data], partial(self._ring.release, slot))
+        self._feeds[rank].put_bytes(self._numbers[rank][id(shared_read)], number, [part.data], partial(self._pool.release, slot))
 
-    def _place(self, data: npt.NDArray[np.uint8], cut: ReadSlice, mine: Sequence[tuple[Item, Box]]) -> None:
+    def _place(self, data: npt.NDArray[np.uint8], cut: ReadSlice, mine: Sequence[tuple[SharedReadItem, Box]]) -> None:
         with self._fetch.span("copy", cut.nbytes):
             place(data, cut, mine)
 

@@ -32,16 +32,16 @@ from ckpt.settings import limits
 from .copying import Stored, copy_box
 from .read_exchange import ReadExchange
 from .sweep import FilePlan, Sweep, by_file, cohorts_of
-from .whole_chunks import Job, WholeChunks, find_whole_chunks, tasks_of
+from .whole_chunks import TensorLoad, WholeChunks, find_whole_chunks, tasks_of
 
-__all__ = ["Job", "ReadPlan", "Reader", "Verify"]
+__all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One copy of one job: from a chunk to a box of the target."""
 
-    job: Job
+    job: TensorLoad
     copy: Copy
     extent: Extent
 
@@ -150,7 +150,7 @@ class Reader:
 
     # ---- the plan
 
-    def plan(self, jobs: Iterable[Job], left_out: Mapping[int, Collection[int]] | None = None) -> ReadPlan:
+    def plan(self, jobs: Iterable[TensorLoad], left_out: Mapping[int, Collection[int]] | None = None) -> ReadPlan:
         """What to read for these jobs. Changes nothing. ``left_out``: by ``id`` of a target the chunks that come in another way.
 
         Raises:
@@ -194,7 +194,7 @@ class Reader:
         with self._lock:
             self.bytes_needed += file.needed
 
-    def wanted(self, job: Job, padding: list[torch.Tensor]) -> tuple[tuple[int, Box], ...]:
+    def wanted(self, job: TensorLoad, padding: list[torch.Tensor]) -> tuple[tuple[int, Box], ...]:
         """The box that each part of a target gets of a tensor; memory with padding beyond the stored tensor is added to ``padding``."""
         info, entry = job.target.info, job.entry
         self.check_tiling(entry)
@@ -209,7 +209,7 @@ class Reader:
                 boxes.append((number, box))
         return tuple(boxes)
 
-    def steps(self, job: Job, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[_Step]:
+    def steps(self, job: TensorLoad, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[_Step]:
         """What to copy for one tensor, but for chunks that are left out."""
         copies = [copy for _, box in boxes for copy in overlapping_chunks(job.entry.grid, box) if copy.chunk not in left_out]
         return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]

@@ -17,10 +17,10 @@ from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.errors import ConsistencyError
 from ckpt.layout.geometry import Box
 from ckpt.transport.framing import damaged
-from ckpt.transport.shm_pool import Announcement, Borrowed
+from ckpt.transport.shm_pool import Announcement, AttachedPool
 
 from .copying import Stored, copy_box
-from .shared_reads import Item, ReadSlice, SharedRead
+from .shared_reads import ReadSlice, SharedRead, SharedReadItem
 
 log = logging.getLogger("ckpt")
 _noticed: set[str] = set()
@@ -43,16 +43,16 @@ class SharedReadReceiver:
         self._reader = reader
         self._rank = rank
         self._left = len(shared_reads)
-        self._cuts: dict[int, dict[int, tuple[ReadSlice, list[tuple[Item, Box]]]]] = {}
+        self._cuts: dict[int, dict[int, tuple[ReadSlice, list[tuple[SharedReadItem, Box]]]]] = {}
         """By shared read and piece, what is still to come of the shared reads that have begun."""
-        self._ring: Borrowed | None = None
+        self._pool: AttachedPool | None = None
         self._scratch = np.empty(0, dtype=np.uint8)
         self._direct = False
 
     def open(self, announcement: bytes) -> bool:
         """See ``relay.Taker``."""
         try:
-            self._ring = Borrowed(Announcement.unpack(announcement))
+            self._pool = AttachedPool(Announcement.unpack(announcement))
         except (OSError, ValueError) as err:  # another machine or container than it looked like, or the kernel forbids it
             _notice(
                 f"the shared memory of rank {self._reader} cannot be used ({err}): what it reads for this rank comes over the connection"
@@ -60,18 +60,18 @@ class SharedReadReceiver:
             return False
         return True
 
-    def slot(self, shared_read: int, piece: int, slot: int, turn: int, digest: int) -> bool:
+    def slot(self, shared_read: int, piece: int, slot: int, generation: int, digest: int) -> bool:
         """See ``relay.Taker``."""
         cut, wanted = self._expected(shared_read, piece)
-        if self._ring is None:
+        if self._pool is None:
             raise self._strange("a slot of memory that it has not opened")
-        data = self._ring.data(slot)[: cut.nbytes]
+        data = self._pool.data(slot)[: cut.nbytes]
         with self._fetch.span("copy", cut.nbytes):
             place(data, cut, wanted)
-        wrong = self._ring.turn(slot) != turn or (is_checked(cut, wanted) and xxhash.xxh3_64_intdigest(data.data) != digest)
+        wrong = self._pool.generation(slot) != generation or (is_checked(cut, wanted) and xxhash.xxh3_64_intdigest(data.data) != digest)
         if wrong:  # looked at after the copy, so that what changed meanwhile is found too
             raise damaged(self._reader)
-        self._ring.done(slot, self.shared_reads[shared_read].ranks.index(self._rank))
+        self._pool.done(slot, self.shared_reads[shared_read].ranks.index(self._rank))
         return self._over(shared_read, piece)
 
     def room(self, shared_read: int, piece: int, length: int) -> Sequence[memoryview]:
@@ -99,7 +99,7 @@ class SharedReadReceiver:
             at = stop
         return self._over(shared_read, piece)
 
-    def _expected(self, shared_read: int, piece: int) -> tuple[ReadSlice, list[tuple[Item, Box]]]:
+    def _expected(self, shared_read: int, piece: int) -> tuple[ReadSlice, list[tuple[SharedReadItem, Box]]]:
         if shared_read not in self._cuts and shared_read < len(self.shared_reads):
             slices = enumerate(self.shared_reads[shared_read].slices())
             self._cuts[shared_read] = {i: (cut, wanted) for i, cut in slices if (wanted := cut.wanted(self._rank))}
@@ -123,13 +123,13 @@ class SharedReadReceiver:
         return not self._left
 
 
-def is_checked(cut: ReadSlice, wanted: Sequence[tuple[Item, Box]]) -> bool:
+def is_checked(cut: ReadSlice, wanted: Sequence[tuple[SharedReadItem, Box]]) -> bool:
     """Whether who takes this out of a slot compares the digest, which is of the whole piece: not for a small part of it. Many ranks that
     want a part each would hash more than they copy."""
     return 2 * sum(box.numel * item.itemsize for item, box in wanted) >= cut.nbytes
 
 
-def place(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[Item, Box]]) -> None:
+def place(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[SharedReadItem, Box]]) -> None:
     """Copy boxes of a piece to where this rank has them."""
     for item, box in wanted:
         stored = Stored(*_within(data, cut, item), item.box, item.entry.dtype)
@@ -137,7 +137,7 @@ def place(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[It
             copy_box(stored, box, job.target)
 
 
-def pack(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[Item, Box]], out: npt.NDArray[np.uint8]) -> int:
+def pack(data: npt.NDArray[np.uint8], cut: ReadSlice, wanted: Sequence[tuple[SharedReadItem, Box]], out: npt.NDArray[np.uint8]) -> int:
     """Put boxes of a piece one after another; how many bytes they are."""
     spans = {id(item): span for item, span in cut.spans}
     at = 0
@@ -160,7 +160,7 @@ def packed_copy(data: npt.NDArray[np.uint8], cut: ReadSlice, rank: int) -> list[
     return [out.data]
 
 
-def direct_view(wanted: Sequence[tuple[Item, Box]], nbytes: int) -> memoryview | None:
+def direct_view(wanted: Sequence[tuple[SharedReadItem, Box]], nbytes: int) -> memoryview | None:
     """The target's own memory, where a piece of ``nbytes`` is just one box of it, and can be put into it as it is."""
     if len(wanted) != 1:
         return None
@@ -171,7 +171,7 @@ def direct_view(wanted: Sequence[tuple[Item, Box]], nbytes: int) -> memoryview |
     return writable_bytes(target.view(box))
 
 
-def _within(data: npt.NDArray[np.uint8], cut: ReadSlice, item: Item) -> tuple[npt.NDArray[np.uint8], int]:
+def _within(data: npt.NDArray[np.uint8], cut: ReadSlice, item: SharedReadItem) -> tuple[npt.NDArray[np.uint8], int]:
     """The bytes of one chunk in a piece, and where in the chunk they begin."""
     if len(cut.spans) == 1:
         return data, cut.start

@@ -4,7 +4,7 @@ others what it wants (ByteCheckpoint, arXiv 2407.20143, section 4.3, shares repl
     chunk 7 of w, wanted by ranks 0 1 2 3        rank 2 reads it, by its number: ranks take turns in proportion to what they want
     ┌────┬────┬────┬────┐                        rank 2:  reads  = [… SharedRead(chunk 7) …]   gives[0], gives[1], gives[3]
     │ 0  │ 1  │ 2  │ 3  │                        rank 0:  takes[2] = [… SharedRead(chunk 7) …]
-    └────┴────┴────┴────┘                        a slice of at most ``piece`` bytes goes through a slot of the ring at once
+    └────┴────┴────┴────┘                        a slice of at most ``piece`` bytes goes through a slot of the pool at once
 
 No messages are needed to agree: each rank computes from the layouts alone who reads what, and only for chunks that it wants itself. Two
 ranks list the shared reads between them in one order, so that a number names one. This is right only if the ranks of a *rank set*, those
@@ -31,18 +31,18 @@ from ckpt.plan.match import common_box
 from ckpt.plan.shared_reads import SharedChunk, reader_of, shared_chunks, wants
 from ckpt.settings import limits
 
-from .whole_chunks import Job
+from .whole_chunks import TensorLoad
 
 ALIGN = 16
 """Chunks begin at multiples of it in a shared read: of every item size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Item:
+class SharedReadItem:
     """A chunk in a shared read, ``start`` bytes into it, and the targets of this rank that want parts of it. ``stored``: what of the tensor
-    there is to load; ``piece``: bytes of the chunk that go through the ring at once."""
+    there is to load; ``piece``: bytes of the chunk that go through the pool at once."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[TensorLoad]
     stored: Box
     chunk: int
     box: Box
@@ -73,15 +73,15 @@ class Item:
 
 
 class ReadSlice(NamedTuple):
-    """What of a shared read goes through the ring at once: ``nbytes`` from ``start`` on. ``spans``: the boxes of items that these are;
+    """What of a shared read goes through the pool at once: ``nbytes`` from ``start`` on. ``spans``: the boxes of items that these are;
     ``place``: its number, from 0."""
 
     start: int
     nbytes: int
-    spans: Sequence[tuple[Item, Box]]
+    spans: Sequence[tuple[SharedReadItem, Box]]
     place: int
 
-    def wanted(self, rank: int) -> list[tuple[Item, Box]]:
+    def wanted(self, rank: int) -> list[tuple[SharedReadItem, Box]]:
         """What ``rank`` wants of it."""
         if len(self.spans) > 1:
             return [(item, box) for item, _ in self.spans for box in item.boxes(rank)]
@@ -93,7 +93,7 @@ class ReadSlice(NamedTuple):
 class SharedRead:
     """One chunk, or small ones, that ``reader`` reads for all of ``ranks``."""
 
-    items: Sequence[Item]
+    items: Sequence[SharedReadItem]
     ranks: tuple[int, ...]
     reader: int
 
@@ -121,10 +121,10 @@ class SharedReads:
 
     rank: int
     piece: int
-    """Bytes that go through a slot of a ring at once."""
+    """Bytes that go through a slot of a pool at once."""
     wanted: bool
     """Whether this rank shares anything, if others do."""
-    rank_sets: dict[str, tuple[int, dict[_Kind, list[Job]]]] = field(default_factory=dict)
+    rank_sets: dict[str, tuple[int, dict[_Kind, list[TensorLoad]]]] = field(default_factory=dict)
     """For each rank set how many ranks it has, and what this rank loads of its tensors."""
     reads: list[SharedRead] = field(default_factory=list)
     gives: dict[int, list[SharedRead]] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class SharedReads:
     """Bytes that this rank wants of shared reads."""
 
     @classmethod
-    def of(cls, jobs: Iterable[Job], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> SharedReads:
+    def of(cls, jobs: Iterable[TensorLoad], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> SharedReads:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
         refuse; ``piece``: bytes that one call of the storage has best."""
         shared = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN), wanted)
@@ -191,7 +191,7 @@ class SharedReads:
                     self._leave_out(kind, jobs, cut)
                     self.needed += len(jobs) * cut.needed
                 for shared in cut.large:
-                    item = Item(jobs, kind.stored, shared.chunk, shared.box, 0, self.piece)
+                    item = SharedReadItem(jobs, kind.stored, shared.chunk, shared.box, 0, self.piece)
                     self._add([item], shared.ranks, reader_of(shared.ranks, shared.weights, number + shared.chunk))
                 for ranks, members in cut.small.items():
                     few.setdefault(ranks, []).extend([(jobs, kind.stored, s, n, number) for s, n in members])
@@ -199,7 +199,7 @@ class SharedReads:
             for ranks, smalls in few.items():
                 self._add_small(ranks, smalls)
 
-    def _leave_out(self, kind: _Kind, jobs: Sequence[Job], cut: _Alike) -> None:
+    def _leave_out(self, kind: _Kind, jobs: Sequence[TensorLoad], cut: _Alike) -> None:
         """The chunks of ``cut`` come in shared reads."""
         for job in jobs:
             self.left_out[id(job.target)] = cut.chunks
@@ -207,19 +207,19 @@ class SharedReads:
                 self.complete.add(id(job.target))
 
     def _add_small(self, ranks: tuple[int, ...], members: Sequence[_Small]) -> None:
-        """Shared reads that fit into one slot of a ring."""
-        items: list[Item] = []
+        """Shared reads that fit into one slot of a pool."""
+        items: list[SharedReadItem] = []
         first, at = members[0], 0
         for member in members:
             jobs, stored, shared, nbytes, _ = member
             if at + nbytes > self.piece:
                 self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
                 items, first, at = [], member, 0
-            items.append(Item(jobs, stored, shared.chunk, shared.box, at, self.piece))
+            items.append(SharedReadItem(jobs, stored, shared.chunk, shared.box, at, self.piece))
             at += -(-nbytes // ALIGN) * ALIGN
         self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
 
-    def _add(self, items: Sequence[Item], ranks: tuple[int, ...], reader: int) -> None:
+    def _add(self, items: Sequence[SharedReadItem], ranks: tuple[int, ...], reader: int) -> None:
         shared_read = SharedRead(items, ranks, reader)
         if reader == self.rank:
             self.reads.append(shared_read)
@@ -260,8 +260,8 @@ class _Alike:
         )
 
 
-_Small = tuple[Sequence[Job], Box, SharedChunk, int, int]
-"""What an :class:`Item` is made of, its bytes, and the number of the tensor's first chunk among those of its rank set."""
+_Small = tuple[Sequence[TensorLoad], Box, SharedChunk, int, int]
+"""What an :class:`SharedReadItem` is made of, its bytes, and the number of the tensor's first chunk among those of its rank set."""
 
 
 def worth_all(chunk: SharedChunk, itemsize: int) -> bool:
@@ -291,12 +291,12 @@ def refused(digests: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:
     return sorted(sizes.keys() - {key for (key, _), count in counts.items() if count == sizes[key]})
 
 
-def _order(group: tuple[_Kind, list[Job]]) -> tuple[int, str, str]:
+def _order(group: tuple[_Kind, list[TensorLoad]]) -> tuple[int, str, str]:
     kind, jobs = group
     return -jobs[0].entry.nbytes, kind.name, _spelled(kind.layout)
 
 
-def _digest(kinds: Mapping[_Kind, Sequence[Job]], piece: int) -> str:
+def _digest(kinds: Mapping[_Kind, Sequence[TensorLoad]], piece: int) -> str:
     rows = sorted((k.name, k.shape, _spelled(k.layout), k.stored.shape) for k in kinds)
     return xxhash.xxh3_128_hexdigest(repr((piece, rows)).encode())
 

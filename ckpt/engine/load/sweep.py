@@ -28,7 +28,7 @@ from ckpt.plan.overlap import Copy
 from ckpt.plan.reads import group_sorted
 
 from .copying import Stored, copy_box
-from .whole_chunks import Job
+from .whole_chunks import TensorLoad
 
 AHEAD = 256
 """Files that are looked up before anything is read, so that a damaged header leaves the state as it was. With more of them, each is looked
@@ -66,7 +66,7 @@ class ChunkPart(NamedTuple):
 class Cohort:
     """Jobs that want the same boxes, ``wanted``, of tensors of one dtype and shape that share a grid; with each the number of a part."""
 
-    jobs: list[Job]
+    jobs: list[TensorLoad]
     wanted: Sequence[tuple[int, Box]]
     left_out: Collection[int]
     files: IntArray = field(init=False)
@@ -127,14 +127,14 @@ class Cohort:
         return [[_array(job, part.memory) for part in job.target.parts] for job in self.jobs]
 
 
-def _array(job: Job, memory: Any) -> npt.NDArray[Any] | None:
+def _array(job: TensorLoad, memory: Any) -> npt.NDArray[Any] | None:
     if not memory.is_cpu or job.entry.dtype != job.target.info.dtype or reads_otherwise(memory):
         return None
     raw: npt.NDArray[Any] = raw_view(memory.detach()).numpy()
     return raw
 
 
-def cohorts_of(wanted: Iterable[tuple[Job, Sequence[tuple[int, Box]]]], left_out: Mapping[int, Collection[int]]) -> list[Cohort]:
+def cohorts_of(wanted: Iterable[tuple[TensorLoad, Sequence[tuple[int, Box]]]], left_out: Mapping[int, Collection[int]]) -> list[Cohort]:
     """Divide jobs, with the boxes that each wants for which of its parts."""
     cohorts: dict[tuple[object, ...], Cohort] = {}
     for job, boxes in wanted:
@@ -149,7 +149,7 @@ def cohorts_of(wanted: Iterable[tuple[Job, Sequence[tuple[int, Box]]]], left_out
     return list(cohorts.values())
 
 
-class Shelf(NamedTuple):
+class CohortChunk(NamedTuple):
     """One chunk of each tensor of a cohort, in one file; it has at least one part."""
 
     cohort: Cohort
@@ -161,10 +161,10 @@ class Shelf(NamedTuple):
         return self.parts[0].copy.chunk_box
 
 
-class Other(NamedTuple):
+class SingleChunk(NamedTuple):
     """A chunk that goes by itself: coded, long, or under a key that had to be looked for."""
 
-    job: Job
+    job: TensorLoad
     parts: Sequence[ChunkPart]
     extent: Extent
 
@@ -174,9 +174,9 @@ class FilePlan:
     """What to read of one file: chunks as columns, group ``i`` being those of shelf ``i``; and ``others``."""
 
     path: str
-    shelves: Sequence[Shelf]
+    cohort_chunks: Sequence[CohortChunk]
     stored: Stretches
-    others: Sequence[Other]
+    others: Sequence[SingleChunk]
     needed: int
     """Bytes of targets."""
 
@@ -219,22 +219,22 @@ class Sweep:
         """
         # Rows of at most ``most`` bytes of one file are looked up together and read in groups. What is longer, or has
         # a key that the header does not show where it was expected, goes one by one.
-        small: list[Shelf] = []
-        alone: list[Shelf] = []
+        small: list[CohortChunk] = []
+        alone: list[CohortChunk] = []
         needed = 0
         for cohort, chunks in self._wanted[file]:
             for chunk in chunks:
-                shelf = Shelf(cohort, cohort.parts(chunk))
-                if not shelf.parts:
+                cohort_chunk = CohortChunk(cohort, cohort.parts(chunk))
+                if not cohort_chunk.parts:
                     continue
-                needed += len(cohort.jobs) * cohort.itemsize * sum(part.copy.box.numel for part in shelf.parts)
-                (small if shelf.box.numel * cohort.itemsize <= self.most else alone).append(shelf)
-        stored = self.catalog.extents_in(file, [(shelf.cohort.entries, shelf.box) for shelf in small], self._known)
-        alone += [shelf for shelf, boxes in zip(small, stored.alike.boxes, strict=True) if boxes is None]
-        others: list[Other] = []
-        for shelf in alone:
-            extents = self.catalog.extents_of([(entry, shelf.parts[0].copy.chunk) for entry in shelf.cohort.entries])
-            others += [Other(job, shelf.parts, extent) for job, extent in zip(shelf.cohort.jobs, extents, strict=True)]
+                needed += len(cohort.jobs) * cohort.itemsize * sum(part.copy.box.numel for part in cohort_chunk.parts)
+                (small if cohort_chunk.box.numel * cohort.itemsize <= self.most else alone).append(cohort_chunk)
+        stored = self.catalog.extents_in(file, [(cohort_chunk.cohort.entries, cohort_chunk.box) for cohort_chunk in small], self._known)
+        alone += [cohort_chunk for cohort_chunk, boxes in zip(small, stored.alike.boxes, strict=True) if boxes is None]
+        others: list[SingleChunk] = []
+        for cohort_chunk in alone:
+            extents = self.catalog.extents_of([(entry, cohort_chunk.parts[0].copy.chunk) for entry in cohort_chunk.cohort.entries])
+            others += [SingleChunk(job, cohort_chunk.parts, extent) for job, extent in zip(cohort_chunk.cohort.jobs, extents, strict=True)]
         if not self.ahead:
             self.catalog.drop(file)
         self.fetch.beat()
@@ -265,7 +265,7 @@ class Sweep:
             for at, length, group, job in zip(
                 offsets, lengths, alike.groups[first:last].tolist(), alike.members[first:last].tolist(), strict=True
             ):
-                _place(data[at : at + length], plan.shelves[group], job)
+                _place(data[at : at + length], plan.cohort_chunks[group], job)
 
     def _compared(self, plan: FilePlan, first: int, last: int, extent: Extent, data: npt.NDArray[np.uint8]) -> None:
         # Offsets are relative to the file's data, so that files with equal tables of chunks share them: the files of
@@ -280,14 +280,14 @@ class Sweep:
 def _chunk(plan: FilePlan, i: int) -> ChunkName:
     """The chunk in row ``i``."""
     alike, digest = plan.stored.alike, plan.stored.digests[i].decode()
-    shelf = plan.shelves[int(alike.groups[i])]
+    cohort_chunk = plan.cohort_chunks[int(alike.groups[i])]
     extent = Extent(plan.path, plan.stored.start + int(alike.offsets[i]), int(alike.lengths[i]), digest)
-    return ChunkName(shelf.cohort.entries[int(alike.members[i])].name, shelf.box, extent)
+    return ChunkName(cohort_chunk.cohort.entries[int(alike.members[i])].name, cohort_chunk.box, extent)
 
 
-def _place(data: npt.NDArray[np.uint8], shelf: Shelf, number: int) -> None:
+def _place(data: npt.NDArray[np.uint8], cohort_chunk: CohortChunk, number: int) -> None:
     """Copy what the target of job ``number`` wants of a chunk."""
-    cohort, parts = shelf
+    cohort, parts = cohort_chunk
     memories = cohort.memories[number]
     for copy, part, source, into in parts:
         memory = memories[part]

@@ -26,7 +26,7 @@ SLICE = 256
 """Chunks that are looked up between two signs of life."""
 
 
-class Job(NamedTuple):
+class TensorLoad(NamedTuple):
     """Load ``entry`` into ``target``."""
 
     target: LocalTensor
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 class WholeChunks:
     """Chunks that fill all of the only part of a job each, as columns: the jobs, where the chunks are stored, and where they go."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[TensorLoad]
     extents: Sequence[Extent]
     addresses: Sequence[int]
 
@@ -49,14 +49,14 @@ class WholeChunks:
         return sum(e[2] for e in self.extents)
 
 
-def find_whole_chunks(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], None]) -> tuple[WholeChunks, list[Job]]:
+def find_whole_chunks(jobs: Iterable[TensorLoad], catalog: Catalog, beat: Callable[[], None]) -> tuple[WholeChunks, list[TensorLoad]]:
     """Divide jobs into chunks that fill a target in host memory, and what needs more thought. ``beat`` is called now and then.
 
     Raises:
         CorruptError: a file is missing or truncated, or a header does not fit the index.
     """
-    rest: list[Job] = []
-    fitting: list[Job] = []
+    rest: list[TensorLoad] = []
+    fitting: list[TensorLoad] = []
     addresses: list[int] = []
     sizes: list[int] = []
     chunks: list[tuple[TensorEntry, int]] = []
@@ -86,7 +86,7 @@ def find_whole_chunks(jobs: Iterable[Job], catalog: Catalog, beat: Callable[[], 
     return _fitting(WholeChunks(jobs=fitting, extents=extents, addresses=addresses), sizes, rest)
 
 
-def _fitting(exact: WholeChunks, sizes: Sequence[int], rest: list[Job]) -> tuple[WholeChunks, list[Job]]:
+def _fitting(exact: WholeChunks, sizes: Sequence[int], rest: list[TensorLoad]) -> tuple[WholeChunks, list[TensorLoad]]:
     """Leave out what is coded, or has not as many bytes as its memory, ``sizes``: nothing is ever written beyond that."""
     fits = [e[2] == size and e[4] is None for e, size in zip(exact.extents, sizes, strict=True)]
     if all(fits):

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from ckpt.concurrency.gc_paused import uncollected
+from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
@@ -42,7 +42,7 @@ _blocked: WeakKeyDictionary[Members, BlockedTime] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class RankProgress:
     """How far a save in the background is on this rank, in bytes of tensors."""
 
     captured: int
@@ -128,15 +128,15 @@ class SaveHandle:
         """Seconds from the call to the commit; None if it failed or is going on."""
         return self.durable.result().seconds if self.durable.done() and self.durable.error() is None else None
 
-    def progress(self) -> Progress:
+    def progress(self) -> RankProgress:
         """How far it is. Cheap."""
         meter = self._meter
         if self.durable.done():
             failed = self.durable.error() is not None
             full = 0 if failed else meter.total
-            return Progress(captured=full, written=full, total=meter.total, phase="failed" if failed else "done")
+            return RankProgress(captured=full, written=full, total=meter.total, phase="failed" if failed else "done")
         phase: Literal["capture", "write"] = "write" if self.captured.done() else "capture"
-        return Progress(captured=meter.captured, written=meter.done, total=meter.total, phase=phase)
+        return RankProgress(captured=meter.captured, written=meter.done, total=meter.total, phase=phase)
 
     def cancel(self) -> None:
         """Ask for the save to end, on all ranks. Nothing is committed, unless this rank has written its share already: ask ``durable``."""
@@ -271,7 +271,7 @@ def start_save(
     blocked = _blocked[group] = BlockedTime(_blocked.get(group))
     job = SaveJob.begin(group.call("save", url, options.timeout), options, blocked)
     try:
-        with uncollected():
+        with gc_paused():
             prepared = prepare(job, state)
             capture = stage(prepared)
             if when == "lazy":

@@ -29,7 +29,7 @@ from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import APART, CODED
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
-from ckpt.formats.native.writer import Kept, committed_id, new_id, read_record, write_index
+from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
@@ -51,7 +51,7 @@ class Tables:
     key: tuple[object, ...]
     joined: Joined
     own: Mapping[int, Table]
-    index: dict[tuple[object, ...], tuple[tuple[TensorEntry, ...], Kept]] = field(default_factory=dict)
+    index: dict[tuple[object, ...], tuple[tuple[TensorEntry, ...], IndexCache]] = field(default_factory=dict)
 
 
 class Values(NamedTuple):
@@ -92,7 +92,7 @@ class Leader:
         first = not self.known
         opened = self.open_tables(self._join(rows), rows, first=first)
         key = opened.values_key
-        if not any(kept.state is not None and kept.values == key for _, kept in opened.tables.index.values()):
+        if not any(cache.state is not None and cache.values == key for _, cache in opened.tables.index.values()):
             _ = opened.values  # they may contradict each other
         return opened
 
@@ -211,11 +211,11 @@ class OpenSave:
         call.fetch_all(row["own_blob"] for row in self.rows.values() if "own_blob" in row)  # one by one would take ranks times as long
         own_rows = {positions[rank]: self._own_row(row) for rank, row in self.rows.items() if "own_bytes" in row}
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
-        entries, kept = self._index(files, own_rows, coded=any("coded" in row for row in rows.values()))
+        entries, cache = self._index(files, own_rows, coded=any("coded" in row for row in rows.values()))
         key = self.values_key
-        if kept.values != key:
-            kept.values, kept.state = key, None
-        values = self.values if kept.state is None else Values(None, {})
+        if cache.values != key:
+            cache.values, cache.state = key, None
+        values = self.values if cache.state is None else Values(None, {})
         contents = Contents(
             tensors=entries,
             files=tuple(files),
@@ -232,7 +232,7 @@ class OpenSave:
             contents,
             world_size=call.group.size,
             features=features,
-            kept=kept,
+            cache=cache,
             metrics=self.leader.metrics,
             listed=listed,
         )
@@ -243,14 +243,16 @@ class OpenSave:
         """A rank's own tensors and values, as it encoded them for the index."""
         return row["own_row"].encode() if "own_row" in row else self.leader.call.fetch(row["own_blob"])
 
-    def _index(self, files: Sequence[DataFile], own_rows: Mapping[int, bytes], *, coded: bool) -> tuple[tuple[TensorEntry, ...], Kept]:
+    def _index(
+        self, files: Sequence[DataFile], own_rows: Mapping[int, bytes], *, coded: bool
+    ) -> tuple[tuple[TensorEntry, ...], IndexCache]:
         """The rows of the index; those of the last save if files and tensors are the same but for names and digests."""
         ranks, index = self.leader.call.group.ranks, self.tables.index
         apart = chunks_apart(files, own_rows, ranks)
         key = (coded, tuple(f.rank for f in files), apart)
         if key not in index:
             index.clear()
-            index[key] = (index_rows(self.tables.joined, self.tables.own, files, apart, ranks, coded=coded), Kept())
+            index[key] = (index_rows(self.tables.joined, self.tables.own, files, apart, ranks, coded=coded), IndexCache())
         return index[key]
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from ckpt import tree
 from ckpt.adapters.collect import collect
-from ckpt.concurrency.gc_paused import uncollected
+from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
@@ -65,7 +65,7 @@ def save_state(url: str, state: object, group: Group, options: SaveOptions, fail
     """Save; collective over ``group``. ``failed`` is called if that fails, before the error is raised."""
     job = SaveJob.begin(group.call("save", url, options.timeout), options)
     try:
-        with uncollected():  # until what the save needed is gone: else it would all be looked through once at the end
+        with gc_paused():  # until what the save needed is gone: else it would all be looked through once at the end
             return _save_now(job, state)
     except BaseException as err:
         if failed is not None:

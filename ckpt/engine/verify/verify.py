@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.byte_source.port import ByteSource
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, Extent, TensorEntry
-from ckpt.concurrency.spread import spread
+from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.errors import CkptError, CorruptError
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
@@ -28,14 +28,11 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.plan.reads import group_ranges
 from ckpt.settings import limits
 from ckpt.text.urls import url_text
+from ckpt.tracing.progress_callback import ProgressCallback
 
 from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
 
-__all__ = ["Problem", "Progress", "VerifyReport", "verify"]
-
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes in all, always from the thread that called ``verify``."""
+__all__ = ["Problem", "VerifyReport", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +86,12 @@ class _Result:
     problems: list[Problem]
 
 
-def verify(url: str | os.PathLike[str], *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
+def verify(url: str | os.PathLike[str], *, threads: int | None = None, progress: ProgressCallback | None = None) -> VerifyReport:
     """Read a checkpoint whole and compare it with its digests.
 
     Args:
         threads: how many read and hash at once; by default one for each usable core, at least 2 and at most 16.
+        progress: called from this thread with the bytes done so far and the bytes in all.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that could be verified. What is wrong inside one is not raised
@@ -179,12 +177,12 @@ def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[i
 # ------------------------------------------------------------------------------------------------------------- every byte
 
 
-def _read_all(source: ByteSource, chunks: list[_Chunk], threads: int, progress: Progress | None) -> _Result:
+def _read_all(source: ByteSource, chunks: list[_Chunk], threads: int, progress: ProgressCallback | None) -> _Result:
     jobs = _jobs(chunks)
     total = sum(_end(job) - job[0].extent.offset for job in jobs)
     verifier = _Verifier(source)
     bytes_done, problems = 0, list[Problem]()
-    for result in spread((partial(verifier.check, job) for job in jobs), threads, "ckpt-verify"):
+    for result in imap_unordered((partial(verifier.check, job) for job in jobs), threads, "ckpt-verify"):
         bytes_done += result.bytes
         problems += result.problems
         if progress is not None:

@@ -18,9 +18,9 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ExternalFile
 from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.megatron.base import RANK_DIRECTORY, MegatronCatalog, logical_shape
-from ckpt.formats.megatron.besides import besides
 from ckpt.formats.megatron.flat import FlatStates
 from ckpt.formats.megatron.names import EXTRA_STATE, LAYER
+from ckpt.formats.megatron.optimizer_extras import optimizer_extras
 from ckpt.formats.megatron.pieces import InArchive, PieceTable, SourcePiece
 from ckpt.formats.megatron.training import LEFT_OUT, MODEL, STATE, arguments_of, groups_in, no_tensor, optimizer_node, state_node
 from ckpt.formats.pickles.nodes import NodeMaker
@@ -197,7 +197,7 @@ class _Legacy:
             self.table.add(f"{MODEL}{name}", own[0].source.dtype, shapes[name], own, logical)
         plain = self._add_optimizer(local)
         first = self.ranks[0]
-        more = besides(first.archive.values.meaning, first.root.get("optimizer"), by_number=True)
+        more = optimizer_extras(first.archive.values.meaning, first.root.get("optimizer"), by_number=True)
         models = [key for key in first.root if isinstance(key, str) and _CHUNK.fullmatch(key)]
         state, opaque, more_notes = state_node(self.table, 0, first.root, [(0, scaler) for scaler in more.scalers], models)
         state["model"] = {"$tensors": "model"}

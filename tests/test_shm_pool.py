@@ -12,15 +12,15 @@ import pytest
 
 from ckpt.errors import DeadlineError
 from ckpt.transport import shm_pool
-from ckpt.transport.shm_pool import Announcement, Borrowed, BrokenRingError, Ring, machine
+from ckpt.transport.shm_pool import Announcement, AttachedPool, BrokenPoolError, SlotPool, machine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
 
 def test_a_slot_comes_back_when_all_have_copied() -> None:
-    ring = Ring(2, 4096, 3, shared=True, timeout=5)
+    ring = SlotPool(2, 4096, 3, shared=True, timeout=5)
     try:
-        other = Borrowed(ring.announcement())
+        other = AttachedPool(ring.announcement())
         first = ring.take(lambda: None)
         ring.data(first)[:5] = list(b"hello")
         ring.lend(first, (7, 8, 9), [0, 2])
@@ -40,17 +40,17 @@ def test_a_slot_comes_back_when_all_have_copied() -> None:
 
 
 def test_who_does_not_take_is_named() -> None:
-    ring = Ring(1, 4096, 3, shared=False, timeout=0.1)
+    ring = SlotPool(1, 4096, 3, shared=False, timeout=0.1)
     ring.lend(ring.take(lambda: None), (4, 5, 6), [1])
     ring.release(0)
     with pytest.raises(DeadlineError, match="rank 5 took nothing"):
         ring.take(lambda: time.sleep(0.02))
 
 
-def test_nobody_waits_for_a_broken_ring() -> None:
-    ring = Ring(1, 4096, 1, shared=False, timeout=5)
+def test_nobody_waits_for_a_broken_pool() -> None:
+    ring = SlotPool(1, 4096, 1, shared=False, timeout=5)
     ring.take(lambda: None)
-    with pytest.raises(BrokenRingError):
+    with pytest.raises(BrokenPoolError):
         ring.take(ring.stop)
 
 
@@ -76,15 +76,15 @@ def test_processes_that_cannot_be_inspected_are_alone(monkeypatch: pytest.Monkey
 
 def test_memory_of_another_ring_is_refused() -> None:
     """Of the same shape, at the place where the announced one should be; and what is no ring at all."""
-    ours, other = (Ring(2, 4096, 3, shared=True, timeout=5) for _ in range(2))
-    smaller = Ring(1, 4096, 3, shared=True, timeout=5)
+    ours, other = (SlotPool(2, 4096, 3, shared=True, timeout=5) for _ in range(2))
+    smaller = SlotPool(1, 4096, 3, shared=True, timeout=5)
     there, back = os.pipe()
     try:
         for file, why in ((other.file, "another process"), (smaller.file, "another size"), (there, "no shared memory of ours")):
             with pytest.raises(OSError, match=why):
-                Borrowed(replace(ours.announcement(), file=file))
+                AttachedPool(replace(ours.announcement(), file=file))
         with pytest.raises(FileNotFoundError):
-            Borrowed(replace(ours.announcement(), file=9999))
+            AttachedPool(replace(ours.announcement(), file=9999))
         assert Announcement.unpack(ours.announcement().pack()) == ours.announcement()
     finally:
         for kept in (ours, other, smaller):

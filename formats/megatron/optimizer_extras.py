@@ -17,7 +17,7 @@ _READ = frozenset({_GROUPS, MASTERS, "param_state_sharding_type"})
 
 
 @dataclass(eq=False)
-class Besides:
+class OptimizerExtras:
     """``scalers`` are the states of grad scalers, one for each optimizer of a chain that has one; ``unknown`` the keys that lead to what is
     not known."""
 
@@ -25,14 +25,14 @@ class Besides:
     unknown: list[str] = field(default_factory=list)
 
 
-def besides(meaning: Callable[[Any], Any], value: Any, *, by_number: bool) -> Besides:
+def optimizer_extras(meaning: Callable[[Any], Any], value: Any, *, by_number: bool) -> OptimizerExtras:
     """Walk the value of ``optimizer``. ``by_number``: states of parameters are expected in it, under numbers."""
-    rest = Besides()
+    rest = OptimizerExtras()
     _optimizer(meaning, value, "optimizer", rest, by_number)
     return rest
 
 
-def _optimizer(meaning: Callable[[Any], Any], value: Any, path: str, rest: Besides, by_number: bool) -> None:  # noqa: FBT001
+def _optimizer(meaning: Callable[[Any], Any], value: Any, path: str, rest: OptimizerExtras, by_number: bool) -> None:  # noqa: FBT001
     content = meaning(value)
     if isinstance(content, (list, tuple)):
         for number, below in enumerate(content):
@@ -54,7 +54,7 @@ def _optimizer(meaning: Callable[[Any], Any], value: Any, path: str, rest: Besid
             rest.unknown.append(f"{path}.{key}")
 
 
-def _states(meaning: Callable[[Any], Any], value: Any, path: str, rest: Besides, by_number: bool) -> None:  # noqa: FBT001
+def _states(meaning: Callable[[Any], Any], value: Any, path: str, rest: OptimizerExtras, by_number: bool) -> None:  # noqa: FBT001
     content = meaning(value)
     for key, below in content.items() if isinstance(content, dict) else ():
         if key != COMMON_STEP and not (by_number and type(key) is int) and _has_leaves(meaning, below):

@@ -10,7 +10,7 @@ from typing import TypeVar
 R = TypeVar("R")
 
 
-def spread(jobs: Iterable[Callable[[], R]], threads: int, name: str) -> Iterator[R]:
+def imap_unordered(jobs: Iterable[Callable[[], R]], threads: int, name: str) -> Iterator[R]:
     """Run ``jobs`` on ``threads`` threads called ``name``; their results, in the order in which they end.
 
     Only a few jobs are taken from the iterable ahead of those that run, so that it need not hold all, and an interrupt ends soon. After an
