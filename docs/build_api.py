@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import ckpt  # noqa: E402
 from ckpt import converters, data, errors, formats, io_backends, live, monitors, policies, rng  # noqa: E402
+from ckpt.integrations import engines  # noqa: E402
 
 SECTIONS = (
     ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "verify", "copy", "list_steps", "fence", "configure_storage")),
@@ -35,6 +36,7 @@ SECTIONS = (
     ("Storage: `ckpt.io_backends`", io_backends, tuple(io_backends.__all__)),
     ("Reading further formats: `ckpt.formats`", formats, tuple(formats.__all__)),
     ("Writing further formats: `ckpt.converters`", converters, tuple(converters.__all__)),
+    ("Weights of generation engines: `ckpt.integrations.engines`", engines, tuple(engines.__all__[::-1])),
     ("Errors: `ckpt.errors`", errors, ()),
 )
 """Title, module, names in it."""

@@ -58,6 +58,16 @@ def test_intersection_is_the_common_elements(data: st.DataObject) -> None:
 
 
 @given(st.data())
+def test_without_is_the_rest(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    rest = a.without(b)
+    times = sum((mask(shape, box).astype(int) for box in rest), np.zeros(shape, int))
+    assert np.array_equal(times, (mask(shape, a) & ~mask(shape, b)).astype(int))
+    assert all(box.numel for box in rest) and len(rest) <= max(2 * len(shape), 1)
+
+
+@given(st.data())
 def test_intersect_all_is_the_intersection_with_each(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     box, others = data.draw(boxes_in(shape)), data.draw(st.lists(boxes_in(shape), max_size=6))

@@ -21,6 +21,7 @@ from .optimizers import ParamNames, check_keys, encode_options, names_in, params
 from .per_rank import Compound, PerRank
 from .shard_cache import ShardCache
 from .shard_table import ShardTable
+from .sharded import Sharded
 from .state_scan import scan_state
 from .tensors import LocalTensor
 
@@ -153,7 +154,7 @@ class _CollectWalk:
         """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
 
     def leaf(self, value: object, path: str) -> Node:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, Sharded)):
             return self.tensor(value, path)
         if isinstance(value, PerRank):
             if path in self.collected.own:

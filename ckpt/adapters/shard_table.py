@@ -99,7 +99,10 @@ class ShardTable:
         placed = ResolvedShard(name=state_name, shape=part.shape, layout=part.layout)
         if part.blocks:
             info = TensorSpec(state_name, dtype_of(part.memory, state_name), part.shape, part.layout)
-            boxes = (piece.box for piece in part.layout.pieces(part.shape, self.rank))
+            boxes = [piece.box for piece in part.layout.pieces(part.shape, self.rank)]
+            if len(boxes) != len(part.blocks):
+                text = f"it has {len(part.blocks)} parts here, where its layout gives rank {self.rank} {len(boxes)}"
+                raise LayoutError(text, where=f"tensor {state_name}", hint="make it on the rank that loads it, in the same process group")
             local = LocalTensor(info, [LocalShard(box, block) for box, block in zip(boxes, part.blocks, strict=True)], state_name)
         else:
             local = from_placed(state_name, placed, part.memory, self.rank)

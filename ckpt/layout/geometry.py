@@ -59,6 +59,24 @@ class Box:
             a >= b for a, b in zip(self.end, other.end, strict=True)
         )
 
+    def without(self, other: Box) -> list[Box]:
+        """Disjoint boxes of the elements that are not in ``other``: at most two per dimension."""
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.numel else []
+        boxes, left = [], self
+        for dim, (start, end) in enumerate(zip(common.offset, common.end, strict=True)):
+            for lo, hi in ((left.offset[dim], start), (end, left.end[dim])):
+                if hi > lo:
+                    boxes.append(left.narrowed(dim, lo, hi))
+            left = left.narrowed(dim, start, end)
+        return boxes
+
+    def narrowed(self, dim: int, start: int, end: int) -> Box:
+        """The same box with other bounds in one dimension."""
+        offset = (*self.offset[:dim], start, *self.offset[dim + 1 :])
+        return Box(offset, (*self.shape[:dim], end - start, *self.shape[dim + 1 :]))
+
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box in coordinates that start at ``origin``."""
         return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)

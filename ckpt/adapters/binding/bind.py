@@ -21,6 +21,7 @@ from ckpt.adapters.optimizers import ParamNames, names_in
 from ckpt.adapters.per_rank import Compound, PerRank
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.shard_table import ShardTable, own_name
+from ckpt.adapters.sharded import Sharded
 from ckpt.adapters.state_scan import scan_state
 from ckpt.adapters.stateful import StatefulObject
 from ckpt.catalog import Catalog
@@ -79,7 +80,7 @@ class _BindWalk(Binder):
 
     def value(self, target: object, node: Node, path: str, put: Setter) -> None:
         """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
-        if isinstance(target, torch.Tensor):  # a ShardedTensor too
+        if isinstance(target, (torch.Tensor, Sharded)):  # a ShardedTensor too
             self.tensor(path, target)
         elif isinstance(target, PerRank):
             self.per_rank(target, path)
@@ -294,7 +295,7 @@ def _has_live(value: object) -> bool:
         return any(_has_live(v) for v in value.values() if type(v) not in tree.SCALARS)
     if isinstance(value, (list, tuple)):
         return any(_has_live(v) for v in value if type(v) not in tree.SCALARS)
-    return isinstance(value, (torch.Tensor, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
+    return isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
 
 
 def _tensor_names(node: Node) -> list[str]:

@@ -1,0 +1,5 @@
+"""Weights for generation engines: where the tensors of a checkpoint go in an engine's memory, recorded from its own ``load_weights``."""
+
+from .recorded import Recorded, record
+
+__all__ = ["Recorded", "record"]

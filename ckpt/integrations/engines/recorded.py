@@ -1,0 +1,240 @@
+"""``record``: from an engine's ``load_weights`` to a state that ``ckpt.load`` fills.
+
+Engines fuse, cut, pad and copy the tensors of a checkpoint in ways that only their loaders know. One run of the loader, without values,
+gives them as boxes, which a load reads straight into the engine's memory::
+
+    record(engine.load_weights, ckpt.open(url), engine)      runs the loader once: moves no bytes
+      │ recording    what is copied where, from which elements
+      │ resolving    what can be loaded straight; what cannot, and why
+      ▼
+    Recorded.state   "layers.0.q_proj.weight" → rows 0:8 lie in qkv_proj[0:8]      ckpt.load(url, recorded.state, cast=True)
+                     "layers.0.scale"         → whole: memory of its own           (staged)
+    Recorded.finish()                                                              the loader gets what is staged
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+
+from ckpt.adapters.sharded import Sharded
+from ckpt.coordination.group import current_group
+from ckpt.errors import CoverageError, StateError, UsageError
+from ckpt.layout.geometry import Box
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.placements import Boxes
+from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.match import several
+
+from .engine_memory import EngineMemory, ParameterMemory, Parameters
+from .recording import LoadWeights, Recording, record_writes
+from .resolving import DirectPart, Resolution, left_over, overlap, placed_write, resolve
+from .stand_in import ValueNeededError
+
+
+class TensorDescription(Protocol):
+    """What is known of a tensor before it is read: a tensor of the meta device, or what ``ckpt.open`` gives."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Loader:
+    """What :meth:`Recorded.finish` needs beside the state."""
+
+    load_weights: LoadWeights
+    memory: EngineMemory
+    resolution: Resolution
+    optional: tuple[str, ...]
+    after: Callable[[], object] | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """Where the tensors of a checkpoint go in one engine. Good for every checkpoint with the same names, shapes and dtypes, as long as the
+    engine's parameters stay where they are.
+
+    Load ``state``, then call :meth:`finish`.
+    """
+
+    state: dict[str, Any]
+    """For ``ckpt.load``: the checkpoint's names. Parts of tensors that lie in the engine's memory, and whole tensors that are staged."""
+    fallbacks: Mapping[str, str]
+    """Names of tensors that are staged whole, in host memory, and given to ``load_weights`` at the end; and why."""
+    unused: tuple[str, ...]
+    """Names of tensors of which nothing goes into this engine: experts of other ranks, layers of other stages, what it does not use."""
+    overwritten: Mapping[str, str]
+    """Names of tensors whose elements the loader writes and then overwrites, at least in part; and by what."""
+    unwritten: Mapping[str, str]
+    """Parameters, and buffers filled in part, of which the loader fills nothing or not all; and what is missing of each."""
+    _loader: _Loader
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that staged tensors take beside the engine's."""
+        return sum(self.state[name].nbytes for name in self.fallbacks)
+
+    def __str__(self) -> str:
+        straight = len(self.state) - len(self.fallbacks) - len(self.unused)
+        lines = [
+            f"{straight} tensors go straight into {len(self._loader.memory.memories())} parameters, {len(self.unused)} are not used here"
+        ]
+        lines += [f"{len(self.fallbacks)} are staged in {self.staged_bytes} bytes:"] if self.fallbacks else []
+        lines += [f"  {name}: {reason}" for name, reason in self.fallbacks.items()]
+        lines += [f"{name} is overwritten by {by}" for name, by in self.overwritten.items()]
+        lines += [f"not filled: {text}" for text in self.unwritten.values()]
+        return "\n".join(lines)
+
+    def finish(self) -> None:
+        """Complete the engine after ``state`` was loaded: copy what it has several times, give staged tensors to ``load_weights``, and call
+        ``after``.
+
+        Raises:
+            CoverageError: the engine's parameters are not filled, or ``load_weights`` wrote staged tensors over others.
+        """
+        loader, resolution = self._loader, self._loader.resolution
+        with torch.no_grad():
+            for copy in resolution.copies:
+                copy.into.copy_(copy.source.clone())
+        staged = {name: self.state[name] for name in self.fallbacks}
+        recording = record_writes(loader.load_weights, staged, loader.memory.storages.keys()) if staged else Recording()
+        placed = [placed_write(write, loader.memory, {}) for write in recording.writes if write.into.numel()]
+        direct: dict[int, list[Box]] = {}
+        for each in resolution.direct:
+            direct.setdefault(id(each.memory), []).extend(each.boxes)
+        for each in placed:
+            if each.memory is not None and overlap(each.boxes, direct.get(id(each.memory), ())):
+                raise CoverageError(
+                    "load_weights wrote staged tensors over parts of a parameter that others fill",
+                    where=each.memory.names[0],
+                    hint="stage those too: record(..., stage=[globs of their names])",
+                )
+        _check_filled(left_over(placed, _in_question(resolution)), loader.optional)
+        if loader.after is not None:
+            loader.after()
+
+
+def record(
+    load_weights: LoadWeights,
+    checkpoint: Mapping[str, TensorDescription],
+    into: Parameters,
+    *,
+    stage: str | Sequence[str] = (),
+    optional: str | Sequence[str] = (),
+    after: Callable[[], object] | None = None,
+) -> Recorded:
+    """Find out where an engine's ``load_weights`` puts the tensors of a checkpoint. Each rank of the engine for itself.
+
+    The loader runs on tensors without values; what it writes by itself, such as zeros for padding, it does write. Parameters have to be as
+    they are when it runs: not yet transposed, packed or quantised.
+
+    Args:
+        load_weights: takes an iterable of names and whole tensors, as engines' do. Called here, and again by :meth:`Recorded.finish` if
+            there is something to stage.
+        checkpoint: names, shapes and dtypes: ``ckpt.open(url)``, or a dict of tensors of the meta device.
+        into: the engine's module, or its parameters by name.
+        stage: globs of names that are to be staged whole, whatever the loader does with them.
+        optional: globs of parameters that the checkpoint need not fill.
+        after: called at the end of :meth:`Recorded.finish`: what the engine does with weights that are loaded.
+
+    Raises:
+        StateError: a parameter has no memory of its own, or the loader replaced it.
+        CoverageError: a parameter is not filled, or not all of it.
+        Exception: whatever ``load_weights`` raises.
+    """
+    tensors = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in checkpoint.items()}
+    if not tensors:
+        raise UsageError("the checkpoint has no tensors", hint="give record() what ckpt.open(url) returns")
+    memory = EngineMemory(into)
+    staged = {name: "asked for by stage=" for name in tensors if any(fnmatchcase(name, glob) for glob in several(stage))}
+    recording = _recorded(load_weights, tensors, memory, staged)
+    replaced = memory.replaced(into)
+    if replaced:
+        raise StateError(
+            f"load_weights replaced parameters instead of filling them: {', '.join(replaced[:5])}",
+            hint="record before the engine transposes, packs or quantises its weights",
+        )
+    resolution = resolve(recording, memory, tensors, staged)
+    unsure = any(reason.startswith(_VALUES) for reason in staged.values())  # what these fill is seen when they are loaded
+    globs = several(optional)
+    left = _in_question(resolution)
+    if not unsure:
+        _check_filled(left, globs)
+    used = {name for each in resolution.direct for name in each.write.names} | resolution.refused.keys()
+    return Recorded(
+        state=_state(tensors, resolution),
+        fallbacks={name: resolution.refused[name] for name in tensors if name in resolution.refused},
+        unused=tuple(name for name in tensors if name not in used),
+        overwritten=resolution.overwritten,
+        unwritten={m.names[0]: _missing(m, boxes) for m, boxes in left},
+        _loader=_Loader(load_weights=load_weights, memory=memory, resolution=resolution, optional=globs, after=after),
+    )
+
+
+_VALUES = "load_weights asks for its values"
+_TRIES = 32
+
+
+def _recorded(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], memory: EngineMemory, staged: dict[str, str]) -> Recording:
+    """Run the loader, again without those tensors of which it needs values, and without their like in other layers. Adds to ``staged``."""
+    for _ in range(_TRIES):
+        unsure = {name for name, reason in staged.items() if reason.startswith(_VALUES)}
+        try:
+            return record_writes(load_weights, {n: t for n, t in tensors.items() if n not in unsure}, memory.storages.keys())
+        except ValueNeededError as error:
+            if not error.names - unsure:
+                raise
+            kinds = {_kind(name) for name in error.names}
+            staged |= {name: f"{_VALUES} ({error.what})" for name in tensors if _kind(name) in kinds}
+    raise UsageError(
+        f"load_weights asked for values of ever more tensors: {_TRIES} kinds of them",
+        hint='load_weights of this engine cannot be recorded; record(..., stage=["*"]) loads all tensors through it',
+    )
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _state(tensors: Mapping[str, torch.Tensor], resolution: Resolution) -> dict[str, Any]:
+    """What stands for each tensor of the checkpoint: parts of the engine's memory, or memory of its own."""
+    mesh, state = Mesh(("engine",), (1,), (current_group().rank,)), dict[str, Any]()
+    for name, tensor in tensors.items():
+        if name in resolution.refused:
+            state[name] = torch.empty_like(tensor, device="cpu")
+            continue
+        parts: Sequence[DirectPart] = resolution.parts.get(name, ())
+        boxes = Boxes("engine", (tuple((part.box.offset, part.box.shape) for part in parts),))
+        blocks = tuple(part.memory for part in parts)
+        memory = blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype)
+        state[name] = Sharded(memory, tuple(tensor.shape), TensorLayout(mesh, (boxes,)), blocks)
+    return state
+
+
+def _in_question(resolution: Resolution) -> list[tuple[ParameterMemory, Sequence[Box]]]:
+    """What is not written of parameters, and of buffers that are written in part."""
+    return [(m, boxes) for m, boxes in resolution.unwritten if m.required or list(boxes) != [m.visible]]
+
+
+def _missing(memory: ParameterMemory, boxes: Sequence[Box]) -> str:
+    count = sum(box.numel for box in boxes)
+    return f"{memory.text(boxes[0])}{', …' if len(boxes) > 1 else ''}: {count} of {memory.visible.numel} elements"
+
+
+def _check_filled(left: Sequence[tuple[ParameterMemory, Sequence[Box]]], optional: Sequence[str]) -> None:
+    wanted = [row for row in left if not any(fnmatchcase(name, glob) for name in row[0].names for glob in optional)]
+    if wanted:
+        listed = [_missing(memory, boxes) for memory, boxes in wanted]
+        more = f"\n  and {len(listed) - 20} more" if len(listed) > 20 else ""
+        raise CoverageError(
+            f"load_weights does not fill {len(listed)} parameters\n  " + "\n  ".join(listed[:20]) + more,
+            hint="the checkpoint lacks them, or record(..., optional=[globs]) says that it may",
+        )
