@@ -14,7 +14,7 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
 
-from .console.interrupts import when_interrupted
+from .console.interrupts import nothing_begun, when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
 from .console.progress import progress
@@ -107,10 +107,12 @@ def command(
       torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
     """
     require_torch("`ckpt convert`")
-    from ckpt.converters.convert import convert
+    with nothing_begun():
+        from ckpt.converters.convert import convert
 
     output = Output(json=as_json, quiet=quiet)
-    views = views_of(source, mapping, config)
+    with when_interrupted("nothing was written; run the command again"):
+        views = views_of(source, mapping, config)
     chosen |= {"views": views, "config": config, "job": parse_numbers(job, "--job", "data_parallel_size=12")}
     with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("convert", output) as update:
         report = convert(source, target, to=to, part=part_of_job(), dry_run=dry_run, progress=update, **chosen)

@@ -28,7 +28,9 @@ _KINDS = {
     "export": "unfinished export",
 }
 _OF_A_STEP = ("save", "conversion", "export")
-_OUTCOMES = {"kept": style("keep", "green"), "removed": style("remove", "red")}
+_KEPT = style("keep", "green")
+_REMOVED = {False: style("would remove", "red"), True: style("remove", "red")}
+"""By whether it is removed right after the table is shown."""
 
 
 @click.command("gc", short_help="Remove old checkpoints and orphaned files of a run.")
@@ -60,7 +62,7 @@ def command(root: str, rules: tuple[str, ...], *, older_than: str, yes: bool, dr
     output = Output(json=as_json, quiet=quiet)
     collection = _collect(root, rules, least_age)
     if not output.json:
-        collection.show(output)
+        collection.show(output, acts=yes)
     removed, freed = collection.remove() if yes else (0, 0)
     if output.json:
         output.document(collection.document(acted=yes) | {"removed": removed, "removed_bytes": freed})
@@ -138,18 +140,19 @@ class _Collection:
         ]
         return {"root": self.root, "acted": acted, "steps": steps, "debris": orphans}
 
-    def show(self, output: Output) -> None:
+    def show(self, output: Output, *, acts: bool) -> None:
         """The table, or if quiet the URLs of what goes."""
         if output.quiet:
             for url in dict.fromkeys([row.step.url for row in self.removable] + [self._url(o) for o in self.orphans if o.removable]):
                 output.line(url)
             return
+        outcomes = {"kept": _KEPT, "removed": _REMOVED[acts]}
         lines = [
-            (row.step.url.rstrip("/").rpartition("/")[2], _OUTCOMES[row.outcome], _size(row.bytes), "; ".join(row.reasons))
+            (row.step.url.rstrip("/").rpartition("/")[2], outcomes[row.outcome], _size(row.bytes), "; ".join(row.reasons))
             for row in self.checkpoints
         ]
         lines += [
-            (o.path or ".", _OUTCOMES["removed" if o.removable else "kept"], _size(o.bytes), f"{_KINDS[o.what]}: {o.reason}")
+            (o.path or ".", outcomes["removed" if o.removable else "kept"], _size(o.bytes), f"{_KINDS[o.what]}: {o.reason}")
             for o in self.orphans
         ]
         output.table(("CHECKPOINT", "ACTION", ">ON DISK", "~REASON"), lines)

@@ -44,7 +44,9 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
         report = verify(url, threads=threads, progress=update)
     meaning = _check_semantic(url, threads) if semantic and report.ok else None
     if output.json:
-        output.document(_fields(url, report) | {"semantic": None if meaning is None else _semantic_fields(meaning)})
+        output.document(
+            _fields(url, report) | {"remedy": remedy_of(report), "semantic": None if meaning is None else _semantic_fields(meaning)}
+        )
     else:
         _print(report, output)
         if meaning is not None:
@@ -86,11 +88,25 @@ def _print(report: VerifyReport, output: Output) -> None:
     if output.quiet:
         return
     verdict = style("ok", "green") if report.ok else style(units.plural(len(report.problems), "problem"), "red")
+    if not report.ok:
+        output.line(f"remedy: {remedy_of(report)}")
     rate = units.size(report.bytes / max(report.seconds, 1e-9))
     what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
     output.line(f"{verdict}: {what} in {units.duration(report.seconds)} ({rate}/s)")
     if report.undigested:
         output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not checked: this format keeps no digests of them")
+
+
+def remedy_of(report: VerifyReport) -> str | None:
+    """What a user can do about the problems; None if there are none."""
+    if report.ok:
+        return None
+    kinds = {problem.kind for problem in report.problems}
+    if kinds <= {"index", "tiling", "state"}:
+        return "`ckpt rebuild` makes the index again from the data files, which are intact or were not checked; or load another checkpoint"
+    if kinds == {"read"}:
+        return "the storage could not be read: verify again when it answers"
+    return "restore the files named above from another copy of this checkpoint, then verify again; or load another checkpoint"
 
 
 def _fields(url: str, report: VerifyReport) -> dict[str, Any]:

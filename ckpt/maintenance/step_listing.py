@@ -21,7 +21,7 @@ from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.paths import SOURCES, has_orphans
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import join_url, open_backend, real_url
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.policies import StepInfo
 from ckpt.text.urls import url_text
 
@@ -153,6 +153,10 @@ def runs_below(url: str) -> list[str]:
 
 def none_here(url: str) -> NotFoundError:
     """That there is no checkpoint at ``url`` nor right below, with the runs further below."""
+    if is_file_system(url) and not os.path.exists(real_url(url)) and not url.startswith("memory:"):
+        return NotFoundError(
+            "there is no such file or directory", where=url, hint="check the path: it is relative to the working directory"
+        )
     runs = runs_below(url)
     more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
     hint = f"below it are runs: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"

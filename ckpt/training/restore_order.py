@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.coordination.group import Group
+from ckpt.engine.load.job import PARTLY_WRITTEN, UNCHANGED
 from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError
 
 from .begin_from import BeginFrom
@@ -49,7 +50,7 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[...,
             kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
             if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise
-            log.warning("%s is passed over: %s", url, err)
+            log.warning("%s is passed over: %s; what the run has beside it is tried next", url, _reason(err))
             tiers.damaged.add(id)
             failed = err
             continue
@@ -59,6 +60,13 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[...,
     if failed is not None:
         raise failed
     return None
+
+
+def _reason(err: CkptError) -> str:
+    """What was wrong with a checkpoint that is passed over."""
+    # A load says what has become of the state, for callers that stop there. Here another copy or step is loaded into
+    # all of it next; if that fails too, the error that is raised still says it.
+    return str(err).replace(f"; {PARTLY_WRITTEN}", "").replace(f"; {UNCHANGED}", "")
 
 
 def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[..., object]) -> tuple[int, str]:

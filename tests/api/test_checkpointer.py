@@ -92,6 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, caplog: py
     with ckpt.Checkpointer(str(tmp_path)) as c:
         assert c.restore(again.state()) == 2
         assert "step-00000006 is passed over" in caplog.text and "step-00000004 is passed over" in caplog.text
+        assert "overwritten" not in caplog.text, "what was loaded next has overwritten all of it"
         with pytest.raises(CorruptError):
             c.restore(again.state(), step=6)
     flip(tmp_path / "step-00000002")

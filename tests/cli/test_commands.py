@@ -74,6 +74,7 @@ def test_ls_json(run_root: Path) -> None:
     ]
     assert set(found["steps"][0]) == {
         "step",
+        "lost",
         "url",
         "committed",
         "damaged",
@@ -223,8 +224,9 @@ def test_verify_a_damaged_one(run_root: Path) -> None:
     for key in ("model.norm[0:4]", "model.ids[0:3,:,:]"):
         flip(path, stored(path)[key][0])
     result = ckpt("verify", run_root / "step-5")
-    first, second, last = result.stdout.splitlines()
+    first, second, remedy, last = result.stdout.splitlines()
     assert result.exit_code == 20
+    assert remedy.startswith("remedy: restore the files named above from another copy")
     assert first.endswith(f"(data/{path.name}, model.ids[0:3,0:2,0:3])")
     assert second.endswith(f"(data/{path.name}, model.norm[0:4])")
     assert last.startswith("2 problems: ")
@@ -233,14 +235,14 @@ def test_verify_a_damaged_one(run_root: Path) -> None:
 
 def test_verify_json(run_root: Path) -> None:
     whole = document(ckpt("verify", "--json", "--threads", 1, run_root / "step-5"))
-    assert set(whole) == {"url", "ok", "files", "chunks", "undigested", "bytes", "seconds", "problems", "semantic"}
-    assert (whole["ok"], whole["problems"], whole["files"]) == (True, [], 2)
+    assert set(whole) == {"url", "ok", "files", "chunks", "undigested", "bytes", "seconds", "problems", "remedy", "semantic"}
+    assert (whole["ok"], whole["problems"], whole["files"], whole["remedy"]) == (True, [], 2, None)
     path = data_files(run_root / "step-5")[1]
     flip(path, stored(path)["model.norm[4:7]"][0])
     result = ckpt("verify", "--json", run_root / "step-5")
     found = document(result)
     (problem,) = found["problems"]
-    assert (result.exit_code, found["ok"]) == (20, False)
+    assert (result.exit_code, found["ok"]) == (20, False) and found["remedy"].startswith("restore the files")
     assert (problem["kind"], problem["file"], problem["tensor"]) == ("digest", f"data/{path.name}", "model.norm")
     assert problem["box"] == {"offset": [4], "shape": [3]}
 

@@ -72,6 +72,9 @@ def test_runs_further_below_are_named(tmp_path: Path, command: str) -> None:
     assert result.exit_code == 10
     assert f"below it are runs: {', '.join(f'{tmp_path}/run-{n}' for n in range(4))} and 2 more" in result.stderr
     assert "name the directory that holds the steps" in ckpt(command, tmp_path / "empty").stderr
+    nowhere = ckpt(command, tmp_path / "nowhere" / "at-all")
+    assert nowhere.exit_code == 10
+    assert f"error: there is no such file or directory\n  where: {tmp_path}/nowhere/at-all\n  try: check the path" in nowhere.stderr
 
 
 def test_ls(tmp_path: Path) -> None:

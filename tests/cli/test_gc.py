@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -137,15 +138,16 @@ def test_the_bytes_and_the_result(root: str) -> None:
     sizes = [size_on_disk(step) for step in steps]
     asked = run("gc", root, "--keep", "latest=2")
     assert asked.stderr == f"2 would be removed, {units.size(sum(sizes[:2]))}; --yes removes them\n"
-    assert [line.split()[:4] for line in asked.stdout.splitlines()[1:]] == [
+    assert [re.split(r" {2,}| (?=[KMGi]*B)", line)[:4] for line in asked.stdout.splitlines()[1:]] == [
         [step.name, action, *units.size(size).split()]
-        for step, action, size in zip(steps, ("remove", "remove", "keep", "keep"), sizes, strict=True)
+        for step, action, size in zip(steps, ("would remove", "would remove", "keep", "keep"), sizes, strict=True)
     ]
     document = json.loads(run("gc", root, "--keep", "latest=3", "--yes", "--json").stdout)
     assert [s["bytes"] for s in document["steps"]] == sizes
     assert (document["removed"], document["removed_bytes"]) == (1, sizes[0])
     done = run("gc", root, "--keep", "latest=1", "--yes")
     assert done.stderr == f"2 removed, {units.size(sum(sizes[1:3]))}; 1 checkpoint kept, {units.size(sizes[3])}\n"
+    assert [re.split(" {2,}", line)[1] for line in done.stdout.splitlines()[1:]] == ["remove", "remove", "keep"]
     assert run("gc", root, "--yes").stderr == f"nothing removed; 1 checkpoint kept, {units.size(sizes[3])}\n"
     assert run("gc", root).stderr == "nothing to remove\n"
     assert run("gc", "-q", root, "--yes").output == ""

@@ -58,6 +58,28 @@ def test_the_same_command_resumes(tmp_path: Path, step: Path, command: tuple[str
     assert subprocess.run([*START, "verify", "-q", str(target)], check=False).returncode == 0
 
 
+IMPORTING = """
+import os, signal, sys
+class Pressed:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ckpt.converters.convert":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Pressed())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from ckpt.cli.start import main
+main()
+"""
+"""A command that gets SIGINT while it imports what it needs."""
+
+
+def test_ctrl_c_before_a_conversion_begins(tmp_path: Path, step: Path) -> None:
+    args = ("convert", "--to", "native", str(step), str(tmp_path / "step-1"))
+    done = subprocess.run([sys.executable, "-c", IMPORTING, *args], capture_output=True, text=True, env=environment(), timeout=120)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted\n  try: nothing was begun; run the command again\n"
+    assert not (tmp_path / "step-1").exists()
+
+
 def test_what_is_left_of_a_command_that_cannot_resume(step: Path) -> None:
     assert "interrupted\n  try: nothing was changed; the same command starts from the beginning\n" in interrupted("verify", str(step))
 

@@ -17,8 +17,8 @@ from .options import LoadOptions
 from .reader import Reader, Verify
 
 R = TypeVar("R")
-_WRITTEN = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
-_UNCHANGED = "nothing in the state was changed on this rank"
+PARTLY_WRITTEN = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
+UNCHANGED = "nothing in the state was changed on this rank"
 
 
 @dataclass(eq=False)
@@ -57,5 +57,5 @@ def tells_whether_written(writes: StateWrites) -> Iterator[None]:
     try:
         yield
     except CkptError as err:
-        err.message += f"; {_WRITTEN if writes.begun else _UNCHANGED}"
+        err.message += f"; {PARTLY_WRITTEN if writes.begun else UNCHANGED}"
         raise
