@@ -148,12 +148,13 @@ class ControlClient:
         self.address = address
         self._channel = dial([(host, port)], secret, timeout, peer=f"the source at {address}", purpose=PURPOSE, alive=alive)
 
-    def ask(self, question: Row) -> tuple[Row, bytes]:
-        """What it answers.
+    def ask(self, question: Row, alive: Callable[[], None] = lambda: None) -> tuple[Row, bytes]:
+        """What it answers. ``alive`` is called while it does not.
 
         Raises:
             CkptError: what it found wrong; DeadlineError, RankFailedError if it hangs or is gone.
         """
+        self._channel.alive = alive
         try:
             send(self._channel, question, ())
             answer, data = receive(self._channel, _MOST_ANSWER)

@@ -238,7 +238,7 @@ class Sink:
         if self._client is None:
             patience = min(self._options.timeout, max(end - time.monotonic(), 1.0))
             self._client = ControlClient(self.address, self._secret, patience, call.heartbeat)
-        return self._client.ask({"name": self._name, "sink": self._label, "ranks": self._group.size, **question})
+        return self._client.ask({"name": self._name, "sink": self._label, "ranks": self._group.size, **question}, call.heartbeat)
 
     def _tell(self, version: Version, phase: str, **more: object) -> None:
         """Let the source know how far this sink is. That it does not hear it harms nothing."""

@@ -5,6 +5,7 @@ Values are a function of name and step, so that any mix of versions shows, and a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -34,21 +35,24 @@ def full(name: str, step: int, dtype: torch.dtype = torch.float32) -> torch.Tens
 def fsdp_state(step: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Every tensor cut by rows over all ranks, as FSDP2 does."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    return {name: distribute_tensor(full(name, step, dtype), mesh, [Shard(0)]) for name in SHAPES}
+    return {name: distribute_tensor(full(name, step, dtype), mesh, [Shard(0)], src_data_rank=None) for name in SHAPES}
 
 
 def replicated_state(step: int) -> dict[str, Any]:
     """Every tensor whole on every second rank's pair: cut by rows over two, replicated over the rest."""
     half = dist.get_world_size() // 2
     mesh = DeviceMesh("cpu", torch.arange(2 * half).reshape(half, 2), mesh_dim_names=("replica", "shard"))
-    return {name: distribute_tensor(full(name, step), mesh, [Replicate(), Shard(0)]) for name in SHAPES}
+    return {name: distribute_tensor(full(name, step), mesh, [Replicate(), Shard(0)], src_data_rank=None) for name in SHAPES}
 
 
 def tp_state(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Cut over columns or rows as tensor parallelism does, with other values than any step has."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     cut = {"embed": Shard(0), "up": Shard(0), "down": Shard(1), "norm": Replicate(), "big": Shard(1)}
-    return {name: distribute_tensor(torch.full(shape, -1.0, dtype=dtype), mesh, [cut[name]]) for name, shape in SHAPES.items()}
+    return {
+        name: distribute_tensor(torch.full(shape, -1.0, dtype=dtype), mesh, [cut[name]], src_data_rank=None)
+        for name, shape in SHAPES.items()
+    }
 
 
 def step_of(state: dict[str, Any]) -> int | None:
@@ -73,7 +77,7 @@ def full_like(tensor: Any, name: str, step: int) -> tuple[torch.Tensor, torch.Te
     values = local_of(tensor)
     expected = full(name, step, values.dtype)
     if isinstance(tensor, DTensor):
-        expected = distribute_tensor(expected, tensor.device_mesh, tensor.placements).to_local()
+        expected = distribute_tensor(expected, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
     return expected, values
 
 
@@ -92,7 +96,7 @@ def wait_for(path: Path, seconds: float = 60.0) -> str:
 
 def leave(path: Path, text: str) -> None:
     """Write a file at once."""
-    beside = path.with_suffix(".part")
+    beside = path.with_suffix(f".part{os.getpid()}")
     beside.write_text(text)
     beside.replace(path)
 
