@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import stat
 import subprocess
@@ -68,6 +69,22 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert needs <= set(metadata.replace("'", '"').splitlines())
     assert "ckpt = ckpt.cli.start:main" in scripts
     assert "Apache License" in licence
+
+
+def test_the_description_leads_into_the_repository(wheel: Path) -> None:
+    """On a package index relative links are dead."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = archive.read(name).decode()
+    head, _, description = metadata.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", description)
+    relative = re.findall(r"\]\((?!\w+:|#)([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(relative) > 10 and all(target.startswith(("https://", "#")) for _, target in links)
+    inside = [target.split("#")[0].removeprefix(f"{project}/") for _, target in links if target.startswith(f"{project}/")]
+    assert {path.partition("/main/")[2] for path in inside} == {path.split("#")[0] for path in relative}
+    assert {target.removeprefix(f"{project}/").partition("/")[0] for image, target in links if image} == {"raw"}
 
 
 def test_the_metadata_lead_to_the_project(wheel: Path) -> None:

@@ -25,6 +25,6 @@ def imap_unordered(jobs: Iterable[Callable[[], R]], threads: int, name: str) -> 
                 running |= {pool.submit(job) for job in islice(jobs, len(done))}
                 for future in done:
                     yield future.result()
-        except BaseException:
+        except BaseException:  # after Ctrl-C, too: no further job may begin
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -129,7 +129,7 @@ class Call:
                 self.group.keys.forget(self._store)
         try:
             yield
-        except BaseException as err:
+        except BaseException as err:  # Ctrl-C and SystemExit as well: the other ranks would wait for this one until the deadline
             if self._decided and self._store is not None:
                 self._own_channel.next_turn()
             if self._decided or not self._posted:
@@ -155,7 +155,7 @@ class Call:
                 rows = self._gather(channel)
             decision = self.alive_while(lambda: decide(rows), self.timeout)
             word = json.dumps({"found": decision if public is None else public(decision)}).encode()
-        except BaseException as err:
+        except BaseException as err:  # as above: every rank waits for the leader's word
             self._report_error(err, decided=True)
             raise
         with self._channel() as channel:

@@ -93,7 +93,7 @@ class _Node:
             if self.parent is None:
                 try:
                     self.read(sources)
-                except BaseException as err:
+                except BaseException as err:  # whatever it is, Ctrl-C too: the ranks that wait for the index are told of it
                     self.own_error = err
                     raise
                 self.hand_on()
