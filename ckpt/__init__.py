@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from . import formats as formats
     from . import integrations as integrations
     from . import io_backends as io_backends
+    from . import live as live
     from . import monitors as monitors
     from . import policies as policies
     from . import rng as rng

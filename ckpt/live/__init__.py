@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .publication import Publication as Publication
+    from .resharding import ReshardReport as ReshardReport
+    from .resharding import Traffic as Traffic
+    from .resharding import reshard as reshard
     from .sink import Sink as Sink
     from .source import Source as Source
     from .status import SinkStatus as SinkStatus
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from .versions import Version as Version
 
 _WHERE = {
+    "reshard": "resharding",
+    "ReshardReport": "resharding",
+    "Traffic": "resharding",
     "Source": "source",
     "Publication": "publication",
     "Version": "versions",
@@ -25,6 +31,7 @@ _WHERE = {
     "VersionStatus": "status",
     "SinkStatus": "status",
 }
+"""Public name → the module that has it."""
 
 __all__ = list(_WHERE)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,6 +25,8 @@ class LiveCatalog(CatalogDefaults):
     tensors: Mapping[str, TensorEntry]
     layouts: Mapping[str, TensorLayout]
     """Of each tensor that is no alias."""
+    numbers: Mapping[str, int]
+    """The number by which peers know a tensor: its place among the sorted names, aliases left out."""
     state: Any
     world_size: int
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -63,12 +64,14 @@ class LiveCatalog(CatalogDefaults):
             )
         for name, target in joined.aliases.items():
             entries[name] = replace(entries[target], name=name, alias=target)
-        return cls(url=url, tensors=entries, layouts=layouts, state=state, world_size=world_size, ranks=ranks or {}, own=own)
+        numbers = {name: number for number, name in enumerate(sorted(layouts))}
+        return cls(
+            url=url, tensors=entries, layouts=layouts, numbers=numbers, state=state, world_size=world_size, ranks=ranks or {}, own=own
+        )
 
-    @cached_property
-    def numbers(self) -> Mapping[str, int]:
-        """The number by which peers know a tensor: its place among the sorted names, aliases left out."""
-        return {name: number for number, name in enumerate(sorted(self.layouts))}
+    def with_values(self, state: Any, ranks: Mapping[int, Mapping[str, Any]]) -> LiveCatalog:
+        """The same tensors with the values of another moment."""
+        return replace(self, state=state, ranks=ranks)
 
     def number(self, entry: TensorEntry) -> int:
         """The number of the tensor that has an entry's bytes."""

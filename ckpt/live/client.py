@@ -28,6 +28,7 @@ from ckpt.errors import (
     RankFailedError,
 )
 from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
+from ckpt.transport.endpoints import network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
 
@@ -61,9 +62,9 @@ class PieceClient:
     """
 
     def __init__(
-        self, holder: Holder, secret: bytes, timeout: float, *, network: str, alive: Callable[[], None] = lambda: None, shared: bool = True
+        self, holder: Holder, secret: bytes, timeout: float, *, alive: Callable[[], None] = lambda: None, shared: bool = True
     ) -> None:
-        """``network``: of this machine. ``shared``: whether the holder's shared memory is used where it can be."""
+        """``shared``: whether the holder's shared memory is used where it can be."""
         self.holder = holder
         with _naming(holder):
             self._channel = dial(
@@ -73,7 +74,7 @@ class PieceClient:
                 peer=str(holder),
                 purpose=PURPOSE,
                 alive=alive,
-                same_network=holder.network == network,
+                same_network=holder.network == network(),
             )
             try:
                 name = machine().encode() if shared else b""
@@ -196,7 +197,6 @@ def pull_all(
     rank: int,
     secret: bytes,
     timeout: float,
-    network: str,
     threads: int = 4,
     alive: Callable[[], None] = lambda: None,
     shared: bool = True,
@@ -227,7 +227,7 @@ def pull_all(
                 pulled.received[holder] = pulled.received.get(holder, 0) + int(share.requests.nbytes[rows.start : rows.stop].sum())
 
         try:
-            client = PieceClient(holders[holder], secret, timeout, network=network, alive=going, shared=shared)
+            client = PieceClient(holders[holder], secret, timeout, alive=going, shared=shared)
             try:
                 client.pull(version, share.requests, placed)
             finally:

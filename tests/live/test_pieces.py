@@ -61,7 +61,7 @@ def serving(rank: int, timeout: float = 5.0, check: Callable[[int, Box], None] |
 
 
 def holder_of(server: PieceServer, rank: int) -> Holder:
-    return Holder(rank=rank, addresses=tuple(server.addresses), network=server.network)
+    return Holder(rank=rank, addresses=tuple(server.addresses))
 
 
 @pytest.fixture
@@ -98,9 +98,7 @@ class Filled:
 
 
 def pull(plan: TransferPlan, holders: dict[int, Holder], filled: Filled, **options: Any) -> Pulled:
-    kwargs: dict[str, Any] = {"version": "v1", "rank": RECEIVER, "secret": SECRET, "timeout": 5.0, "network": "", **options}
-    if "network" not in options:
-        kwargs["network"] = next(iter(holders.values())).network
+    kwargs: dict[str, Any] = {"version": "v1", "rank": RECEIVER, "secret": SECRET, "timeout": 5.0, **options}
     return pull_all(plan, holders, filled.place, **kwargs)
 
 
@@ -120,7 +118,7 @@ def test_a_list_is_sent_once(servers: list[PieceServer]) -> None:
     holder = holder_of(servers[0], 0)
     share = plan.shares[0]
     filled = Filled(plan)
-    client = PieceClient(holder, SECRET, 5.0, network=holder.network)
+    client = PieceClient(holder, SECRET, 5.0)
     sent: list[int] = []
     send = client._channel.send
     client._channel.send = lambda *views: (sent.append(sum(map(len, views))), send(*views))[1]  # type: ignore[method-assign]
@@ -132,7 +130,7 @@ def test_a_list_is_sent_once(servers: list[PieceServer]) -> None:
 
 def test_a_version_that_is_gone_is_named_and_the_connection_lives(servers: list[PieceServer]) -> None:
     holder, share = holder_of(servers[0], 0), plan_of().shares[0]
-    client = PieceClient(holder, SECRET, 5.0, network=holder.network)
+    client = PieceClient(holder, SECRET, 5.0)
     with pytest.raises(NotFoundError, match=r"rank 0 .*there is no version v0"):
         client.pull("v0", share.requests, lambda piece, view: None)
     came: list[int] = []
@@ -144,7 +142,7 @@ def test_a_version_that_is_gone_is_named_and_the_connection_lives(servers: list[
 def test_another_secret_is_refused_at_once_on_both_sides(servers: list[PieceServer]) -> None:
     began = time.monotonic()
     with pytest.raises(AccessError, match="another secret"):
-        PieceClient(holder_of(servers[0], 0), b"wrong", 5.0, network=servers[0].network)
+        PieceClient(holder_of(servers[0], 0), b"wrong", 5.0)
     assert time.monotonic() - began < 2
     with socket.create_connection(_near(servers[0])) as sock:
         sock.settimeout(5)
@@ -164,7 +162,7 @@ def test_the_secret_never_goes_over_the_wire(servers: list[PieceServer]) -> None
         thread = threading.Thread(target=lambda: heard.append(_hear(fake)))
         thread.start()
         with pytest.raises((RankFailedError, ConnectionError, AccessError)):
-            PieceClient(Holder(rank=0, addresses=(fake.getsockname(),), network=""), SECRET, 2.0, network="")
+            PieceClient(Holder(rank=0, addresses=(fake.getsockname(),), network=""), SECRET, 2.0)
         thread.join()
     assert heard and SECRET not in heard[0]
 
@@ -189,7 +187,7 @@ def test_something_else_at_the_address_is_said() -> None:
         thread = threading.Thread(target=_answer_as_ssh, args=(fake,))
         thread.start()
         with pytest.raises(FormatError, match="something else answers"):
-            PieceClient(Holder(rank=0, addresses=(fake.getsockname(),), network=""), SECRET, 2.0, network="")
+            PieceClient(Holder(rank=0, addresses=(fake.getsockname(),), network=""), SECRET, 2.0)
         thread.join()
 
 
@@ -239,7 +237,7 @@ def test_damage_at_the_only_holder_is_an_error_with_its_name(monkeypatch: pytest
 
     server = serving(0, check=check)
     plan = plan_transfers([want("t0", 0, 4, SOURCE, SHAPE, (Box((0, 0), (4, 4)),))], rank=RECEIVER, near=frozenset({0}), piece=PIECE)
-    client = PieceClient(holder_of(server, 0), SECRET, 5.0, network=server.network)
+    client = PieceClient(holder_of(server, 0), SECRET, 5.0)
     with pytest.raises(CorruptError, match=r"rank 0 .*block of tensor 0 is not what was published"):
         client.pull("v1", plan.shares[0].requests, lambda piece, view: pytest.fail("placed"))
     client.close()
@@ -249,7 +247,7 @@ def test_damage_at_the_only_holder_is_an_error_with_its_name(monkeypatch: pytest
 def test_a_receiver_that_wants_too_much_is_told(servers: list[PieceServer]) -> None:
     shape = (200, 40)
     plan = plan_transfers([want("t0", 0, 4, SOURCE, shape, (Box((0, 0), (99, 40)),))], rank=RECEIVER, near=frozenset({0}), piece=PIECE)
-    client = PieceClient(holder_of(servers[0], 0), SECRET, 5.0, network=servers[0].network)
+    client = PieceClient(holder_of(servers[0], 0), SECRET, 5.0)
     with pytest.raises(NotFoundError, match="elements of .* of tensor number 0"):
         client.pull("v1", plan.shares[0].requests, lambda piece, view: None)
     client.close()
@@ -267,7 +265,7 @@ def _serve(pipe: Connection, rank: int) -> None:
 def _take(pipe: Connection, holder: Holder, pause: int) -> None:
     """A receiver that hangs after so many pieces."""
     share = plan_of().shares[holder.rank]
-    client = PieceClient(holder, SECRET, 30.0, network=holder.network)
+    client = PieceClient(holder, SECRET, 30.0)
 
     def place(piece: int, view: memoryview) -> None:
         if piece == pause:
@@ -318,7 +316,6 @@ def test_a_holder_that_dies_is_replaced_in_the_same_call(started: Any, shared: b
         rank=RECEIVER,
         secret=SECRET,
         timeout=5.0,
-        network=holders[0].network,
         threads=1,
         shared=shared,
     )
@@ -340,7 +337,7 @@ def test_without_another_holder_the_error_names_who_died(started: Any) -> None:
             began = time.monotonic()
 
     with pytest.raises(RankFailedError, match=r"rank 0 \(.*is gone.*only rank 0 had .*of tensor t0") as caught:
-        pull_all(plan, holders, place, version="v1", rank=9, secret=SECRET, timeout=20.0, network=holders[0].network)
+        pull_all(plan, holders, place, version="v1", rank=9, secret=SECRET, timeout=20.0)
     assert caught.value.ranks == (0,) and time.monotonic() - began < 2
 
 
@@ -351,7 +348,7 @@ def test_a_holder_that_hangs_is_named_at_the_deadline(started: Any) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"rank 0 .*sends nothing for 1 s") as caught:
-        PieceClient(holder, SECRET, 1.0, network=holder.network).pull("v1", share.requests, lambda piece, view: None)
+        PieceClient(holder, SECRET, 1.0).pull("v1", share.requests, lambda piece, view: None)
     assert caught.value.ranks == (0,) and time.monotonic() - began < 4
 
 
@@ -365,7 +362,7 @@ def test_a_receiver_that_hangs_or_dies_leaves_the_others_theirs(started: Any, mo
         assert pipe.recv() == "hangs"
     stuck[1][0].kill()
     share, came = plan_of().shares[0], []
-    client = PieceClient(holder, SECRET, 5.0, network=holder.network)
+    client = PieceClient(holder, SECRET, 5.0)
     client.pull("v1", share.requests, lambda piece, view: came.append(piece))
     assert len(came) == len(share.requests.pieces)
     end = time.monotonic() + 10
@@ -386,7 +383,7 @@ def test_a_receiver_that_wakes_up_too_late_places_nothing_more(monkeypatch: pyte
             time.sleep(1.5)
         placed.append(piece)
 
-    client = PieceClient(holder_of(server, 0), SECRET, 5.0, network=server.network)
+    client = PieceClient(holder_of(server, 0), SECRET, 5.0)
     with pytest.raises(RankFailedError, match="taken for dead"):
         client.pull("v1", share.requests, place)
     assert placed == [0, 1]
@@ -413,7 +410,6 @@ def test_an_error_of_the_caller_ends_all_threads(servers: list[PieceServer]) -> 
             rank=9,
             secret=SECRET,
             timeout=5.0,
-            network=servers[0].network,
             alive=alive,
         )
     assert not [t for t in threading.enumerate() if t.name.startswith("ckpt-pull")] and threading.active_count() <= before + 4

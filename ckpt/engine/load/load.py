@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,6 @@ from ckpt import settings
 from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.shard_cache import ShardCache
-from ckpt.adapters.stateful import take_all
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
 from ckpt.concurrency.gc_paused import gc_paused
@@ -33,7 +32,7 @@ from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
-from ckpt.errors import CkptError, ConflictError, ConsistencyError
+from ckpt.errors import ConflictError, ConsistencyError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
 from ckpt.tracing.progress_callback import reported
@@ -46,6 +45,7 @@ from .opening import open_together
 from .options import LoadOptions, LoadReport
 from .read_exchange import ReadExchange
 from .reader import Reader, TensorLoad, changed
+from .setting import accept, run_each, set_all
 from .shared_reads import SharedReads, worth_all, worth_parts, worth_replicas
 
 log = logging.getLogger("ckpt")
@@ -185,25 +185,12 @@ class Divided:
 def divide(matched: Matched) -> Divided:
     """Have the objects of the state accept theirs, give memory to tensors that have none, and divide the reads among the ranks."""
     job, binding = matched.job, matched.binding
-    setters = _accepted(job, binding)
+    setters = accept(binding, job.writes, job.call.url)
     reader = job.reader(matched.catalog, job.options.verify)
     job.writes.begun = bool(binding.create or binding.objects)
     run_each(binding.create)
     exchange = None if matched.refused is None else _exchange(matched, matched.refused, reader)
     return Divided(matched=matched, reader=reader, exchange=exchange, setters=setters)
-
-
-def _accepted(job: LoadJob, binding: Binding) -> list[Callable[[], None]]:
-    """Let the objects of the state take theirs before any tensor changes. Returns what is left to set when all bytes are there."""
-    if not binding.objects:
-        return [*(each.take for each in binding.options), *binding.apply]
-    refusal = take_all([*binding.options, *binding.objects])
-    if refusal is not None:
-        job.writes.begun = not refusal.undone
-        if isinstance(refusal.error, CkptError):
-            raise refusal.error
-        raise _refused(refusal.error, f"{refusal.path} in {job.call.url}") from refusal.error
-    return binding.apply
 
 
 def _exchange(matched: Matched, refused: Sequence[str], reader: Reader) -> ReadExchange:
@@ -240,7 +227,7 @@ def read(matched: Matched) -> Filled:
             divided = divide(matched)
             _fill(divided)
             if divided.exchange is None:
-                _apply(divided)
+                set_all(divided.setters, job.call.url)
         row: Row = {"again": [] if divided.exchange is None else divided.exchange.again}
         if job.recorded is not None and job.options.spans is not None:
             row["spans"] = job.options.spans.table().to_row()
@@ -286,7 +273,7 @@ def set_values(filled: Filled) -> None:
         with replacement_noticed(divided.matched.catalog):
             if filled.handed_out_wrong:
                 _read_again(divided, filled.handed_out_wrong)
-            _apply(divided)
+            set_all(divided.setters, job.call.url)
         job.agree({}, _nothing)
 
 
@@ -309,16 +296,6 @@ def _read_again(divided: Divided, wrong: Sequence[tuple[str, int]]) -> None:
     settle_devices(devices_of(job.target for job in jobs), matched.job.call.url)
     divided.reader.fetch.read += reader.fetch.read
     divided.reader.fetch.verified += reader.fetch.verified
-
-
-def _apply(divided: Divided) -> None:
-    """Set the values, now that all bytes are there."""
-    try:
-        run_each(divided.setters)
-    except CkptError:
-        raise
-    except Exception as err:  # whatever an object of the user's raises: it has to say that the state was touched
-        raise _refused(err, divided.matched.job.call.url) from err
 
 
 # ---- the report
@@ -347,16 +324,3 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
 def stored_name(job: TensorLoad) -> str:
     """The tensor whose bytes are loaded."""
     return job.entry.alias or job.entry.name
-
-
-def _refused(err: Exception, where: str) -> CkptError:
-    return CkptError(
-        f"an object of the state did not take its loaded value: {type(err).__name__}: {err}",
-        where=where,
-        hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
-    )
-
-
-def run_each(actions: Iterable[Callable[[], None]]) -> None:
-    for action in actions:
-        action()

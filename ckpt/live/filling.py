@@ -1,0 +1,133 @@
+"""Fills the tensors of a receiver from a live state: what it wants, what it has itself, and where the pieces of others go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ckpt.adapters.memory import raw_view, reads_otherwise
+from ckpt.adapters.tensors import LocalTensor
+from ckpt.catalog import TensorEntry
+from ckpt.engine.load.copying import Stored, copy_box
+from ckpt.layout.geometry import Box
+from ckpt.plan.match import common_box
+from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers
+
+from .catalog import LiveCatalog
+from .client import piece_boxes
+
+Target = tuple[LocalTensor, TensorEntry]
+"""Memory of the receiver, and the tensor of the source that goes there."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FillPlan:
+    """``targets[i]`` is filled by want i of ``transfers``; the memory in ``padding``, which has more than the source, is zeroed first."""
+
+    targets: Sequence[Target]
+    padding: Sequence[torch.Tensor]
+    transfers: TransferPlan
+
+
+@dataclass(eq=False)
+class PlanCache:
+    """The last plan of this receiver: a transfer between the same layouts makes no new one."""
+
+    source: object = None
+    key: tuple[object, ...] = ()
+    transfers: TransferPlan | None = None
+
+
+def plan_filling(
+    targets: Iterable[Target], catalog: LiveCatalog, *, rank: int, near: Set[int], cache: PlanCache | None = None, source: object = None
+) -> FillPlan:
+    """What goes into ``targets`` from whom. Changes nothing. ``source`` tells catalogs apart: with an equal one, names, shapes and holders
+    are equal, and the transfers of ``cache`` are taken where the boxes are equal too.
+
+    Raises:
+        CoverageError: the source has not all of a tensor.
+    """
+    targets = list(targets)
+    padding: list[torch.Tensor] = []
+    boxes = [_wanted(target, entry, padding) for target, entry in targets]
+    key = (rank, near, *((entry.alias or entry.name, wanted) for (_, entry), wanted in zip(targets, boxes, strict=True)))
+    if cache is not None and cache.transfers is not None and source is not None and (cache.source, cache.key) == (source, key):
+        return FillPlan(targets=targets, padding=padding, transfers=cache.transfers)
+    wants = [
+        Want(entry.name, catalog.number(entry), entry.dtype.itemsize, entry.grid, catalog.holders(entry), wanted)
+        for (_, entry), wanted in zip(targets, boxes, strict=True)
+    ]
+    transfers = plan_transfers(wants, rank=rank, near=near)
+    if cache is not None:
+        cache.source, cache.key, cache.transfers = source, key, transfers
+    return FillPlan(targets=targets, padding=padding, transfers=transfers)
+
+
+def _wanted(target: LocalTensor, entry: TensorEntry, padding: list[torch.Tensor]) -> tuple[Box, ...]:
+    """The boxes of a tensor that its parts get; the memory of parts that reach beyond it is added to ``padding``."""
+    if entry.shape == target.info.shape:
+        return tuple([part.box for part in target.parts])
+    stored = common_box(target.info, entry)
+    boxes = []
+    for part in target.parts:
+        if stored.contains(part.box):
+            boxes.append(part.box)
+            continue
+        padding.append(part.memory)
+        if (common := part.box.intersect(stored)) is not None:
+            boxes.append(common)
+    return tuple(boxes)
+
+
+class Filling:
+    """Puts bytes into the targets of a plan, from any thread. ``copied`` counts bytes of the own memory."""
+
+    def __init__(self, plan: FillPlan) -> None:
+        self.plan = plan
+        self.copied = 0
+        self.placed = 0
+        """Bytes of all boxes that are filled."""
+        self._lock = threading.Lock()
+
+    def zero_padding(self) -> None:
+        for memory in self.plan.padding:
+            _ = (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
+
+    def copy_own(self, source: Mapping[str, LocalTensor], beat: Callable[[], None]) -> None:
+        """Copy what this rank has itself: ``source`` are its tensors by their names in the catalog. Memory that is in both stays."""
+        for place, box in self.plan.transfers.own:
+            target, entry = self.plan.targets[place]
+            for part in source[entry.alias or entry.name].parts:
+                common = part.box.intersect(box) if part.box != box else box
+                if common is not None or not box.shape:
+                    common = box if common is None else common
+                    _copy(part.memory[common.relative_to(part.box.offset).slices], target.view(common))
+            self.copied += box.numel * entry.dtype.itemsize
+            self._count(box.numel * entry.dtype.itemsize)
+            beat()
+
+    def place(self, share: Share, piece: int, view: memoryview) -> None:
+        """Put the boxes of a verified piece to their places, converting dtypes that differ."""
+        data = np.frombuffer(view, dtype=np.uint8)
+        total = 0
+        for place, request, start, stop in piece_boxes(share, piece):
+            target, entry = self.plan.targets[place]
+            box = share.requests.box(request, len(entry.shape))
+            copy_box(Stored(data[start:stop], 0, box, entry.dtype), box, target)
+            total += stop - start
+        self._count(total)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.placed += nbytes
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.dtype != target.dtype or reads_otherwise(source) or reads_otherwise(target):
+        _ = target.copy_(source)
+    elif source.data_ptr() != target.data_ptr() or source.device != target.device:
+        _ = raw_view(target).copy_(raw_view(source))
