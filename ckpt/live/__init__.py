@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .in_job.resharding import ReshardReport as ReshardReport
+    from .in_job.resharding import Traffic as Traffic
+    from .in_job.resharding import reshard as reshard
     from .publication import Publication as Publication
-    from .resharding import ReshardReport as ReshardReport
-    from .resharding import Traffic as Traffic
-    from .resharding import reshard as reshard
     from .sink import Sink as Sink
     from .source import Source as Source
     from .status import SinkStatus as SinkStatus
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .versions import Version as Version
 
 _WHERE = {
-    "reshard": "resharding",
-    "ReshardReport": "resharding",
-    "Traffic": "resharding",
+    "reshard": "in_job.resharding",
+    "ReshardReport": "in_job.resharding",
+    "Traffic": "in_job.resharding",
     "Source": "source",
     "Publication": "publication",
     "Version": "versions",

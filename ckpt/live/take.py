@@ -25,12 +25,11 @@ from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.fitting import row_of_match, verdict_of
 from ckpt.engine.load.job import LoadJob
-from ckpt.engine.load.load import run_each
 from ckpt.engine.load.reader import TensorLoad, changed
+from ckpt.engine.load.setting import run_each
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
-from ckpt.transport.endpoints import network
 
 from .catalog import LiveCatalog
 from .client import Holder, Pulled, pull_all
@@ -207,7 +206,6 @@ class Puller:
             rank=self.receiver,
             secret=self.secret,
             timeout=self.timeout,
-            network=network(),
             threads=self.threads,
             alive=self.alive,
             shared=self.local is not None,

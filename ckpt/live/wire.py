@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 import time
@@ -59,6 +60,7 @@ class Channel:
     alive: Callable[[], None] = _nothing
     purpose: str = ""
     _moved: float = field(default_factory=time.monotonic)
+    _readable: select.poll = field(default_factory=select.poll)
 
     def __post_init__(self) -> None:
         self.sock.settimeout(_SLICE)
@@ -120,14 +122,13 @@ class Channel:
                 return False
 
     def check_open(self) -> None:
-        """Raises:
-        ConnectionError: the other end is gone; it was not expected to say anything now.
+        """Look, without waiting, whether the other end is there; it was not expected to say anything now.
+
+        Raises:
+            ConnectionError: it is gone.
         """
-        try:
-            data = self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except (BlockingIOError, TimeoutError):
-            return
-        if not data:
+        self._readable.register(self.sock, select.POLLIN)  # a socket with a timeout waits in recv, whatever its flags
+        if self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK):
             raise ConnectionError("the stream ended early")
 
     def close(self) -> None:

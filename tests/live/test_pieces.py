@@ -61,7 +61,7 @@ def serving(rank: int, timeout: float = 5.0, check: Callable[[int, Box], None] |
 
 
 def holder_of(server: PieceServer, rank: int) -> Holder:
-    return Holder(rank=rank, addresses=tuple(server.addresses))
+    return Holder(rank=rank, addresses=tuple(server.addresses), network=server.network)
 
 
 @pytest.fixture
@@ -126,6 +126,19 @@ def test_a_list_is_sent_once(servers: list[PieceServer]) -> None:
         client.pull("v1", share.requests, lambda piece, view: filled.place(share, piece, view))
     client.close()
     assert sum(sent) == 2 * (23 + len("v1")) + 8 + len(share.requests.packed), "the second time only its digest goes"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_piece_waits_for_anything_but_the_one_before(servers: list[PieceServer], shared: bool) -> None:
+    """Neither for a slice of a wait, nor for an acknowledgement that the kernel holds back: 200 pieces take a fraction of a second."""
+    wanted = [want("t0", 0, 4, SOURCE, SHAPE, (Box((0, 0), (48, 40)),))]
+    share = plan_transfers(wanted, rank=RECEIVER, near=frozenset({0}), piece=32).shares[0]
+    assert len(share.requests.pieces) == 240
+    client = PieceClient(holder_of(servers[0], 0), SECRET, 5.0, shared=shared)
+    began = time.monotonic()
+    client.pull("v1", share.requests, lambda piece, view: None)
+    client.close()
+    assert time.monotonic() - began < 5, "a stall of 40 ms for each would take 10 s"
 
 
 def test_a_version_that_is_gone_is_named_and_the_connection_lives(servers: list[PieceServer]) -> None:

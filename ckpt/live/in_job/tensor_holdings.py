@@ -10,8 +10,7 @@ import torch
 
 from ckpt.adapters.memory import raw_view, reads_otherwise
 from ckpt.adapters.tensors import LocalTensor
-
-from .holdings import Check, HeldBox, HeldTensor, Holdings
+from ckpt.live.holdings import Check, HeldBox, HeldTensor, Holdings
 
 
 def holdings_of(tensors: Mapping[int, LocalTensor], check: Check | None = None) -> Holdings:

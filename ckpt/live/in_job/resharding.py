@@ -32,7 +32,7 @@ from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.collect import collect
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.tensors import LocalTensor
-from ckpt.concurrency.gc_paused import uncollected
+from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
@@ -46,6 +46,10 @@ from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import CkptError, ConsistencyError, NotFoundError, UsageError
+from ckpt.live.catalog import LiveCatalog
+from ckpt.live.client import Holder, Pulled, pull_all
+from ckpt.live.holdings import Holdings
+from ckpt.live.server import PieceServer
 from ckpt.plan import machines
 from ckpt.plan.match import Selection, several
 from ckpt.plan.tables import Table, join_tables
@@ -54,11 +58,7 @@ from ckpt.tracing.progress_callback import ProgressCallback, callback_of, report
 from ckpt.transport.shm_pool import machine
 
 from .aliasing import shared_memory
-from .catalog import LiveCatalog
-from .client import Holder, Pulled, pull_all
 from .filling import Filling, FillPlan, PlanCache, plan_filling
-from .holdings import Holdings
-from .server import PieceServer
 from .tensor_holdings import holdings_of
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def reshard(
     )
     call = group.call("reshard", WHAT, options.timeout)
     job = LoadJob(call=call, options=options, recorded=None, writes=StateWrites())
-    with uncollected():
+    with gc_paused():
         return _Reshard(job, group, _memory.setdefault(group, _Memory())).run(old_state, layout, new_state)
 
 

@@ -1,0 +1,143 @@
+"""What a plan costs: a mixture of experts of 10¹² parameters, from 256 ranks to 128, one rank's share; cold, and again.
+
+61 layers, 384 experts of three matrices each: 70,700 tensors. Source: 16 pipeline stages × TP 8 × DP 2, experts over 16 ranks of a stage.
+Target: TP 8 × DP 16, experts over 64 ranks × TP 2. No tensor has memory; tables are joined and checked as a reshard does it.
+
+    python -m benchmarks.live_plan
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.dtypes import DTYPES
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.placements import Shard
+from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.live.catalog import LiveCatalog
+from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.tables import Table, join_tables
+from ckpt.plan.transfers import TransferPlan, Want, plan_transfers
+
+LAYERS, EXPERTS, HIDDEN, WIDE = 61, 384, 7168, 2048
+STAGES = 16
+SOURCE, TARGET = range(256), range(256, 384)
+DENSE = {
+    "q": (1536, HIDDEN),
+    "qb": (12288, 1536),
+    "kv": (576, HIDDEN),
+    "kvb": (16384, 512),
+    "o": (HIDDEN, 8192),
+    "norm": (HIDDEN,),
+    "norm2": (HIDDEN,),
+}
+CUT = {"qb": 0, "kvb": 0, "o": 1}
+KIND = DTYPES["bfloat16"]
+
+
+def source_tensors() -> list[list[TensorSpec]]:
+    """By stage: what its 16 ranks have."""
+    by_stage: list[list[TensorSpec]] = []
+    for stage in range(STAGES):
+        tensors = []
+        dense = Mesh(("pp", "dp", "tp"), (STAGES, 2, 8), SOURCE)
+        folded = Mesh(("pp", "ep"), (STAGES, 16), SOURCE)
+        here = (("pp", (stage,)),)
+        layouts = {dim: TensorLayout(dense, () if dim is None else (Shard(dim, "tp"),), here) for dim in (None, 0, 1)}
+        expert = {n: TensorLayout(folded, (), (*here, ("ep", (n * 16 // EXPERTS,)))) for n in range(EXPERTS)}
+        for layer in range(stage * LAYERS // STAGES, (stage + 1) * LAYERS // STAGES):
+            tensors += [TensorSpec(f"layers.{layer}.{n}", KIND, s, layouts[CUT.get(n)]) for n, s in DENSE.items()]
+            for n in range(EXPERTS):
+                for name, shape in (("gate", (WIDE, HIDDEN)), ("up", (WIDE, HIDDEN)), ("down", (HIDDEN, WIDE))):
+                    tensors.append(TensorSpec(f"layers.{layer}.experts.{n}.{name}", KIND, shape, expert[n]))
+        by_stage.append(tensors)
+    return by_stage
+
+
+def target_layout(name: str, rank: int) -> TensorLayout | None:
+    """Where a tensor lies on the receivers; None if this one has nothing of it."""
+    kind = name.rpartition(".")[2]
+    if ".experts." not in name:
+        return _layout(("dp", "tp"), (16, 8), (CUT[kind], "tp") if kind in CUT else None, None)
+    number = int(name.split(".")[3])
+    if number * 64 // EXPERTS != (rank - TARGET.start) // 2:
+        return None
+    return _layout(("ep", "etp"), (64, 2), (1 if kind == "down" else 0, "etp"), number * 64 // EXPERTS)
+
+
+_known: dict[object, TensorLayout] = {}
+
+
+def _layout(names: tuple[str, str], sizes: tuple[int, int], cut: tuple[int, str] | None, at: int | None) -> TensorLayout:
+    key = names, cut, at
+    if key not in _known:
+        splits = () if cut is None else (Shard(*cut),)
+        _known[key] = TensorLayout(Mesh(names, sizes, TARGET), splits, () if at is None else ((names[0], (at,)),))
+    return _known[key]
+
+
+def measured(what: str, work: Callable[[], Any], into: dict[str, float]) -> Any:
+    began = time.process_time()
+    result = work()
+    into[what] = time.process_time() - began
+    return result
+
+
+def wants_of(catalog: LiveCatalog, rank: int) -> list[Want]:
+    wants = []
+    for name, entry in catalog.tensors.items():
+        layout = target_layout(name, rank)
+        if layout is not None:
+            boxes = tuple(p.box for p in layout.pieces(entry.shape, rank))
+            wants.append(Want(name, catalog.number(entry), KIND.itemsize, entry.grid, catalog.holders(entry), boxes))
+    return wants
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--receivers", type=int, default=16, help="receivers whose plans are added up to see how even the sending is")
+    options = parser.parse_args()
+    seconds: dict[str, float] = {}
+    stages = source_tensors()
+    packed = [Table(tensors=tuple(tensors), aliases={}).to_bytes() for tensors in stages]
+    tables = measured("read the tables", lambda: [Table.from_bytes(data) for data in packed], seconds)
+    ranks = [list(range(16 * stage, 16 * stage + 16)) for stage in range(STAGES)]
+    joined = measured("join and check them", lambda: join_tables(list(zip(ranks, tables, strict=True))), seconds)
+    catalog = measured("make the catalog", lambda: LiveCatalog.of(joined, {}, url="live", world_size=len(SOURCE)), seconds)
+    first = TARGET.start + 5
+    wants = measured("say what is wanted", lambda: wants_of(catalog, first), seconds)
+    plan: TransferPlan = measured("plan the transfers", lambda: plan_transfers(wants, rank=first), seconds)
+    lists = measured("pack the lists", lambda: [share.requests.packed for share in plan.shares.values()], seconds)
+    sent: Counter[int] = Counter()
+    for rank in TARGET[:: max(1, len(TARGET) // options.receivers)]:
+        for holder, share in plan_transfers(wants_of(catalog, rank), rank=rank).shares.items():
+            sent[holder] += share.requests.total
+    per_stage = [[sent[r] for r in stage] for stage in ranks]
+    report = {
+        "tensors": len(catalog.tensors),
+        "CPU seconds": {what: round(s, 3) for what, s in seconds.items()},
+        "CPU seconds in all": round(sum(seconds.values()), 3),
+        "peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "wanted tensors": len(wants),
+        "needed, GB": round(plan.needed / 1e9, 2),
+        "asked of others / needed": round((sum(s.requests.total for s in plan.shares.values()) + _own(plan)) / plan.needed, 6),
+        "holders": len(plan.shares),
+        "requests": sum(len(share.requests) for share in plan.shares.values()),
+        "lists, KB": sum(map(len, lists)) // 1000,
+        "busiest sender / mean, within a stage": round(max(max(s) * len(s) / sum(s) for s in per_stage if sum(s)), 3),
+    }
+    print(json.dumps(report, indent=2))
+
+
+def _own(plan: TransferPlan) -> int:
+    return sum(copy.box.numel * plan.wants[copy.want].itemsize for copy in plan.own)
+
+
+if __name__ == "__main__":
+    main()
