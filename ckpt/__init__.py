@@ -19,6 +19,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import converters as converters
     from . import data as data
+    from . import ema as ema
     from . import errors as errors
     from . import formats as formats
     from . import integrations as integrations
@@ -116,7 +117,7 @@ _WHERE = {
 }
 """Public name → the module that has it, and after a colon its name there, if that is another one."""
 
-FACES = ("converters", "data", "errors", "formats", "integrations", "io_backends", "live", "monitors", "policies", "rng")
+FACES = ("converters", "data", "ema", "errors", "formats", "integrations", "io_backends", "live", "monitors", "policies", "rng")
 """The public modules. Of ``integrations``, each module has its own names and needs its library."""
 
 __all__ = ["__version__", *FACES, *_WHERE]

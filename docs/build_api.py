@@ -13,7 +13,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import ckpt  # noqa: E402
-from ckpt import converters, data, errors, formats, io_backends, live, monitors, policies, rng  # noqa: E402
+from ckpt import converters, data, ema, errors, formats, io_backends, live, monitors, policies, rng  # noqa: E402
 from ckpt.integrations import engines  # noqa: E402
 
 SECTIONS = (
@@ -30,6 +30,7 @@ SECTIONS = (
         ("convert", "merge", "export", "translated", "ConvertReport", "MergeReport", "ExportReport", "MegatronParallel"),
     ),
     ("Data loaders: `ckpt.data`", data, tuple(data.__all__)),
+    ("Moving averages: `ckpt.ema`", ema, tuple(ema.__all__)),
     ("Random numbers: `ckpt.rng`", rng, tuple(rng.__all__)),
     ("Live state: `ckpt.live`", live, tuple(live.__all__)),
     ("Monitors: `ckpt.monitors`", monitors, tuple(monitors.__all__)),

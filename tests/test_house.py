@@ -30,7 +30,7 @@ FLOORS = (
     ("data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
     ("engine.load", "engine.save", "observe"),
     ("events", "live", "view"),
-    ("api", "converters", "monitors"),
+    ("api", "converters", "ema", "monitors"),
     ("cli", "training"),
     ("integrations",),
     ("__main__", "__init__"),

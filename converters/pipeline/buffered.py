@@ -16,7 +16,6 @@ A window is an image of a range of a file, so that it is written as it lies, and
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -34,6 +33,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.plan.reads import group_sorted
 
 from .computing import ComputedBox, Computing
+from .page_memory import page_memory
 from .passthrough import PAGE
 from .view_reader import ViewBox, read_views
 from .windows import FileItem, FileSegment, FileWindow, windows
@@ -104,9 +104,9 @@ class WindowFiller:
         """One of the two windows, long enough for a file of ``size`` bytes; made when it is needed."""
         needed = min(self.window, size) + PAGE
         if turn == len(self._buffers):
-            self._buffers.append(_memory(needed))
+            self._buffers.append(page_memory(needed))
         elif len(self._buffers[turn]) < needed:
-            self._buffers[turn] = _memory(needed)
+            self._buffers[turn] = page_memory(needed)
         return self._buffers[turn]
 
     def _seams_of(self, name: str) -> list[int]:
@@ -135,11 +135,3 @@ def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.T
     starts = [segment.start for segment in segments]
     for first, last, stop in group_sorted(starts, [segment.start + segment.length for segment in segments]):
         put(segments[first:last], data[starts[first] - base : stop - base])
-
-
-def _memory(size: int) -> torch.Tensor:
-    """Memory that begins at a page, which the system gets back as soon as nobody has it."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # touching it for the first time then costs little
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -7,7 +7,7 @@ Memory: what the caller gives, for operands.
 #     boxes       | a[0:9] | b | c[0:4] |  d[0:64]                     |
 #     batches     |------- 1 -----------|----- 2 -----|----- 3 --------|      a box whose operands do not fit is cut along its rows
 #     sources     0: read_views   1: read_views   2: read_views               each a single plan, read by several threads
-#     then        formula(operands) -> memory of the box
+#     then        formula(operands) -> memory of the box                     several boxes at a time
 #
 # A chunk has one digest, so part of a chunk costs reading all of it. Boxes end where chunks of source 0 end; only a box that is cut here
 # reads chunks twice, and that takes more than a dozen operands at the default memory.
@@ -15,19 +15,25 @@ Memory: what the caller gives, for operands.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ckpt.adapters.tensors import torch_dtype
+from ckpt.concurrency.workers import run_tasks
 from ckpt.converters.select.computed import Computed
 from ckpt.engine.load.reader import Reader
 from ckpt.layout.geometry import Box
 
+from .page_memory import page_memory
 from .view_reader import ViewBox, read_views
 from .windows import slabs
 
+_BATCH = 128 << 20
+"""Bytes of operands from which on another batch begins: enough for all threads, and new memory costs time."""
 _ALIGNED = 64
 """Operands begin at multiples of so many bytes."""
 
@@ -64,7 +70,7 @@ class Computing:
         """
         batch, used = list[ComputedBox](), 0
         for part in (part for whole in boxes for part in self._parts(whole)):
-            if batch and used + part.operand_bytes > self._memory:
+            if batch and used + part.operand_bytes > min(self._memory, _BATCH):
                 self._compute(batch, used)
                 batch, used = [], 0
             batch.append(part)
@@ -86,7 +92,7 @@ class Computing:
 
     def _compute(self, batch: Sequence[ComputedBox], needed: int) -> None:
         if len(self._scratch) < needed:
-            self._scratch = torch.empty(needed, dtype=torch.uint8)
+            self._scratch = page_memory(needed)
         at, operands = 0, list[list[torch.Tensor]]()
         views: list[list[ViewBox]] = [[] for _ in self._readers]
         for part in batch:
@@ -99,8 +105,11 @@ class Computing:
                 views[one.source].append(ViewBox(one.view, box, memory))
         for reader, parts in zip(self._readers, views, strict=True):
             read_views(reader, parts)
-        for part, read in zip(batch, operands, strict=True):
-            part.computed.formula.compute(part.name, part.box, read, part.memory)
+        tasks = [
+            partial(part.computed.formula.compute, part.name, part.box, read, part.memory)
+            for part, read in zip(batch, operands, strict=True)
+        ]
+        run_tasks(tasks, min(self._readers[0].threads, os.cpu_count() or 1), "ckpt-compute")
 
 
 def _padded(length: int) -> int:
