@@ -180,6 +180,8 @@ class FileStream:
         opened.end()
         if self.verify:
             self._compare(opened)
+            if opened.file.check is not None:
+                opened.file.check(self.backend, opened.file)
         self._done(number)
 
     def _compare(self, opened: _Open) -> None:

@@ -37,6 +37,8 @@ class OutputFile:
     size: int
     items: tuple[FileItem, ...]
     ends: Ends
+    check: Callable[[Backend, OutputFile], None] | None = None
+    """Opens the durable file as others will, by the library of its format; asked for by ``verify``. Raises CorruptError."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 
 from ckpt.catalog import Catalog
@@ -13,13 +14,13 @@ from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPla
 from ckpt.converters.pipeline.windows import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
-from ckpt.errors import UsageError
+from ckpt.errors import CorruptError, UsageError
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import is_file_system, open_backend, real_url
 from ckpt.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
 from ckpt.settings import limits
@@ -35,6 +36,9 @@ INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"
 OF_FORMATS = (METADATA_JSON, TRACKER, COMMIT_PATH)
 """Files by which a checkpoint of another format is known: beside safetensors files they would say that these are one."""
+_INTEGERS = {"U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "BOOL"}
+_ALL_READERS = _INTEGERS | {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
+"""Dtypes that every supported version of the safetensors library knows."""
 ALIGNED = 4096
 """The data begins at a multiple of this many bytes."""
 
@@ -85,7 +89,33 @@ def _file(path: str, members: Sequence[OutputTensor]) -> OutputFile:
     items = tuple(
         FileItem(w.name, Box.whole(w.shape), len(head) + start, w.dtype.itemsize) for w, start in zip(ordered, starts, strict=True)
     )
-    return OutputFile(path=path, size=len(head) + at, items=items, ends=lambda digests: [(0, head)])
+    check = check_readable if {w.dtype.safetensors for w in ordered} <= _ALL_READERS else None
+    return OutputFile(path=path, size=len(head) + at, items=items, ends=lambda digests: [(0, head)], check=check)
+
+
+def check_readable(backend: Backend, file: OutputFile) -> None:
+    """Open a written file by the safetensors library, the reference for all that will read it. It opens files of file systems only.
+
+    Raises:
+        CorruptError: it refuses the file, or shows other tensors. The file is gone.
+    """
+    if not is_file_system(backend.url):
+        return
+    from safetensors import SafetensorError, safe_open
+
+    path = f"{real_url(backend.url)}/{file.path}"
+    if not os.path.isfile(path):  # a memory:// URL counts as a file system, too
+        return
+    try:
+        with safe_open(path, framework="np") as opened:
+            names = set(opened.keys())
+    except SafetensorError as err:
+        backend.delete(file.path)
+        raise CorruptError(f"the safetensors library refuses the file: {err}", where=path, hint="please report this") from err
+    missing = {item.name for item in file.items} ^ names
+    if missing:
+        backend.delete(file.path)
+        raise CorruptError(f"the safetensors library shows other tensors: {min(missing)!r}", where=path, hint="please report this")
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[OutputTensor]]) -> bytes:

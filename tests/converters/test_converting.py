@@ -20,10 +20,15 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import convert
+from ckpt.converters.pipeline.target import OutputFile
+from ckpt.converters.pipeline.windows import FileItem
+from ckpt.converters.targets.hf import check_readable
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
+from ckpt.io_backends.registry import open_backend
+from ckpt.layout.geometry import Box
 from ckpt.plan import views
 from ckpt.settings import limits
 
@@ -263,6 +268,23 @@ def test_storage_that_is_no_file_system(tmp_path: Path, to: str) -> None:
     ckpt.save(url, tensors())
     convert(url, made, to=to, verify=True)
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
+
+
+def test_the_library_of_the_format_has_the_last_word(tmp_path: Path) -> None:
+    """With ``verify`` a written file is opened as its readers will open it."""
+    ckpt.save(str(tmp_path / "s"), {"w": torch.arange(6.0), "b": torch.zeros(2)})
+    convert(str(tmp_path / "s"), str(tmp_path / "hf"), to="hf", verify=True)
+    path, backend = tmp_path / "hf/model.safetensors", open_backend(str(tmp_path / "hf"))
+    data = path.read_bytes()
+    items = tuple(FileItem(name, Box.whole((n,)), 0, 4) for name, n in (("w", 6), ("b", 2)))
+    check_readable(backend, OutputFile(path=path.name, size=len(data), items=items, ends=lambda digests: []))
+    with pytest.raises(CorruptError, match="shows other tensors: 'b'"):
+        check_readable(backend, OutputFile(path=path.name, size=len(data), items=items[:1], ends=lambda digests: []))
+    assert not path.exists(), "nobody can load it by mistake"
+    path.write_bytes(data.replace(b"F32", b"F99", 1))
+    with pytest.raises(CorruptError, match="the safetensors library refuses the file"):
+        check_readable(backend, OutputFile(path=path.name, size=len(data), items=items, ends=lambda digests: []))
+    assert not path.exists()
 
 
 def test_tensors_that_no_state_names(tmp_path: Path) -> None:
