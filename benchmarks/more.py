@@ -13,6 +13,8 @@ from . import (
     footprint,
     foreign,
     gpu,
+    live_bytes,
+    live_push,
     merging,
     object_store,
     planning_large,
@@ -39,6 +41,8 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "convert": converting.run,
     "export": exporting.run,
     "foreign": foreign.run,
+    "live-push": live_push.run,
+    "live-bytes": live_bytes.run,
     "gpu": gpu.run,
 }
 """Each gives findings for one place."""

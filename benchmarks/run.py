@@ -40,9 +40,11 @@ SCENARIOS = (
     "convert",
     "export",
     "foreign",
+    "live-push",
+    "live-bytes",
     "gpu",
 )
-ONCE = ("codecs", "plan-large", "scale", "step", "s3")
+ONCE = ("codecs", "plan-large", "scale", "step", "s3", "live-push", "live-bytes")
 """Scenarios that use no storage."""
 MB = 1_000_000
 

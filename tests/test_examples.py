@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -300,6 +301,30 @@ def test_the_engine_answers_as_transformers_does(ranks: Ranks, tmp_path: Path, t
     for size in (1, 2, 4):  # with 4 ranks, two share each head of keys and values
         for its_logits, its_answer in ranks.run(size, engine_answers, str(tmp_path), prompt):
             assert torch.allclose(its_logits, logits, atol=1e-5) and torch.equal(its_answer, answer)
+
+
+def test_ranks_change_in_memory_as_through_a_checkpoint(tmp_path: Path) -> None:
+    """Four ranks, three, six: the same losses to the last bit, and every byte from memory."""
+    six = Ranks(6)
+    live = six.run(6, call, "elastic_live", "train", 3)
+    stored = six.run(6, call, "elastic_live", "train", 3, str(tmp_path))
+    assert [losses for losses, _ in live] == [losses for losses, _ in stored]
+    assert [len(losses) for losses, _ in live] == [9, 9, 9, 6, 3, 3]  # a rank that rests sees no losses
+    assert len(set(live[0][0])) == 9 and sum(sent for _, sent in live) > 300_000
+
+
+def test_engines_come_and_go_while_a_trainer_publishes(tmp_path: Path) -> None:
+    """Each version that an engine has is one that the trainer published, whole: the sum of all bits is the same."""
+    ranks, folder = Ranks(4), str(tmp_path)
+    with ThreadPoolExecutor(3) as pool:
+        trainer = pool.submit(ranks.run, 4, call, "rl_loop", "train", folder, 8, 2, timeout=120)
+        one = pool.submit(ranks.run, 2, call, "rl_loop", "engine", folder, "one", timeout=120)
+        other = pool.submit(ranks.run, 1, call, "rl_loop", "engine", folder, "other", 3, process_group=False, timeout=120)
+        published, rewards = trainer.result()[0]
+        stays, leaves = one.result(), other.result()
+    assert stays[0] == stays[1] and stays[0][-1][0] == 7 and len(leaves[0]) == 3
+    assert {*stays[0], *leaves[0]} <= {*published.items()}
+    assert len(set(published.values())) == 8 and max(rewards[4:]) > rewards[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole

@@ -14,7 +14,7 @@ import pytest
 
 from tests.distributed.ranks import Ranks
 from tests.live.layouts import LAYOUTS
-from tests.live.moving import Move, Pair, by_storage, run_pairs
+from tests.live.moving import Move, Pair, by_reshard, by_storage, run_pairs
 
 NAMES = list(LAYOUTS)
 NAMED = [
@@ -66,6 +66,29 @@ def matrix(ranks: Ranks) -> Matrix:
 @pytest.mark.parametrize("pair", ORACLE, ids=str)
 def test_a_save_and_a_load_agree_with_the_oracle(matrix: Matrix, pair: Pair) -> None:
     assert matrix.problems("storage", ORACLE, by_storage, pair) == []
+
+
+@pytest.mark.parametrize("pair", FEW, ids=str)
+def test_pair(matrix: Matrix, pair: Pair) -> None:
+    assert matrix.problems("few", FEW, by_reshard, pair) == []
+
+
+@pytest.mark.parametrize("pair", FEW, ids=str)
+def test_every_byte_is_sent_once(matrix: Matrix, pair: Pair) -> None:
+    """Each rank gets what it needs, from itself or from others, and nothing else."""
+    reports = [outcome[str(pair)][1] for outcome in matrix.run("few", FEW, by_reshard) if str(pair) in outcome]
+    traffic = reports[0].ranks
+    assert all(report.ranks == traffic for report in reports)
+    assert sum(t.sent for t in traffic.values()) == sum(t.received for t in traffic.values())
+    assert [rank for rank, t in traffic.items() if t.needed != t.copied + t.received] == []
+    mine = {rank: (r.bytes_needed, r.bytes_sent, r.bytes_copied, r.bytes_received) for rank, r in enumerate(reports)}
+    assert mine == {rank: (t.needed, t.sent, t.copied, t.received) for rank, t in traffic.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [p for p in ALL if p not in FEW], ids=str)
+def test_every_other_pair(matrix: Matrix, pair: Pair) -> None:
+    assert matrix.problems("all", [p for p in ALL if p not in FEW], by_reshard, pair) == []
 
 
 def test_every_layout_is_a_source_and_a_target() -> None:

@@ -89,7 +89,7 @@ class Job:
         }
         if store is not None:
             self._start(-1, store, common, _serve)
-            self._await("-1.up")
+            self.await_file("-1.up")
             common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         for rank, host in enumerate(hosts):
             local = {"RANK": str(rank), "LOCAL_RANK": str(hosts[:rank].count(host)), "LOCAL_WORLD_SIZE": str(hosts.count(host))}
@@ -114,7 +114,7 @@ class Job:
     def reach(self) -> None:
         """Wait until the rank that is to stop has come to its phase."""
         assert self.stop is not None
-        self._await(f"{self.stop.rank}.there")
+        self.await_file(f"{self.stop.rank}.there")
 
     def go_on(self) -> None:
         (self.folder / "go").touch()
@@ -142,7 +142,8 @@ class Job:
             time.sleep(0.5)
         return (self.folder / f"{rank}.log").read_text(errors="replace")[-6000:]
 
-    def _await(self, name: str, seconds: float = 60.0) -> None:
+    def await_file(self, name: str, seconds: float = 60.0) -> None:
+        """Wait until a rank has left a file of this name in the job's folder, where its ranks begin."""
         end = time.monotonic() + seconds
         while not (self.folder / name).exists():
             assert time.monotonic() < end, "\n".join([f"{name} is not there", *(self.log(r) for r in self._processes)])
