@@ -6,60 +6,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .dtypes import DType
-from .layout.geometry import Box, IntArray, cell_box, cells, cells_overlapping, intersect_all
+from .layout.geometry import Box, IntArray
+from .layout.partition import BoxPartition
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Grid:
-    """How a tensor is cut into chunks, and which data file has each (docs/format.md §5). Exactly one of ``cuts`` and ``boxes`` is
-    given."""
+class Grid(BoxPartition):
+    """How a tensor is cut into chunks, and which data file has each (docs/format.md §5)."""
 
-    cuts: tuple[tuple[int, ...], ...] | None = None
-    boxes: tuple[IntArray, IntArray] | None = None
-    """Offsets and shapes, ``[n, d]`` each."""
     files: npt.NDArray[np.int32]
     """A row of the catalog's files for each chunk, or a single one for all."""
-
-    def __len__(self) -> int:
-        if self.cuts is None:
-            assert self.boxes is not None
-            return len(self.boxes[0])
-        return math.prod(len(c) - 1 for c in self.cuts)
-
-    @cached_property
-    def single(self) -> bool:
-        """Whether the whole tensor is one chunk."""
-        return len(self) == 1
-
-    def all_boxes(self) -> tuple[IntArray, IntArray]:
-        """Offsets and shapes ``[n, d]`` of all chunks."""
-        if self.cuts is None:
-            assert self.boxes is not None
-            return self.boxes
-        return cells(self.cuts)
-
-    def overlapping(self, box: Box) -> IntArray:
-        """Numbers of the chunks that share an element with ``box``."""
-        if self.cuts is None:
-            assert self.boxes is not None
-            return intersect_all(box, *self.boxes)[0]
-        return cells_overlapping(self.cuts, box)
-
-    def box(self, chunk: int) -> Box:
-        if self.cuts is None:
-            assert self.boxes is not None
-            return Box(tuple(self.boxes[0][chunk].tolist()), tuple(self.boxes[1][chunk].tolist()))
-        return cell_box(self.cuts, chunk)
 
     def file(self, chunk: int) -> int:
         """Row of the catalog's files that has this chunk."""

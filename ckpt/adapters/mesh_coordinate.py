@@ -96,9 +96,7 @@ class StateSharding:
         if set(mesh.ranks) != set(ranks):
             hint = "give the whole mesh, not a slice of it, with the sizes that it has in this job"
             raise LayoutError(f"the mesh {mesh} is not of the {len(ranks)} ranks that make the call", hint=hint)
-        at = mesh.coordinate(rank)
-        assert at is not None
-        return MeshCoordinate(names=mesh.names, sizes=mesh.sizes, at=at, over=over)
+        return MeshCoordinate(names=mesh.names, sizes=mesh.sizes, at=mesh.place(rank), over=over)
 
 
 def _mesh(mesh: MeshLike) -> Mesh:

@@ -173,7 +173,7 @@ class Call:
         with self._channel() as channel:
             channel.post(message)
             while "asks" in (word := self._await_word(channel)):
-                self._offers.give(word["asks"])
+                self._offers.give(word["asks"], channel)
             self.undecided = False
             channel.confirm()
         if "error" in word:

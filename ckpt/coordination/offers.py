@@ -68,11 +68,10 @@ class Offers:
         self._latest = digests_of
         self._of_all = {position: [*self._of_all.get(position, ()), *digests] for position, digests in digests_of.items()}
 
-    def give(self, asks: Mapping[str, Any]) -> None:
+    def give(self, asks: Mapping[str, Any], channel: ControlChannel) -> None:
         """Leave in the store what the leader asks this rank for."""
-        assert self.channel is not None
         for digest in asked_of(asks, self.position, self._shared):
-            self.channel.give(digest, self._blobs[digest])
+            channel.give(digest, self._blobs[digest])
 
     def get(self, digest: str) -> bytes:
         self.fetch([digest])
@@ -87,7 +86,8 @@ class Offers:
         lacking = {digest: None for digest in digests if digest not in self._blobs}
         if not lacking:
             return
-        assert self.channel is not None
+        if self.channel is None:
+            raise NotSentError(set())
         if self.channel.said:  # who asks a second time would ask for one after another
             lacking |= {digest: None for offered in self._latest.values() for digest in offered if digest not in self._blobs}
         wanted: dict[str, int] = {}

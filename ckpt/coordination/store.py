@@ -186,9 +186,9 @@ class Connection:
     # ---- errors
 
     def _unreachable(self) -> DeadlineError:
-        assert self.silent_since is not None
+        since = self._answered if self.silent_since is None else self.silent_since
         return DeadlineError(
-            f"the job's store at {self.address} cannot be reached: it has not answered for {time.monotonic() - self.silent_since:.0f} s",
+            f"the job's store at {self.address} cannot be reached: it has not answered for {time.monotonic() - since:.0f} s",
             hint="look at the network of this host, and whether the host of the store is up; then start the job again; "
             "`ckpt ls` shows what is committed",
         )

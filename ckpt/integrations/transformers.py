@@ -93,16 +93,21 @@ class CheckpointCallback(TrainerCallback):
 
     # ---- saving
 
+    @property
+    def running(self) -> Checkpointer:
+        """The checkpointer of the training that is going on."""
+        if self.checkpointer is None:
+            raise UsageError("the trainer is not training", hint="call trainer.train()")
+        return self.checkpointer
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self.checkpointer is not None
-        if self.policy is not None and self.checkpointer.step(state.global_step, self.state):
+        if self.policy is not None and self.running.step(state.global_step, self.state):
             self._saved = state.global_step
-        if self.checkpointer.preempted:
+        if self.running.preempted:
             control.should_training_stop = True
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """In place of ``Trainer._save_checkpoint``."""
-        assert self.checkpointer is not None
         step = self.trainer.state.global_step
         if self._saved == step:
             return
@@ -110,7 +115,7 @@ class CheckpointCallback(TrainerCallback):
         self.trainer.state.stateful_callbacks = self._callback_states()  # so does the method that this replaces
         logged = {k: v for entry in self.trainer.state.log_history if entry.get("step") == step for k, v in entry.items()}
         metrics = {k: float(v) for k, v in logged.items() if k not in ("step", "epoch") and isinstance(v, int | float)}
-        self.checkpointer.save(step, self.state(), metrics=metrics)
+        self.running.save(step, self.state(), metrics=metrics)
         self._saved = step
 
     # ---- going on
@@ -135,18 +140,17 @@ class CheckpointCallback(TrainerCallback):
 
     def _from(self, given: Any) -> str | None:
         """The checkpoint to go on from, if it is one of ckpt; ``_step`` is its step if it is in the root."""
-        assert self.checkpointer is not None
         self._step = None
         if given is None or given is True:
-            self._step = agreed_latest(self.checkpointer)
+            self._step = agreed_latest(self.running)
             if self._step is None and given:
                 hint = "resume_from_checkpoint=None goes on if there is one, and starts from the beginning if not"
                 raise UsageError(f"no valid checkpoint found in {self.root}", hint=hint)
-            return None if self._step is None else str(self.checkpointer.steps()[-1].url)
+            return None if self._step is None else str(self.running.steps()[-1].url)
         url = os.fspath(given) if given else ""
         if not url or committed_id(open_backend(url)) is None:
             return None
-        own = (s.number for s in self.checkpointer.steps() if real_url(s.url) == real_url(url))
+        own = (s.number for s in self.running.steps() if real_url(s.url) == real_url(url))
         self._step = next(own, None)
         return str(url)
 
@@ -157,15 +161,14 @@ class CheckpointCallback(TrainerCallback):
 
     def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """In place of ``Trainer._load_optimizer_and_scheduler``."""
-        if checkpoint is None or checkpoint != self._folder:
+        if checkpoint is None or checkpoint != self._folder or self._url is None:
             self._own["_load_optimizer_and_scheduler"](checkpoint)
             return
-        assert self.checkpointer is not None and self._url is not None
         state = self.state()
         if self._step is None:  # of another run
             load(self._url, state)
         else:
-            self.checkpointer.restore(state, step=self._step)
+            self.running.restore(state, step=self._step)
         self._rng = state["rng"].value
 
     def load_rng_state(self, checkpoint: str | None) -> None:

@@ -147,9 +147,7 @@ class Layout:
             if match is None:
                 continue
             mesh = self._mesh(rule.mesh)
-            where = mesh.coordinate(rank)
-            assert where is not None
-            coordinate = where[mesh.axis(rule.over)]
+            coordinate = mesh.place(rank)[mesh.axis(rule.over)]
             fields = match.groupdict()
             chunks = rule.ids[coordinate]
             chunk, local = int(fields.get("chunk") or 0), fields.get("n")
@@ -167,9 +165,7 @@ class Layout:
         at: dict[str, tuple[int, ...]] = {}
         for rule in self.numbered:
             if rule.stage and rule.over in mesh.names:
-                where = mesh.coordinate(rank)
-                assert where is not None
-                at[rule.over] = (where[mesh.axis(rule.over)],)
+                at[rule.over] = (mesh.place(rank)[mesh.axis(rule.over)],)
         for n in numbers:
             if n.value is not None and n.rule.over in mesh.names:
                 at[n.rule.over] = (n.coordinate,)

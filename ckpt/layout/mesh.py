@@ -76,6 +76,17 @@ class Mesh:
             where.append(at)
         return tuple(reversed(where))
 
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Place of a rank in the mesh.
+
+        Raises:
+            LayoutError: it is not in it.
+        """
+        where = self.coordinate(rank)
+        if where is None:
+            raise LayoutError(f"rank {rank} is not in the mesh {self}")
+        return where
+
     def __str__(self) -> str:
         return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
 

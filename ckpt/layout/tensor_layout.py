@@ -35,19 +35,18 @@ from .flat_ranges import FlatBlocks
 from .geometry import Box, Cuts, IntArray, merge_cuts
 from .intervals import Interval, Shares, joined, slice_of
 from .mesh import Mesh
+from .partition import BoxPartition
 from .placements.base import AxisSplit, BlockSplit, Piece, Split
 from .placements.registry import split_from_json
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tiling:
+class Tiling(BoxPartition):
     """Who holds what of one tensor: cells that tile it, and for each cell the ranks that hold it.
 
-    ``cuts`` per dimension, or explicit ``boxes`` (offsets, shapes); ``holders`` is ``[cells, replicas]``, global ranks.
+    ``holders`` is ``[cells, replicas]``, global ranks.
     """
 
-    cuts: tuple[tuple[int, ...], ...] | None
-    boxes: tuple[IntArray, IntArray] | None
     holders: IntArray
 
 
@@ -266,7 +265,7 @@ def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
         index += [owners[:, k].reshape(spread) for k in range(owners.shape[1])]
     holders = array[tuple(index)] if index else array
     holders = np.broadcast_to(holders, (*counts, holders.shape[-1])).reshape(-1, holders.shape[-1])
-    return Tiling(cuts=cuts, boxes=None, holders=holders)
+    return Tiling(cuts=cuts, holders=holders)
 
 
 def _axis_cuts(axis: _Axis) -> Cuts:
@@ -291,17 +290,16 @@ def _listed_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     blocks = flat_blocks(layout, shape)
     if blocks is not None:
         offsets, shapes, holders = blocks.boxes()
-        return Tiling(cuts=None, boxes=(offsets, shapes), holders=holders)
+        return Tiling(boxes=(offsets, shapes), holders=holders)
     array = layout._submesh()
     split_axes = [layout.mesh.axis(s.over) for s in layout.splits]
     free = [i for i in range(array.ndim) if i not in split_axes]
     groups = array.transpose(split_axes + free).reshape(math.prod(array.shape[i] for i in split_axes), -1)
     if math.prod(shape) == 0 or not shape:
         # One cell, at the first coordinate: explicit boxes need at least one box and one dimension.
-        return Tiling(cuts=tuple((0, n) for n in shape), boxes=None, holders=groups[:1])
+        return Tiling(cuts=tuple((0, n) for n in shape), holders=groups[:1])
     pieces = [(piece.box, group) for group in groups for piece in layout.pieces(shape, int(group[0]))]
     return Tiling(
-        cuts=None,
         boxes=(np.array([b.offset for b, _ in pieces], dtype=np.int64), np.array([b.shape for b, _ in pieces], dtype=np.int64)),
         holders=np.array([group for _, group in pieces], dtype=np.int64),
     )

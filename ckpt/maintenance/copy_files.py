@@ -61,12 +61,11 @@ class FileCopy:
 
     def _take(self, offset: int, data: memoryview) -> None:
         with self._lock:
-            if self._writer is None:
-                self._writer = self._journal.backend.create(self._file.path, self._file.size)
+            writer = self._opened()
             again = offset in self._taken
             self._taken.add(offset)
         try:
-            self._writer.write(offset, [data])
+            writer.write(offset, [data])
         except StorageError:
             if not again:
                 raise
@@ -85,9 +84,13 @@ class FileCopy:
             where = f"{self._reader.source.url.rstrip('/')}/{self._file.path}"
             hint = "the network, a cache or the memory of a machine flips bits: copy on another machine"
             raise StorageError(f"something of it was read wrong each of {READS} times", where=where, hint=hint)
-        assert self._writer is not None
         with self._journal.making(self._file.path):
-            self._writer.commit()
+            self._opened().commit()
+
+    def _opened(self) -> Writer:
+        if self._writer is None:
+            self._writer = self._journal.backend.create(self._file.path, self._file.size)
+        return self._writer
 
     def abort(self) -> None:
         """Leave nothing of the file at the target, unless it is committed. No job may run any more."""

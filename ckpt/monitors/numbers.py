@@ -40,8 +40,8 @@ def digest_of(url: str) -> str | None:
 
 def reference(event: Event) -> dict[str, object]:
     """What another tool has to remember to find this checkpoint again, and to know that it is the same."""
-    assert event.url is not None
-    fields = {"url": event.url, "id": event.id, "digest": digest_of(event.url), "step": event.step, "tensor_bytes": event.tensor_bytes}
+    digest = None if event.url is None else digest_of(event.url)
+    fields = {"url": event.url, "id": event.id, "digest": digest, "step": event.step, "tensor_bytes": event.tensor_bytes}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.dtypes import DType
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.layout.geometry import Box, IntArray, cells, find_fault
+from ckpt.layout.geometry import Box, IntArray, TilingFault, cells
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.settings import limits
 
@@ -49,12 +49,10 @@ class ExternalAssignment:
         for name, t in self.tensors.items():
             assignment = self.assignments.get(name)
             key = (id(assignment), t.shape)
-            if key in tiled or (assignment is not None and assignment.boxes is None):
+            if key in tiled:
                 continue
-            offsets, shapes = (
-                assignment.boxes if assignment is not None and assignment.boxes is not None else cells([(0,) for _ in t.shape])
-            )
-            fault = find_fault(t.shape, offsets, shapes)
+            nothing = TilingFault(Box.whole(t.shape), 0) if t.nbytes else None
+            fault = nothing if assignment is None else assignment.fault(t.shape)
             if fault is not None:
                 raise CoverageError(f"{fault.box} would be stored {fault.times} times", where=f"tensor {name}")
             tiled.add(key)

@@ -102,7 +102,8 @@ def is_whole(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, small:
 def whole_grid(layout: TensorLayout, shape: tuple[int, ...], number: int) -> FlatGrid:
     """Each block is one chunk, and the holders of its range ``number`` write it."""
     blocks = flat_blocks(layout, shape)
-    assert blocks is not None
+    if blocks is None:
+        raise ValueError(f"a tensor of shape {shape} has no flat blocks in {layout}")
     count, ranges, replicas = blocks.holders.shape
     cell_edges = _cell_edges(blocks)
     return FlatGrid(

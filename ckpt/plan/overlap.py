@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ckpt.catalog import Grid
 from ckpt.layout.geometry import Box, IntArray, intersect_all, row_major_strides
+from ckpt.layout.partition import BoxPartition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Copy:
     """What chunk and target have in common; never empty."""
 
 
-def overlapping_chunks(grid: Grid, box: Box) -> list[Copy]:
+def overlapping_chunks(grid: BoxPartition, box: Box) -> list[Copy]:
     """The chunks of ``grid`` that hold parts of the target ``box``, by increasing chunk number.
 
     An empty box gives no copies; so does a part of the box that no chunk holds. Raises nothing.

@@ -32,7 +32,8 @@ from functools import lru_cache
 import numpy as np
 
 from ckpt.dtypes import DType
-from ckpt.layout.geometry import Box, IntArray, cell_box, cells, even_cuts
+from ckpt.layout.geometry import IntArray, cells, even_cuts
+from ckpt.layout.partition import BoxPartition
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
 from ckpt.settings import limits
 
@@ -57,7 +58,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ChunkAssignment:
+class ChunkAssignment(BoxPartition):
     """The stored grid of one tensor, and the rank that writes each chunk.
 
     ``owners`` is ``[chunks]``. Chunk i is cut from cell ``cell[i]`` of the tensor's tiling, and the ranks
@@ -68,8 +69,6 @@ class ChunkAssignment:
     row-major flattening.
     """
 
-    cuts: tuple[tuple[int, ...], ...] | None
-    boxes: tuple[IntArray, IntArray] | None
     owners: IntArray
     cell: IntArray
     cell_holders: IntArray
@@ -93,12 +92,6 @@ class ChunkAssignment:
         """The ranks that have each chunk's bytes, ``[chunks, replicas]``."""
         return self.cell_holders[self.cell]
 
-    def box(self, chunk: int) -> Box:
-        if self.cuts is None:
-            assert self.boxes is not None
-            return Box(tuple(self.boxes[0][chunk].tolist()), tuple(self.boxes[1][chunk].tolist()))
-        return cell_box(self.cuts, chunk)
-
     def written_by(self, rank: int) -> list[int]:
         """Numbers of the chunks that ``rank`` writes."""
         chunks: list[int] = np.flatnonzero(self.owners == rank).tolist()
@@ -121,18 +114,20 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
     # all tensors of its own groups and perhaps none of others, so a group is the largest set over which all ranks
     # that take part can do the same arithmetic and arrive at the same answer without a message.
     groups: dict[object, list[TensorSpec]] = defaultdict(list)
-    merged: dict[object, list[TensorSpec]] = defaultdict(list)
+    merged: dict[object, list[tuple[TensorSpec, FlatGrid]]] = defaultdict(list)
     of_layout: dict[int, list[TensorSpec]] = {}
     for t in tensors:
         # A model has thousands of tensors and a handful of layout objects. The group of a layout is looked up by
         # identity, since hashing a layout means hashing the list of all ranks of its mesh.
         members = of_layout.get(id(t.layout))
         if members is None:
-            if merge_flat_shards and t.layout.is_flat and (_is_whole(t) or _row_grid(t) is not None):
-                members = merged[_replica_group(t.layout), t.layout.splits[-1].over]
-            else:
-                members = groups[_replica_group(t.layout)]
-            if not (merge_flat_shards and t.layout.is_flat):  # else some of the layout's tensors may be merged, others not
+            may_merge = merge_flat_shards and t.layout.is_flat  # some of a layout's tensors, and others not
+            grid = _flat_grid(t) if may_merge else None
+            if grid is not None:
+                merged[_replica_group(t.layout), t.layout.splits[-1].over].append((t, grid))
+                continue
+            members = groups[_replica_group(t.layout)]
+            if not may_merge:
                 of_layout[id(t.layout)] = members
         members.append(t)
     assignments: dict[str, ChunkAssignment] = {}
@@ -146,8 +141,8 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
             if known is None:
                 known = alike[key] = _assignment(t.layout, t.shape, t.dtype.itemsize, rotation)
             assignments[t.name] = known
-    for members in merged.values():
-        assignments.update((t.name, _assignment_of_rows(grid, rotation)) for t, grid, rotation in _merged_rotations(members))
+    for flat in merged.values():
+        assignments.update((t.name, _assignment_of_rows(grid, rotation)) for t, grid, rotation in _merged_rotations(flat))
     return assignments
 
 
@@ -155,11 +150,14 @@ def _is_whole(t: TensorSpec) -> bool:
     return is_whole(t.layout, t.shape, t.dtype.itemsize, limits.UNDIVIDED)
 
 
-def _row_grid(t: TensorSpec) -> FlatGrid | None:
+def _flat_grid(t: TensorSpec) -> FlatGrid | None:
+    """The grid that a flat tensor is merged to, if it is."""
+    if _is_whole(t):
+        return whole_grid(t.layout, t.shape, 0)
     return row_grid(t.layout, t.shape, t.dtype.itemsize, limits.CHUNK, limits.UNDIVIDED)
 
 
-def _merged_rotations(members: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, FlatGrid, int]]:
+def _merged_rotations(members: Sequence[tuple[TensorSpec, FlatGrid]]) -> Iterator[tuple[TensorSpec, FlatGrid, int]]:
     """For each merged tensor its grid, and the replica that starts."""
     # A small one goes to whoever has least so far of its block.
     #
@@ -172,11 +170,9 @@ def _merged_rotations(members: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpe
     # no small tensors    load[replica]            the sum over the ranges: they are cut almost evenly
     # small tensors       load[range, replica]     each goes whole to one rank, so ranges differ as well
     load = np.zeros(0)
-    unsplit = {t.name for t in members if _is_whole(t)}
+    unsplit = {t.name for t, _ in members if _is_whole(t)}
     totals: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-    for t in sorted(members, key=lambda t: (-t.nbytes, t.name)):
-        grid = whole_grid(t.layout, t.shape, 0) if t.name in unsplit else _row_grid(t)
-        assert grid is not None
+    for t, grid in sorted(members, key=lambda member: (-member[0].nbytes, member[0].name)):
         replicas = grid.holders.shape[1]
         load = load if len(load) else np.zeros(grid.ranges * replicas if unsplit else replicas)
         # A row-cut tensor adds the same bytes whichever rotation it gets, only shifted by it: so the totals are
@@ -201,9 +197,7 @@ def _merged_rotations(members: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpe
 @lru_cache(maxsize=4096)
 def _assignment_of_rows(grid: FlatGrid, rotation: int) -> ChunkAssignment:
     owners = grid.holders[grid.cell, (grid.part + rotation) % grid.holders.shape[1]]
-    return ChunkAssignment(
-        cuts=grid.cuts, boxes=None, owners=owners, cell=grid.cell, cell_holders=grid.holders, flat=grid, rotation=rotation
-    )
+    return ChunkAssignment(cuts=grid.cuts, owners=owners, cell=grid.cell, cell_holders=grid.holders, flat=grid, rotation=rotation)
 
 
 def _replica_group(layout: TensorLayout) -> object:
@@ -237,7 +231,7 @@ def _rotations(members: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
 
 def _shares(tiling: Tiling, shape: tuple[int, ...], itemsize: int, replicas: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Fraction of a typical cell that each replica writes, before the rotation."""
-    widest = _widest(tiling, shape)
+    widest = tiling.widest(shape)
     shares = np.zeros(replicas)
     if math.prod(widest) * itemsize < limits.UNDIVIDED:
         shares[0] = 1
@@ -246,13 +240,6 @@ def _shares(tiling: Tiling, shape: tuple[int, ...], itemsize: int, replicas: int
     sizes = np.diff(even_cuts(rows, min(replicas, rows)))
     shares[: len(sizes)] = sizes / rows
     return shares
-
-
-def _widest(tiling: Tiling, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if tiling.cuts is not None:
-        return tuple(int(np.diff(c).max()) for c in tiling.cuts)
-    assert tiling.boxes is not None
-    return tuple(tiling.boxes[1].max(axis=0).tolist()) if len(tiling.boxes[1]) else shape
 
 
 def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
@@ -268,7 +255,7 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
     tiling = layout.tiling(shape)
     if tiling.cuts is None:
         return _assignment_of_boxes(tiling, itemsize, rotation)
-    widest = _widest(tiling, shape)
+    widest = tiling.widest(shape)
     replicas = tiling.holders.shape[1]
     # A cell is cut along one dimension only (``row``), so that the parts of a row-major cell stay long runs of bytes.
     # Along the others it is cut only where a chunk would be larger than ``limits.CHUNK``.
@@ -285,17 +272,17 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
         parents = parents * (len(tiling.cuts[dim]) - 1) + parent[index[dim]]
     part = 0 if row is None else refined[row][2][index[row]]
     owners = tiling.holders[parents, (part + rotation) % replicas]
-    return ChunkAssignment(cuts=tuple(new for new, _, _ in refined), boxes=None, owners=owners, cell=parents, cell_holders=tiling.holders)
+    return ChunkAssignment(cuts=tuple(new for new, _, _ in refined), owners=owners, cell=parents, cell_holders=tiling.holders)
 
 
 def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int) -> ChunkAssignment:
     """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk."""
     # Boxes of one shape are cut alike.
-    assert tiling.boxes is not None
+    offsets, shapes = tiling.all_boxes()
     replicas = tiling.holders.shape[1]
     # Flat ranges of a model with thousands of ranks are hundreds of thousands of boxes of few different shapes. Each
     # shape is cut once, and the result is spread over all boxes that have it, by index arithmetic alone.
-    kinds, kind = _distinct_rows(tiling.boxes[1])
+    kinds, kind = _distinct_rows(shapes)
     cut = [_cut_box(tuple(shape), replicas, itemsize) for shape in kinds.tolist()]
     counts = np.array([len(part) for _, _, part in cut], dtype=np.int64)
     cell = np.repeat(np.arange(len(kind), dtype=np.int64), counts[kind])
@@ -303,7 +290,7 @@ def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int) -> ChunkA
     row = (np.cumsum(counts) - counts)[kind[cell]] + number
     at, sizes, part = (np.concatenate(column)[row] for column in zip(*cut, strict=True))
     owners = tiling.holders[cell, (part + rotation) % replicas]
-    return ChunkAssignment(cuts=None, boxes=(tiling.boxes[0][cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders)
+    return ChunkAssignment(boxes=(offsets[cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders)
 
 
 def _distinct_rows(rows: IntArray) -> tuple[IntArray, IntArray]:

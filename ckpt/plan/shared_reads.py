@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.catalog import Grid
-from ckpt.layout.geometry import Box, cell_box, cells_overlapping, intersect_all
+from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 
 from .overlap import overlapping_chunks
@@ -64,15 +64,9 @@ def shared_chunks(
 def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[list[int], list[int]]:
     """The ranks that hold parts of a box, increasing, and how many elements of it each holds."""
     tiling = layout.tiling(shape)
-    if tiling.cuts is not None:
-        numbers = cells_overlapping(tiling.cuts, box)
-        cells = [cell_box(tiling.cuts, n).intersect(box) for n in numbers.tolist()]
-        sizes = np.array([c.numel if c is not None else 0 for c in cells], dtype=np.int64)
-    else:
-        assert tiling.boxes is not None
-        numbers, _, shapes = intersect_all(box, *tiling.boxes)
-        sizes = shapes.prod(axis=1, dtype=np.int64)
-    holders = tiling.holders[numbers]
+    cells = overlapping_chunks(tiling, box)
+    sizes = np.array([cell.box.numel for cell in cells], dtype=np.int64)
+    holders = tiling.holders[[cell.chunk for cell in cells]]
     ranks, places = np.unique(holders, return_inverse=True)
     weights = np.zeros(len(ranks), dtype=np.int64)
     np.add.at(weights, places.reshape(-1), np.repeat(sizes, holders.shape[1]))

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.layout.geometry import Box, find_fault
+from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 
 from .ownership import ChunkAssignment, TensorSpec, assign
@@ -200,7 +200,7 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
             problems.append(_hole(name, claim, absent))
         elif claim.assignment.boxes is not None and (id(claim.assignment), claim.tensor.shape) not in tiled:
             tiled.add((id(claim.assignment), claim.tensor.shape))
-            fault = find_fault(claim.tensor.shape, *claim.assignment.boxes)
+            fault = claim.assignment.fault(claim.tensor.shape)
             if fault is not None:
                 raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint="correct the layout")
     if problems:

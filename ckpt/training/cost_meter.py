@@ -80,7 +80,7 @@ class CostMeter:
             self._left += stood - self._stood
         self._stood = stood
         if self._save is not None and self._save.done():
-            self._end()
+            self._end(self._save)
 
     def leave(self, now: float, *, step: bool) -> None:
         """The call is over. After one that was no step, the step goes on that was going on before."""
@@ -95,14 +95,13 @@ class CostMeter:
         waited = 0.0
         if self._save is not None:
             waited = self._save.stall.seconds - self._stood
-            self._end()
+            self._end(self._save)
         save.stall.add(max(0.0, now - self._entered - waited - save.called))
         self._save, self._began, self._excess, self._fresh = save, self._entered, 0.0, False
         self._step = median(self._usual) if len(self._usual) >= _FEWEST else None
         self._stood = save.stall.seconds
 
-    def _end(self) -> None:
-        assert self._save is not None
-        save, self._save = self._save, None
+    def _end(self, save: Handle) -> None:
+        self._save = None
         cost = SaveCost(began=self._began, blocked=save.stall.seconds, slowed=self._excess, durable=save.took())
         self.saves = (*self.saves, cost)[-KEPT:]

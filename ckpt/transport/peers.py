@@ -19,6 +19,7 @@ import xxhash
 from ckpt import settings
 from ckpt.coordination.channel import FEW
 from ckpt.coordination.members import Members
+from ckpt.coordination.store import Store
 from ckpt.errors import CkptError, DeadlineError, GroupError, UsageError
 from ckpt.plan.tables import ranks_text
 
@@ -161,31 +162,34 @@ class Peers:
 
     # ---- what ranks leave in the store
 
+    @property
+    def _shared_store(self) -> Store:
+        if self._store is None:
+            raise GroupError("a group of one rank has no store", hint="only ranks of one group can exchange")
+        return self._store
+
     def _publish(self, where: Mapping[str, Any]) -> None:
         """Say where this rank is reached: a few ranks under one key, so that all of them are found at once."""
         if len(self.ranks) > FEW:
             self._leave(f"{self._port.rank}", where)
             return
-        assert self._store is not None
-        self._store.append(self._key("all"), json.dumps([self._port.rank, where]).encode() + b"\n")
+        self._shared_store.append(self._key("all"), json.dumps([self._port.rank, where]).encode() + b"\n")
         if self._port.rank == self.ranks[0]:
             self._remember(self._key("all"))
 
     def _leave(self, name: str, value: Any) -> None:
-        assert self._store is not None
-        self._store.set(self._key(name), json.dumps(value).encode())
+        self._shared_store.set(self._key(name), json.dumps(value).encode())
         self._remember(self._key(name))
 
     def _look(self, name: str) -> Any:
         """What a rank left under this name, or None."""
-        assert self._store is not None
         if name in self._known:
             return self._known[name]
         if name.isdecimal() and len(self.ranks) <= FEW:
-            (data,) = self._store.appended([self._key("all")])
+            (data,) = self._shared_store.appended([self._key("all")])
             self._known |= {f"{rank}": where for rank, where in map(json.loads, data.splitlines())}
             return self._known.get(name)
-        value = self._store.peek(self._key(name))
+        value = self._shared_store.peek(self._key(name))
         return json.loads(value) if value is not None else None
 
     def _key(self, name: str) -> str:

@@ -15,7 +15,7 @@ from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.formats.native.coding.codecs import decode
-from ckpt.layout.geometry import Box, find_fault, row_major_strides
+from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.reads import parts_of
 from ckpt.plan.views import LogicalTensor
@@ -84,9 +84,9 @@ class Elements:
     def _check_tiling(self, entry: TensorEntry) -> None:
         """Raise CorruptError if some elements are in no chunk, or in several: these would be whatever was in memory before."""
         key = (id(entry.grid), entry.shape)
-        if entry.grid.boxes is None or key in self._tiled:
+        if key in self._tiled:
             return
-        fault = find_fault(entry.shape, *entry.grid.boxes)
+        fault = entry.grid.fault(entry.shape)
         if fault is not None:
             message = f"{fault.times} stored chunks have {fault.box} of tensor {entry.name}, not one"
             raise CorruptError(message, where=self.catalog.url, hint="run `ckpt verify` to see what else is damaged")

@@ -21,7 +21,7 @@ from ckpt.formats.external.strided import reach, strided
 from ckpt.formats.pickles.stored import StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.table import rows_of
-from ckpt.layout.geometry import Box, find_fault
+from ckpt.layout.geometry import Box
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -134,7 +134,7 @@ class PieceTable:
             self.archives[piece.source.archive].check(piece.source.view.storage)
 
     def _check_tiling(self, name: str, shape: tuple[int, ...], grid: Grid) -> None:
-        fault = find_fault(shape, *grid.boxes) if grid.boxes is not None else None
+        fault = grid.fault(shape)
         if fault is not None:
             what = f"{name}{fault.box} is stored {fault.times} times by parts that are no replicas"
             raise CorruptError(what, where=self.backend.url, hint="files are missing, or are of different saves")

@@ -13,11 +13,11 @@ import numpy as np
 import xxhash
 
 from ckpt import settings
-from ckpt.catalog import CatalogDefaults, Contents, DataFile, Extent, Grid, TensorEntry
+from ckpt.catalog import CatalogDefaults, Contents, DataFile, Extent, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
-from ckpt.layout.geometry import Box, IntArray
+from ckpt.layout.geometry import Box
 from ckpt.reread import read_checked
 
 from .checks import find_excess
@@ -129,7 +129,7 @@ class NativeCatalog(CatalogDefaults):
         numbers = np.fromiter(chunks, dtype=np.int64)
         if len(numbers) == 1:  # by far the most common case: no arrays for it
             return self.extents_of([(entry, int(numbers[0]))])
-        offsets, shapes = _boxes(entry.grid, numbers)
+        offsets, shapes = entry.grid.boxes_of(numbers)
         files = entry.grid.files[numbers if len(entry.grid.files) > 1 else np.zeros_like(numbers)]
         return [
             self._extent(entry, Box(tuple(o), tuple(s)), f)
@@ -217,20 +217,6 @@ def _check_coded(name: str, box: Box, dtype: DType, coded: StoredChunk, where: s
 
 def _join(url: str, path: str) -> str:
     return f"{url.rstrip('/')}/{path}"
-
-
-def _boxes(grid: Grid, numbers: IntArray) -> tuple[IntArray, IntArray]:
-    """Offsets and shapes ``[n, d]`` of these chunks alone."""
-    if grid.cuts is None:
-        offsets, shapes = grid.all_boxes()
-        return offsets[numbers], shapes[numbers]
-    if not grid.cuts:
-        none = np.zeros((len(numbers), 0), dtype=np.int64)
-        return none, none
-    cuts = [np.asarray(c, dtype=np.int64) for c in grid.cuts]
-    at = np.unravel_index(numbers, [len(c) - 1 for c in cuts])
-    starts = np.stack([c[i] for c, i in zip(cuts, at, strict=True)], axis=1)
-    return starts, np.stack([c[i + 1] for c, i in zip(cuts, at, strict=True)], axis=1) - starts
 
 
 # ------------------------------------------------------------------------------------------------------------- opening

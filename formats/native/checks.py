@@ -56,23 +56,18 @@ def find_excess(contents: Contents) -> str | None:
         return None  # there is a row for every chunk, which was checked before
     grids = {id(t.grid): t.grid for t in contents.tensors}
     uses = Counter(id(t.grid) for t in contents.tensors if t.alias is None)
-    chunks = sum(count * _chunks(grids[grid]) for grid, count in uses.items())
+    chunks = sum(count * grids[grid].count for grid, count in uses.items())
     return _excess(chunks, contents.files)
 
 
 def row_excess(tensors: Iterable[TensorEntry], files: Iterable[DataFile]) -> str | None:
     """The same of the tensors of one rank, whose chunks are all in ``files``."""
-    return _excess(sum(_chunks(t.grid) for t in tensors if t.alias is None), files)
+    return _excess(sum(t.grid.count for t in tensors if t.alias is None), files)
 
 
 def _excess(chunks: int, files: Iterable[DataFile]) -> str | None:
     room = sum(f.header for f in files) // CHUNK_DIGITS
     return f"the tensors have {chunks} chunks, the headers of the data files have room for {room}" if chunks > room else None
-
-
-def _chunks(grid: Grid) -> int:
-    """``len(grid)`` without overflow."""
-    return len(grid) if grid.cuts is None else math.prod(len(c) - 1 for c in grid.cuts)
 
 
 def tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry], files: int) -> str | None:
@@ -123,8 +118,8 @@ def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
     problem = _cuts_problem(grid.cuts, shape) if grid.cuts is not None else _boxes_problem(grid, shape)
     if problem is not None:
         return problem
-    if len(grid.files) not in (1, _chunks(grid)):
-        return f"its grid has {_chunks(grid)} chunks, but names a file for {len(grid.files)}"
+    if len(grid.files) not in (1, grid.count):
+        return f"its grid has {grid.count} chunks, but names a file for {len(grid.files)}"
     if grid.files.min() < 0 or grid.files.max() >= files:
         return f"its grid names a data file that is not one of the {files}"
     return None

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pyarrow as pa
 
-from ckpt.catalog import Contents, Extent, Grid, SourceFile, TensorEntry
+from ckpt.catalog import Contents, Extent, SourceFile, TensorEntry
 from ckpt.errors import ConsistencyError, CorruptError
 from ckpt.formats.external.strided import reach, strided, strides_of
 
@@ -84,7 +84,7 @@ def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequenc
     """
     columns = from_file(data, _EXTENTS, f"{where}/{EXTENTS}")
     offsets, lengths, digests, strides = (columns[n].to_pylist() for n in _EXTENTS.names)
-    if sum(_chunks(t.grid) for t in _stored(tensors)) != len(offsets):
+    if sum(t.grid.count for t in _stored(tensors)) != len(offsets):
         _contradicts(f"{len(offsets)} extents are not those of the tensors' chunks", f"{where}/{EXTENTS}")
     paths = [source_path(i, s) for i, s in enumerate(sources)]
     by_name, at = {}, 0
@@ -116,11 +116,6 @@ def _stored(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
     return sorted((t for t in tensors if t.alias is None), key=lambda t: t.name)
 
 
-def _chunks(grid: Grid) -> int:
-    """``len(grid)`` without overflow."""
-    return len(grid) if grid.cuts is None else math.prod(len(c) - 1 for c in grid.cuts)
-
-
 def _shapes(entry: TensorEntry) -> Sequence[Sequence[int]]:
     """Those of its chunks."""
     if entry.grid.single and entry.grid.cuts is not None:
@@ -130,8 +125,8 @@ def _shapes(entry: TensorEntry) -> Sequence[Sequence[int]]:
 
 
 def _problem(entry: TensorEntry, extents: Sequence[Extent], sources: Sequence[SourceFile]) -> str | None:
-    if len(extents) != _chunks(entry.grid):
-        return f"tensor {entry.name!r} has {_chunks(entry.grid)} chunks and {len(extents)} extents"
+    if len(extents) != entry.grid.count:
+        return f"tensor {entry.name!r} has {entry.grid.count} chunks and {len(extents)} extents"
     for i, (extent, shape) in enumerate(zip(extents, _shapes(entry), strict=True)):
         source = sources[entry.grid.file(i)]
         steps = strides_of(extent.codec)

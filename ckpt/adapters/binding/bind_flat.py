@@ -32,17 +32,12 @@ class FlatState:
 
     def target(self, state_name: str, part: FlatPart, entry: TensorEntry | None, *, host: bool) -> Sharded:
         """Where the state of one of the parameters goes."""
-        if self.now is not None:
-            is_number = tuple(self.now.shape) != part.alike
-        else:
-            is_number = entry is not None and entry.shape != part.shape and entry.numel == 1
-        if not is_number:
-            return part.elements(self._flat_tensor(part, entry))
-        if self.now is not None:
+        if self.now is not None and tuple(self.now.shape) != part.alike:
             number = self.now.detach().clone()
-        else:
-            assert entry is not None
+        elif self.now is None and entry is not None and entry.shape != part.shape and entry.numel == 1:
             number = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu" if host else self.owner.device)
+        else:
+            return part.elements(self._flat_tensor(part, entry))
         self.numbers.append((state_name, number))
         return part.number(number)
 

@@ -74,7 +74,7 @@ class ReadExchange:
         self._feeds = {rank: Feed(len(shared_reads)) for rank, shared_reads in sharing.gives.items()}
         self._takers = {rank: SharedReadReceiver(rank, sharing.rank, shared_reads, fetch) for rank, shared_reads in sharing.takes.items()}
         self._numbers = {rank: {id(p): i for i, p in enumerate(shared_reads)} for rank, shared_reads in sharing.gives.items()}
-        self._pool: SlotPool | None = None
+        self._made_pool: SlotPool | None = None
         self.coded = 0
         self.again: list[tuple[str, int]] = []
         """Chunks, by stored tensor and number, of which this rank may have handed out wrong pieces."""
@@ -140,12 +140,12 @@ class ReadExchange:
             if self._reading is not None:
                 self._reading.result()
         finally:
-            if self._pool is not None:
-                self._pool.stop()
+            if self._made_pool is not None:
+                self._made_pool.stop()
             if self._reading is not None:
                 self._reading.wait()
-            if self._pool is not None:
-                self._pool.close()
+            if self._made_pool is not None:
+                self._made_pool.close()
             self._move = self._reading = None  # no rank_sets: the memory is to be free when the load returns
             for feed in self._feeds.values():
                 feed.wake = lambda: None
@@ -157,7 +157,7 @@ class ReadExchange:
         if not self._feeds:
             return
         near = self._near.intersection(self._feeds)
-        self._pool = SlotPool(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
+        self._made_pool = SlotPool(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
         for rank in near:
             self._feeds[rank].announcement = self._pool.announcement().pack()
 
@@ -292,6 +292,12 @@ class ReadExchange:
         if self._move is not None:
             self._move(0)
 
+    @property
+    def _pool(self) -> SlotPool:
+        if self._made_pool is None:
+            raise ValueError("slots are made when the exchange runs")
+        return self._made_pool
+
     def _waiting(self) -> None:
         self._waits += 1
         self._fetch.beat()
@@ -310,7 +316,6 @@ class ReadExchange:
         mine: Sequence[tuple[SharedReadItem, Box]],
     ) -> None:
         """Fill a slot, from which ``others`` take what they want, or are sent all; and this rank takes what is ``mine``."""
-        assert self._pool is not None
         slot = self._pool.take(self._waiting)
         try:
             data = self._pool.data(slot)[: cut.nbytes]
@@ -340,7 +345,6 @@ class ReadExchange:
         wanted: Sequence[tuple[SharedReadItem, Box]],
         data: npt.NDArray[np.uint8],
     ) -> None:
-        assert self._pool is not None
         slot = self._pool.take(self._waiting)
         packed = self._pool.data(slot)
         part = packed[: pack(data, cut, wanted, packed)]

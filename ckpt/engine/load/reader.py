@@ -22,7 +22,7 @@ from ckpt.concurrency.waits import COUNTS_WAITS
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CorruptError
 from ckpt.formats.native.coding.codec import CHUNK_LIMIT
-from ckpt.layout.geometry import Box, find_fault
+from ckpt.layout.geometry import Box
 from ckpt.plan.cache_blocks import pieces
 from ckpt.plan.match import common_box
 from ckpt.plan.overlap import Copy, overlapping_chunks
@@ -221,9 +221,9 @@ class Reader:
             CorruptError: some elements are in no chunk, or in several.
         """
         key = (id(entry.grid), entry.shape)
-        if entry.grid.boxes is None or key in self._tiled:
+        if key in self._tiled:
             return
-        fault = find_fault(entry.shape, *entry.grid.boxes)
+        fault = entry.grid.fault(entry.shape)
         if fault is not None:
             raise CorruptError(
                 f"the index gives {fault.times} chunks for {fault.box} of tensor {entry.name}, not one",

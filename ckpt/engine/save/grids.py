@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt.catalog import DataFile, Grid
 from ckpt.formats.native.datafiles.datafile import CodedFiles, plan_data_files
-from ckpt.layout.geometry import IntArray, cells
+from ckpt.layout.geometry import IntArray
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec
 
 from .plan import NO_ID, chunks_of, specs_of
@@ -70,14 +70,7 @@ class Grids:
                 rounds[id(assignment)] = _rounds(assignment.owners)
             key = id(assignment), itemsize
             if key not in sizes:
-                shapes = (
-                    cells(assignment.cuts)[1]
-                    if assignment.cuts is not None
-                    else assignment.boxes[1]
-                    if assignment.boxes is not None
-                    else None
-                )
-                assert shapes is not None
+                shapes = assignment.all_boxes()[1]
                 sizes[key] = shapes.prod(axis=1, dtype=np.int64) * itemsize
             numbers: Numbers = np.zeros(len(assignment.owners), dtype=np.int32)
             for chunks in rounds[id(assignment)]:

@@ -212,9 +212,8 @@ def _own_tensors(plan: RankPlan, own: Table) -> bytes:
     tensors = []
     for t in own.tensors:
         assignment = plan.assignments[t.name]
-        assert assignment.cuts is not None  # they are not sharded
         files = [file[t.name, i] for i in range(len(assignment.owners))]
-        tensors.append(OwnTensor(t.name, t.dtype, t.shape, assignment.cuts, files if len({*files}) > 1 else files[:1]))
+        tensors.append(OwnTensor(t.name, t.dtype, t.shape, assignment.product, files if len({*files}) > 1 else files[:1]))
     return encode_tensors(tensors, own.aliases)
 
 
