@@ -20,8 +20,6 @@ from ckpt.errors import (
     CkptError,
     CorruptError,
     CoverageError,
-    DeadlineError,
-    ExchangeError,
     FormatError,
     GroupError,
     NotFoundError,
@@ -35,7 +33,7 @@ from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPo
 from .pull_messages import FAILED, KNOWN, LENGTH, MACHINE, MOST_LIST, OPENED, PULL, PULL_KIND, PURPOSE, UNOPENED, receive_error
 from .wire import Address, dial
 
-REPLACED = (RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError)
+REPLACED = (GroupError, NotFoundError, CorruptError)
 """Errors of one holder, after which another one may have the bytes."""
 
 

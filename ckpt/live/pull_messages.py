@@ -57,5 +57,6 @@ def receive_error(channel: Channel, length: int) -> CkptError:
         kind, message, hint = getattr(errors, data["type"], None), str(data["message"]), data["hint"]
     except (ValueError, KeyError, TypeError) as err:
         raise FormatError(f"an error message that cannot be read: {err}", where=channel.peer) from err
-    known = kind if isinstance(kind, type) and issubclass(kind, CkptError) else GroupError
-    return known(f"{channel.peer}: {message}", where=data["where"], hint=hint if isinstance(hint, str) else None)
+    if not (isinstance(kind, type) and issubclass(kind, CkptError)):
+        return GroupError(f"{channel.peer} raised {data['type']}: {message}")
+    return kind(f"{channel.peer}: {message}", where=data["where"], hint=hint if isinstance(hint, str) else None)

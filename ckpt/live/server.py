@@ -184,9 +184,11 @@ class PieceServer:
                     self._sent += int(requests.nbytes[rows.start : rows.stop].sum())
                 outlet.put(holdings, requests, piece, most=max(1, min(IN_FLIGHT, SLOTS // self._serving)))
             outlet.settle(0)
-        except DeadlineError:
+        except (DeadlineError, ConnectionError):
             raise
-        except CkptError as err:
+        except Exception as err:  # the receiver raises it, with this rank's name
+            if not isinstance(err, CkptError):
+                log.exception("live: a piece for %s could not be packed", channel.peer)
             outlet.settle(0)
             send_error(channel, err)
 

@@ -223,7 +223,7 @@ def plan_transfers(wants: Sequence[Want], *, rank: int, near: Set[int] = frozens
     Raises:
         CoverageError: some wanted elements are in no cell of the source.
     """
-    piece = limits.PIECE if piece is None else piece
+    piece = limits.CACHE_BLOCK if piece is None else piece
     own: list[OwnCopy] = []
     book = _Book(wants, piece, rank)
     kinds: dict[tuple[int, int, tuple[Box, ...]], list[_Cut]] = {}
