@@ -47,6 +47,10 @@ IN_FLIGHT = 4
 """Of these, what one receiver has at most: one that is being packed, one that waits, one that is copied, and one more."""
 MOST_CONNECTIONS = 2048
 _SIGN_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
+"""Between two looks whether a receiver that copies nothing is still there."""
+_LONGEST_PAUSE = 0.001
+"""Between two looks whether a slot is back: less than a receiver takes for the slots that it still has."""
 
 log = logging.getLogger("ckpt")
 
@@ -229,15 +233,20 @@ class _Outlet:
             DeadlineError: it copies nothing.
             ConnectionError: it is gone.
         """
-        since = time.monotonic()
+        since = look_at = time.monotonic()
+        pause = PAUSE
         while len(self._lent) > most:
+            now = time.monotonic()
             if self._collect():
-                since = time.monotonic()
-            elif time.monotonic() - since > self._channel.timeout:
+                since, pause = now, PAUSE
+            elif now - since > self._channel.timeout:
                 raise DeadlineError(f"{self._channel.peer} copies nothing for {self._channel.timeout:g} s")
             else:
-                self._channel.check_open()
-                time.sleep(PAUSE)
+                if now >= look_at:
+                    self._channel.check_open()
+                    look_at = now + _LOOK_SECONDS
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def abandon(self) -> None:
         """The receiver is gone, or dropped: its slots are over."""
