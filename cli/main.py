@@ -33,6 +33,7 @@ COMMANDS = {
     "diff": "Compare two checkpoints, of any formats.",
     "stats": "Show where the time of a save went.",
     "watch": "Follow a save in progress.",
+    "live": "Show the versions of a live state and who takes them.",
     "report": "Draw saves as one HTML file.",
     "advise": "Recommend how often a run should save.",
     "tag": "Add or remove tags, which protect a checkpoint from removal.",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
+from ckpt.cli.main import cli
 from ckpt.errors import AccessError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
 from ckpt.rng import Generators
@@ -148,6 +151,15 @@ def test_whoever_has_taken_what_is_reported() -> None:
             assert kept.bytes == 4000 and kept.taken_by == (seen.sink,)
             sink.take(newer_than=version)
             assert not source.report().sinks[0].late
+            result = CliRunner().invoke(cli, ["live", "status", source.address])
+            head, versions, newest, oldest, _, sinks, row = (line.split() for line in result.stdout.splitlines())
+            assert head[-4:] == ["2", "versions,", "1", "sinks"] and versions[-2:] == ["TAKEN", "BY"] and sinks[0] == "SINK"
+            assert (newest[0], newest[-1], oldest[0], oldest[-1], row[0], row[2]) == ("2", "1", "1", "1", seen.sink, "2")
+            shown = json.loads(CliRunner().invoke(cli, ["live", "--json", "status", source.address]).stdout)
+            assert [v["step"] for v in shown["versions"]] == [1, 2] and shown["sinks"][0]["sink"] == seen.sink
+            assert CliRunner().invoke(cli, ["live", "-q", "status", source.address]).stdout == "2\n"
+    result = CliRunner().invoke(cli, ["live", "status", source.address])
+    assert result.exit_code == 30 and "no secret is known for this source" in result.stderr
 
 
 def test_what_does_not_fit_is_said_at_once_and_changes_nothing() -> None:

@@ -1,0 +1,67 @@
+"""``ckpt live``: what a source of live state says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from .console.output import Output, options
+from .console.parameters import OneOf
+
+_TIMEOUT = 10.0
+
+
+@click.command("live", short_help="Show the versions of a live state and who takes them.")
+@click.argument("what", type=OneOf(("status",)), metavar="status")
+@click.argument("address", metavar="ADDRESS")
+@click.option("--timeout", type=float, default=_TIMEOUT, show_default=True, metavar="SECONDS", help="Give up if nothing answers.")
+@options
+def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bool) -> None:
+    """Show which versions the source at ADDRESS keeps, which sink has which, and who is late.
+
+    The source's secret is CKPT_LIVE_SECRET, or is found by itself on the machine of its leader, in its account. With -q, print the step of
+    the newest version.
+
+    \b
+    Example:
+      ckpt live status tcp://trainer0:7010/actor
+      ckpt live --json status tcp://trainer0:7010/actor
+    """
+    from ckpt.live.secret import sink_secret
+    from ckpt.live.status import ask_status
+    from ckpt.text import units
+
+    output = Output(json=as_json, quiet=quiet)
+    status = ask_status(address, sink_secret(None, address), timeout)
+    if as_json:
+        output.document(asdict(status))
+        return
+    if quiet:
+        for version in status.versions[-1:]:
+            output.line(str(version.step))
+        return
+    output.line(f"run {status.run}, {len(status.versions)} version{'s' * (len(status.versions) != 1)}, {len(status.sinks)} sinks")
+    output.table(
+        (">STEP", ">SIZE", ">RANKS", ">AGE", ">TAKEN BY"),
+        [(str(v.step), units.size(v.bytes), str(v.ranks), units.duration(v.age), str(len(v.taken_by))) for v in reversed(status.versions)],
+    )
+    if not status.sinks:
+        return
+    output.line()
+    newest = {v.digest: v.step for v in status.versions}
+    rows = []
+    for sink in status.sinks:
+        doing = sink.state if sink.seconds is None else f"taking for {units.duration(sink.seconds)}"
+        last = sink.took[-1] if sink.took else None
+        rows.append(
+            (
+                sink.sink,
+                str(sink.ranks),
+                "-" if sink.step is None else str(sink.step),
+                f"{doing}, late" if sink.late else doing,
+                "" if last is None else f"{newest[last[0]]}: {units.size(last[1])} in {units.duration(last[2])}",
+                sink.error or "",
+            )
+        )
+    output.table(("SINK", ">RANKS", ">STEP", "STATE", "LAST TAKE", "~ERROR"), rows)
