@@ -12,8 +12,8 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -141,29 +141,25 @@ class ControlClient:
     Raises:
         DeadlineError: it cannot be reached.
         AccessError, FormatError: it has another secret, or is something else.
+        GroupError: it is gone.
     """
 
     def __init__(self, address: str, secret: bytes, timeout: float, alive: Callable[[], None] = lambda: None) -> None:
         host, port, _ = split_address(address)
         self.address = address
-        self._channel = dial([(host, port)], secret, timeout, peer=f"the source at {address}", purpose=PURPOSE, alive=alive)
+        with _naming(address):
+            self._channel = dial([(host, port)], secret, timeout, peer=f"the source at {address}", purpose=PURPOSE, alive=alive)
 
     def ask(self, question: Row, alive: Callable[[], None] = lambda: None) -> tuple[Row, bytes]:
         """What it answers. ``alive`` is called while it does not.
 
         Raises:
-            CkptError: what it found wrong; DeadlineError, RankFailedError if it hangs or is gone.
+            CkptError: what it found wrong; DeadlineError, GroupError if it hangs or is gone.
         """
         self._channel.alive = alive
-        try:
+        with _naming(self.address):
             send(self._channel, question, ())
             answer, data = receive(self._channel, _MOST_ANSWER)
-        except OSError as err:
-            if isinstance(err, CkptError):
-                raise
-            raise GroupError(
-                f"the leader of the source is gone: {err}", where=self.address, hint="look whether the trainer still runs, and take again"
-            ) from err
         if "error" in answer:
             try:
                 raise error_of("take", "versions", {"decided": True, "rank": 0, "error": answer["error"]})
@@ -173,6 +169,18 @@ class ControlClient:
 
     def close(self) -> None:
         self._channel.close()
+
+
+@contextmanager
+def _naming(address: str) -> Iterator[None]:
+    """Errors of the connection say whose it was."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except OSError as err:
+        hint = "look whether the trainer still runs, and take again"
+        raise GroupError(f"the leader of the source is gone: {err}", where=address, hint=hint) from err
 
 
 def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:

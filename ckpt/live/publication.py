@@ -16,10 +16,8 @@ import torch
 import xxhash
 
 from ckpt import tree
-from ckpt.adapters.collect import Collected, collect
-from ckpt.adapters.shard_cache import ShardCache
+from ckpt.adapters.collect import Collected
 from ckpt.coordination.call import Call
-from ckpt.coordination.group import Group
 from ckpt.engine.devices import devices_of, refuse_in_graph
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.fence import CaptureFence, Outcome
@@ -28,7 +26,6 @@ from ckpt.engine.save.plan import RankPlan, plan_image
 from ckpt.engine.save.staging import Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import DeadlineError
-from ckpt.layout.layout import Layout
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table
 from ckpt.tracing.spans import Spans
@@ -96,13 +93,6 @@ class PreparedImage:
     capture: Capture
     fence: CaptureFence
     on_devices: bool
-
-
-def collect_state(state: object, group: Group, layout: Layout | None, shards: ShardCache) -> Collected:
-    """Walk the state; raises as ``ckpt.save``."""
-    if len(shards.known) > 100_000 + 4 * len(getattr(state, "__dict__", ())):
-        shards.known.clear()
-    return collect(state, rank=group.rank, ranks=group.ranks, layout=layout, shards=shards)
 
 
 def prepare_image(collected: Collected, image: ImagePlan, take: Callable[[int], MemorySegment], where: str, *, lazy: bool) -> PreparedImage:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, NotFoundError
 from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.ownership import TensorSpec
 
@@ -107,6 +107,8 @@ class PublishedSegment:
         self.segment = segment
         self.layout = layout
         self.digests = digests
+        self.numbers: Mapping[str, int] | None = None
+        """Of the tensors in the catalog, by name, once all ranks have agreed on it: before, nothing of it is given."""
         self._where = where
         self._held: dict[int, HeldTensor] = {}
         self._names: dict[int, str] = {}
@@ -117,8 +119,15 @@ class PublishedSegment:
         """By which the manifest knows its bytes."""
         return digest_of_digests(self.digests)
 
-    def holdings(self, numbers: Mapping[str, int]) -> Holdings:
-        """For one pull: each block is checked when it is first touched. ``numbers`` are those of the catalog."""
+    def holdings(self) -> Holdings:
+        """For one pull: each block is checked when it is first touched.
+
+        Raises:
+            NotFoundError: the ranks have not agreed on the version.
+        """
+        numbers = self.numbers
+        if numbers is None:
+            raise NotFoundError("a version that is not complete", where=self._where, hint="take again")
         with self._lock:
             if not self._held:
                 self._held = {numbers[name]: _held(boxes, self.segment.data) for name, boxes in self.layout.boxes.items()}

@@ -39,10 +39,13 @@ class SinkRecord:
 
     name: str
     ranks: int
+    peer: str
+    """The connection that it has now."""
     has: Version | None = None
     taking: Version | None = None
     since: float = 0.0
     lost: bool = False
+    left: bool = False
     error: str | None = None
     took: dict[str, Row] = field(default_factory=dict)
     """By digest of the version: bytes and seconds."""
@@ -99,6 +102,10 @@ class VersionRegistry:
                     return self._give(question["digests"])
                 case "progress":
                     return self._note(peer, question)
+                case "leave":
+                    with self._condition:
+                        self._sink(peer, question).left = True
+                    return {}, ()
                 case "status":
                     return self.status(), ()
         except (KeyError, TypeError, ValueError, AttributeError) as err:
@@ -107,13 +114,19 @@ class VersionRegistry:
 
     def _newest(self, peer: str, question: Row, after: Version | None) -> Answer:
         with self._condition:
-            sink = self._sinks.setdefault(peer, SinkRecord(str(question["sink"])[:200], int(question["ranks"])))
-            sink.has = after if question.get("has") else sink.has
+            self._sink(peer, question).taking = None
             self._condition.wait_for(lambda: self._versions and self._versions[-1].version != after, WAIT)
             if not self._versions or self._versions[-1].version == after:
                 return {"version": None}, ()
             newest = self._versions[-1]
         return {"version": newest.version.to_json(), "holders": list(newest.holders)}, [newest.data]
+
+    def _sink(self, peer: str, question: Row) -> SinkRecord:
+        """Who asks; it may have another connection than before."""
+        name = str(question["sink"])[:200]
+        sink = self._sinks.setdefault(name, SinkRecord(name, int(question["ranks"]), peer))
+        sink.peer, sink.lost, sink.left = peer, False, False
+        return sink
 
     def _give(self, digests: Sequence[str]) -> Answer:
         with self._condition:
@@ -127,7 +140,7 @@ class VersionRegistry:
         """A sink says how far it is."""
         version = Version.from_json(question["version"])
         with self._condition:
-            sink = self._sinks.setdefault(peer, SinkRecord(str(question["sink"])[:200], int(question["ranks"])))
+            sink = self._sink(peer, question)
             sink.error = None
             if question["phase"] == "taking":
                 sink.taking, sink.since = version, time.time()
@@ -141,11 +154,10 @@ class VersionRegistry:
     def gone(self, peer: str) -> None:
         """The connection of a peer has ended."""
         with self._condition:
-            sink = self._sinks.get(peer)
-            if sink is not None:
-                sink.lost = True
-                for other in [name for name, s in self._sinks.items() if s.lost][:-REMEMBERED]:
-                    del self._sinks[other]
+            for sink in self._sinks.values():
+                sink.lost = sink.lost or (sink.peer == peer and not sink.left)
+            for name in [name for name, sink in self._sinks.items() if sink.lost or sink.left][:-REMEMBERED]:
+                del self._sinks[name]
 
     def status(self) -> dict[str, Any]:
         """For ``ckpt live status`` and reports: versions, the oldest first, and sinks."""
@@ -171,9 +183,9 @@ class VersionRegistry:
                     {
                         "sink": s.name,
                         "ranks": s.ranks,
-                        "state": "lost" if s.lost else "taking" if s.taking else "waiting",
+                        "state": "left" if s.left else "lost" if s.lost else "taking" if s.taking else "waiting",
                         "step": None if s.has is None else s.has.step,
-                        "late": not s.lost and newest is not None and s.has != newest,
+                        "late": not (s.lost or s.left) and newest is not None and s.has != newest,
                         "taking": None if s.taking is None else {"step": s.taking.step, "seconds": round(now - s.since, 3)},
                         "took": [{"digest": d, **row} for d, row in s.took.items() if d in known],
                         "error": s.error,

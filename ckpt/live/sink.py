@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -22,21 +20,24 @@ from ckpt.coordination.rows import Row
 from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.load.job import LoadJob, StateWrites
 from ckpt.engine.load.options import LoadOptions
-from ckpt.errors import CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, TornError, UsageError
+from ckpt.errors import DeadlineError, FormatError, NotFoundError, TornError, UsageError
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, several
 from ckpt.transport.shm_pool import machine
 
 from .client import Pulled
-from .control import ControlClient, split_address
+from .control import split_address
 from .secret import sink_secret
+from .source_connection import SourceConnection
 from .take import FoundVersion, MatchedTake, Puller, SinkCache, StagedTake, TakeReport, accept_take, match_take, stage_take, switch_take
-from .versions import Manifest, Version, digest_of_blob
+from .versions import Manifest, Version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("ckpt")
+_DROPS = 5
+"""Times that a take begins again since its version was dropped: a source that keeps so few versions is too fast for this sink."""
 
 
 class Sink:
@@ -78,7 +79,7 @@ class Sink:
         base = current_group(process_group)
         check_layout(layout, base.ranks)
         self.address = address
-        self._name = split_address(address)[2]
+        split_address(address)  # before anything is done for it
         self._state = into
         self._in_place = switch == "in-place"
         self._options = LoadOptions(
@@ -92,11 +93,10 @@ class Sink:
         )
         self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
         self._secret = sink_secret(secret, address)
-        self._label = f"{socket.gethostname()}:{os.getpid()}"
         self._cache = SinkCache()
         self._blobs: dict[str, bytes] = {}
         """What the last version that all ranks have taken refers to."""
-        self._client: ControlClient | None = None
+        self._source = SourceConnection(address, self._secret, self._options.timeout, self._group.size)
         self._version: Version | None = None
         self._torn: str | None = None
         self.report: TakeReport | None = None
@@ -128,32 +128,31 @@ class Sink:
                 changed, unless ``version`` raises TornError.
         """
         began, patience = time.monotonic(), self._options.timeout if timeout is None else timeout
-        while True:
+        for tries in range(_DROPS):
             call = self._group.call("take", self.address, self._options.timeout)
             try:
                 found = self._find(call, newer_than, began + patience)
             except BaseException:
-                self.close()  # the next take makes another connection
+                self._source.disconnect()
                 raise
             waited = time.monotonic() - began
             try:
-                taken = self._take(call, found, waited)
+                taken = self._take(call, found, waited, last=tries == _DROPS - 1)
             except BaseException as err:
-                self._tell(found.version, "failed", error=f"{type(err).__name__}: {err}")
+                self._source.tell(found.version, "failed", error=f"{type(err).__name__}: {err}")
                 raise
             if taken is not None:
                 self.report = taken
                 self._blobs = dict(found.blobs)
                 received = taken.mapped + sum(taken.received.values())
-                self._tell(found.version, "taken", bytes=received, seconds=round(taken.seconds, 6))
+                self._source.tell(found.version, "taken", bytes=received, seconds=round(taken.seconds, 6))
                 return found.version
             log.info("live: %s was dropped before it was taken; looking for a newer one", found.version)
+        raise AssertionError("the last try returns or raises")
 
     def close(self) -> None:
         """End the connection to the source. The state stays as it is."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._source.leave()
 
     def __enter__(self) -> Sink:
         return self
@@ -165,25 +164,28 @@ class Sink:
 
     def _find(self, call: Call, newer_than: Version | None, end: float) -> FoundVersion:
         """The newest version, and all that its manifest refers to; the leader asks, and hands it on."""
+        after = None if newer_than is None else newer_than.to_json()
         with call.phase("find"):
             if not call.is_leader:
-                agreed = call.follow({})
+                agreed = call.follow({"after": after})
                 data = call.fetch(agreed["manifest"])
                 new = {digest: call.fetch(digest) for digest in agreed["blobs"]}
                 holders = json.loads(call.fetch(agreed["holders"]))
             else:
-                answer, data = self._await_version(call, newer_than, end)
-                new = self._fetch_blobs(call, Manifest.from_bytes(data))
+                answer, data = self._source.newest(newer_than, end, call.heartbeat)
+                new = self._source.blobs([d for d in Manifest.from_bytes(data).blobs() if d not in self._blobs], call.heartbeat)
                 holders = answer["holders"]
 
                 def hand_on(rows: dict[int, Row]) -> Row:
+                    if any(row["after"] != after for row in rows.values()):
+                        raise UsageError("the ranks of the sink take versions newer than different ones", hint="give the same newer_than=")
                     return {
                         "manifest": call.leave(data),
                         "blobs": [call.leave(blob) for blob in new.values()],
                         "holders": call.leave(json.dumps(holders).encode()),
                     }
 
-                call.lead({}, hand_on)
+                call.lead({"after": after}, hand_on)
         manifest = Manifest.from_bytes(data)
         blobs = {digest: new[digest] if digest in new else self._blobs[digest] for digest in manifest.blobs()}
         try:
@@ -194,78 +196,12 @@ class Sink:
             raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
         return FoundVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank)
 
-    def _await_version(self, call: Call, newer_than: Version | None, end: float) -> tuple[Row, bytes]:
-        tries = 2  # a source that has started again closes the old connection
-        while True:
-            call.heartbeat()
-            try:
-                answer, data = self._ask(
-                    call,
-                    {"op": "newest", "after": None if newer_than is None else newer_than.to_json(), "has": self._torn is None},
-                    end,
-                )
-            except CkptError as err:
-                tries -= 1
-                self.close()
-                if not tries or isinstance(err, DeadlineError) or type(err).__name__ in ("AccessError", "NotFoundError", "FormatError"):
-                    raise
-                continue
-            if answer["version"] is not None:
-                if digest_of_blob(data) != answer["version"].get("digest"):
-                    raise CorruptError("the manifest of a version came damaged", where=self.address, hint="take again")
-                return answer, data
-            if time.monotonic() >= end:
-                newer = "no version yet" if newer_than is None else f"no version newer than {newer_than}"
-                raise DeadlineError(
-                    f"the source has {newer}", where=self.address, hint="look whether it publishes, or wait longer (timeout=)"
-                )
-
-    def _fetch_blobs(self, call: Call, manifest: Manifest) -> dict[str, bytes]:
-        """On the leader: what is not known of the take before."""
-        wanted = [digest for digest in manifest.blobs() if digest not in self._blobs]
-        if not wanted:
-            return {}
-        answer, data = self._ask(call, {"op": "blobs", "digests": wanted}, time.monotonic() + self._options.timeout)
-        blobs, at = {}, 0
-        for digest, size in zip(wanted, answer["sizes"], strict=True):
-            blobs[digest] = data[at : at + size]
-            at += size
-            if digest_of_blob(blobs[digest]) != digest:
-                raise CorruptError("a part of a version's manifest came damaged", where=self.address, hint="take again")
-        return blobs
-
-    def _ask(self, call: Call, question: Row, end: float) -> tuple[Row, bytes]:
-        if self._client is None:
-            patience = min(self._options.timeout, max(end - time.monotonic(), 1.0))
-            self._client = ControlClient(self.address, self._secret, patience, call.heartbeat)
-        return self._client.ask({"name": self._name, "sink": self._label, "ranks": self._group.size, **question}, call.heartbeat)
-
-    def _tell(self, version: Version, phase: str, **more: object) -> None:
-        """Let the source know how far this sink is. That it does not hear it harms nothing."""
-        if self._client is None:
-            return
-        try:
-            self._client.ask(
-                {
-                    "op": "progress",
-                    "name": self._name,
-                    "sink": self._label,
-                    "ranks": self._group.size,
-                    "phase": phase,
-                    "version": version.to_json(),
-                    **more,
-                }
-            )
-        except CkptError as err:
-            log.debug("live: the source was not told: %s", err)
-            self.close()
-
     # ---- take
 
-    def _take(self, call: Call, found: FoundVersion, waited: float) -> TakeReport | None:
+    def _take(self, call: Call, found: FoundVersion, waited: float, *, last: bool) -> TakeReport | None:
         """Take a version that was found; None if it was dropped meanwhile."""
         began = time.monotonic()
-        self._tell(found.version, "taking")
+        self._source.tell(found.version, "taking")
         job = LoadJob(call=call, options=self._options, recorded=None, writes=StateWrites())
         matched = match_take(job, found, self._state, self._cache)
         puller = Puller(
@@ -276,7 +212,7 @@ class Sink:
             local=machine() if settings.live_local() else None,
             alive=call.check_failures,
         )
-        staged = self._stage(job, matched, puller)
+        staged = self._stage(job, matched, puller, last=last)
         if staged is None:
             return None
         switched, pulled = self._switch(job, staged, puller)
@@ -295,17 +231,20 @@ class Sink:
             unexpected=matched.unexpected,
         )
 
-    def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller) -> StagedTake | None:
+    def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller, *, last: bool) -> StagedTake | None:
+        """Bring everything here; None on all ranks if the version was dropped for one of them. ``last``: then that is an error."""
         with job.call.phase("stage"):
             staged: StagedTake | None = None
-            dropped: str | None = None
+            dropped = False
             try:
                 staged = stage_take(matched, puller, self._cache, in_place=self._in_place)
-            except NotFoundError as err:
-                dropped = str(err)
+            except NotFoundError:
+                if last:
+                    raise
+                dropped = True
 
             def decide(rows: dict[int, Row]) -> Row:
-                return {"dropped": any(row["dropped"] is not None for row in rows.values())}
+                return {"dropped": any(row["dropped"] for row in rows.values())}
 
             agreed = job.agree({"dropped": dropped}, decide)
         return None if agreed["dropped"] else staged

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 from ckpt import settings
+from ckpt.adapters.collect import collect
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.call import Call
@@ -26,23 +27,21 @@ from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.rows import Row
 from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.save.job import check_capture
-from ckpt.engine.save.leader import grouped
-from ckpt.errors import CkptError, ConsistencyError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
 from ckpt.layout.layout import Layout
-from ckpt.plan.tables import Table, join_tables
-from ckpt.plan.values import join_values
 from ckpt.transport.shm_pool import machine
 
 from .control import ControlServer, split_address
 from .holdings import Holdings
-from .publication import ImagePlan, PreparedImage, Publication, capture_image, collect_state, not_sealed, prepare_image, seal_image
+from .publication import ImagePlan, PreparedImage, Publication, capture_image, not_sealed, prepare_image, seal_image
 from .published import PublishedSegment
 from .registry import VersionRegistry
 from .secret import fingerprint, forget_secret, given_secret, new_secret
 from .segment import SegmentPool
 from .server import PieceServer
 from .status import SourceStatus, ask_status
-from .versions import Manifest, SegmentDigest, Version, digest_of_blob
+from .version_leader import VersionLeader
+from .versions import Version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,12 +96,27 @@ class Source:
         self._last: Publication | None = None
         self._lock = threading.Condition()
         self._published: dict[int, PublishedSegment] = {}
-        self._numbers: Mapping[str, int] = {}
-        self._numbers_digest = ""
-        self._joined = ""
+        self._numbers: tuple[str, Mapping[str, int]] = "", {}
+        """Of the tensors in the catalog of the newest version, with the digest of their names."""
         self._closed = False
+        self._server: PieceServer | None = None
+        self._leader: VersionLeader | None = None
+        self._control: ControlServer | None = None
+        given = given_secret(secret)
         call = self._group.call("live source", address, self._timeout)
-        given, port = given_secret(secret), None
+        port = self._listen(call, address, given)
+        try:
+            self._serve(call, port, base.store.host if base.store is not None else None)
+        except BaseException:
+            if port is not None:
+                port.close()
+            self.close()
+            raise
+        log.info("live: rank %d serves %s", self._group.rank, self.address)
+
+    def _listen(self, call: Call, address: str, given: bytes | None) -> socket.socket | None:
+        """Agree on address, run and secret; on the leader, the socket that sinks connect to."""
+        port: socket.socket | None = None
         with call.phase("listen"):
             if call.is_leader:
                 port = _listen(address)
@@ -115,28 +129,31 @@ class Source:
                 known = new_secret(address) if given is None else given
                 return {"address": address, "run": secrets.token_hex(8), "secret": known.hex()}
 
-            agreed = call.lead(row, begin) if call.is_leader else call.follow(row)
+            try:
+                agreed = call.lead(row, begin) if call.is_leader else call.follow(row)
+            except BaseException:
+                if port is not None:
+                    port.close()
+                raise
         self.address: str = agreed["address"]
         """With the real port; what sinks are given."""
         self._run: str = agreed["run"]
         self._secret = bytes.fromhex(agreed["secret"])
         self._secret_file = given is None
+        return port
+
+    def _serve(self, call: Call, port: socket.socket | None, store: str | None) -> None:
+        """Give pieces to sinks, and on the leader, versions."""
         with call.phase("serve"):
-            store = base.store.host if base.store is not None else None
-            self._server = PieceServer(self._holdings, self._secret, self._timeout, store=store)
-            row = {"addresses": self._server.addresses, "network": self._server.network, "machine": machine(), "pid": os.getpid()}
-            self._registry: VersionRegistry | None = None
-            self._control: ControlServer | None = None
-            self._endpoints: dict[int, Row] = {}
-            if call.is_leader:
-                self._endpoints = call.lead(row, lambda rows: dict(rows), lambda rows: None)
-                name = split_address(self.address)[2]
-                self._registry = VersionRegistry(name, self._run, keep)
-                assert port is not None
-                self._control = ControlServer([port], self._secret, self._timeout, self._registry.handle, self._registry.gone)
-            else:
+            server = self._server = PieceServer(self._holdings, self._secret, self._timeout, store=store)
+            row: Row = {"addresses": server.addresses, "network": server.network, "machine": machine(), "pid": os.getpid()}
+            if port is None:
                 call.follow(row)
-        log.info("live: rank %d serves %s", self._group.rank, self.address)
+                return
+            endpoints = call.lead(row, lambda rows: dict(rows), lambda rows: None)
+            registry = VersionRegistry(split_address(self.address)[2], self._run, self._keep)
+            self._leader = VersionLeader(registry, endpoints)
+            self._control = ControlServer([port], self._secret, self._timeout, registry.handle, registry.gone)
 
     # ---- publishing
 
@@ -163,7 +180,9 @@ class Source:
         call = self._group.call("publish", self.address, self._timeout)
         number = self._count = self._count + 1
         try:
-            collected = collect_state(self._state, self._group, self._layout, self._shards)
+            collected = collect(self._state, rank=self._group.rank, ranks=self._group.ranks, layout=self._layout, shards=self._shards)
+            if len(self._shards.known) > 4 * len(collected.shard_table.tensors) + 1000:
+                self._shards.known.clear()  # of states that are not published any more
             if self._image is None or not self._image.fits(collected):
                 self._image = ImagePlan.of(collected, self._group.rank)
             prepared = prepare_image(collected, self._image, self._pool.take, self.address, lazy=capture == "lazy")
@@ -210,83 +229,49 @@ class Source:
                 self._published[number] = published  # before the others know: a sink may ask for it before this rank hears
             del published
             try:
-                agreed = call.lead(row, lambda rows: self._complete(call, number, rows)) if call.is_leader else call.follow(row)
-                if agreed["numbers"] != self._numbers_digest:
-                    names = json.loads(call.fetch(agreed["numbers"]))
-                    with self._lock:
-                        self._numbers = {name: n for n, name in enumerate(names)}
-                        self._numbers_digest = agreed["numbers"]
+                agreed = call.lead(row, lambda rows: self._completed(call, number, rows)) if call.is_leader else call.follow(row)
+                if agreed["names"] != self._numbers[0]:
+                    names = json.loads(call.fetch(agreed["names"]))
+                    self._numbers = agreed["names"], {name: n for n, name in enumerate(names)}
             except BaseException:
                 with self._lock:
                     del self._published[number]
+                    self._lock.notify_all()
                 raise
             with self._lock:
+                self._published[number].numbers = self._numbers[1]
                 for old in agreed["drop"]:
                     self._published.pop(old, None)
                 self._lock.notify_all()
         log.debug("live: rank %d has sealed step %d", rank, step)
         return Version.from_json(agreed["version"])
 
-    def _complete(self, call: Call, number: int, rows: dict[int, Row]) -> Row:
-        """Leader: all have sealed. Does it make one state? Then it is the newest version."""
-        registry = self._registry
-        assert registry is not None
-        steps = {rank: row["step"] for rank, row in rows.items()}
-        if len(set(steps.values())) > 1:
-            raise ConsistencyError(
-                f"the ranks publish different steps: {steps}", where=self.address, hint="publish the same step on every rank"
-            )
-        digests = [d for row in rows.values() for d in (row["table"], row["state"], row["own"]) if d is not None]
-        new = [d for d in dict.fromkeys(digests) if not registry.knows(d)]
-        call.fetch_all(new)
-        blobs = {d: call.fetch(d) for d in new}
-
-        def blob(digest: str) -> bytes:
-            return blobs[digest] if digest in blobs else registry.blob(digest)
-
-        tables = tuple((digest, tuple(ranks)) for digest, ranks in grouped(rows, "table"))
-        own = {rank: row["own"] for rank, row in rows.items() if row["own"] is not None}
-        states = grouped(rows, "state")
-        state = states[0][0]
-        if len(states) > 1:
-            joined = json.dumps(join_values([(ranks, json.loads(blob(digest))) for digest, ranks in states])).encode()
-            state = digest_of_blob(joined)
-            blobs[state] = joined
-        numbered = json.dumps([tables, sorted(own.items())])
-        if numbered != self._joined:
-            names = {*join_tables([(ranks, Table.from_bytes(blob(digest))) for digest, ranks in tables]).tensors}
-            for digest in own.values():
-                names |= {t.name for t in Table.from_bytes(json.loads(blob(digest))["table"].encode()).tensors}
-            self._joined, self._joined_digest = numbered, call.leave(json.dumps(sorted(names)).encode())
-        manifest = Manifest(
-            run=self._run,
-            step=next(iter(steps.values())),
-            number=number,
-            ranks=self._group.ranks,
-            tables=tables,
-            state=state,
-            own=own,
-            segments={rank: SegmentDigest(nbytes=row["segment"][0], digest=row["segment"][1]) for rank, row in rows.items()},
-        )
-        holders = [{"rank": rank, **self._endpoints[rank], "at": row["at"]} for rank, row in rows.items()]
-        version, dropped = registry.add(manifest, holders, blobs)
-        return {"version": version.to_json(), "drop": dropped, "numbers": self._joined_digest}
+    def _completed(self, call: Call, number: int, rows: dict[int, Row]) -> Row:
+        """Leader: all have sealed."""
+        assert self._leader is not None
+        return self._leader.complete(call, number, rows)
 
     # ---- serving
 
     def _holdings(self, name: str) -> Holdings:
         """What this rank has of a version, for one pull of a sink."""
-        run, _, number = name.rpartition("/")
-        seconds = min(self._timeout, 10.0)
+        run, _, spelled = name.rpartition("/")
+        if run != self._run or not spelled.isdigit() or len(spelled) > 18:
+            raise NotFoundError(f"this source has no version {name!r:.80}", hint="take again")
+        number, seconds = int(spelled), min(self._timeout, 10.0)
+
+        def known() -> bool:
+            """Sinks may hear of a version before this rank hears that all have sealed theirs."""
+            published = self._published.get(number)
+            return published is None or published.numbers is not None
+
         with self._lock:
-            if run != self._run or not number.isdigit():
-                raise NotFoundError(f"this source has no version {name!r:.80}", hint="take again")
-            if not self._lock.wait_for(lambda: bool(self._numbers) or self._closed, seconds):
+            if not self._lock.wait_for(known, seconds):
                 raise not_sealed(name, seconds)
-            published = self._published.get(int(number))
+            published = self._published.get(number)
             if published is None:
                 raise NotFoundError(f"version {name!r} was dropped", hint="take again: there is a newer one")
-            return published.holdings(self._numbers)
+            return published.holdings()
 
     # ---- for the caller
 
@@ -313,7 +298,8 @@ class Source:
                 self._control.close()
                 if self._secret_file:
                     forget_secret(self.address, self._secret)
-            self._server.close()
+            if self._server is not None:
+                self._server.close()
             with self._lock:
                 self._published.clear()
                 self._lock.notify_all()

@@ -25,8 +25,9 @@ class VersionStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStatus:
-    """A sink: ``state`` is ``"waiting"``, ``"taking"`` or ``"lost"``; ``step`` is of the version that it has. ``late``: there is a newer
-    one. ``seconds`` since it began to take a version. ``took``: digest, bytes and seconds of each kept version that it has taken."""
+    """A sink: ``state`` is ``"waiting"``, ``"taking"``, ``"left"`` or ``"lost"``; ``step`` is of the version that it has.
+    ``late``: there is a newer one. ``seconds`` since it began to take a version. ``took``: digest, bytes and seconds of each kept version
+    that it has taken."""
 
     sink: str
     ranks: int

@@ -152,7 +152,11 @@ def test_a_flipped_byte_is_found_where_it_is_needed_and_nowhere_else(at: int) ->
     expected = segment.data.copy()
     digests = segment.seal()
     assert [xxhash.xxh3_64_intdigest(expected[i : i + BLOCK].data) for i in range(0, layout.nbytes, BLOCK)] == digests.tolist()
-    holdings = PublishedSegment(segment, layout, digests, "here").holdings({"weight": 3})
+    published = PublishedSegment(segment, layout, digests, "here")
+    with pytest.raises(NotFoundError, match="not complete"):
+        published.holdings()
+    published.numbers = {"weight": 3}
+    holdings = published.holdings()
     out = bytearray(256 * 4)
     holdings.gather(3, Box((5, 0), (1, 256)), memoryview(out))
     assert out == expected[5 * 1024 : 6 * 1024].tobytes()

@@ -1,0 +1,107 @@
+"""What the leader of a sink asks the leader of the source, and tells it. No torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+
+from ckpt.coordination.rows import Row
+from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError
+
+from .control import ControlClient, split_address
+from .versions import Version, digest_of_blob
+
+log = logging.getLogger("ckpt")
+
+_numbers = count(1)
+"""Of the sinks of this process."""
+
+
+class SourceConnection:
+    """A connection that is made when something is asked, and again when it was lost. ``ranks``: how many the sink has."""
+
+    def __init__(self, address: str, secret: bytes, timeout: float, ranks: int) -> None:
+        self._address = address
+        self._secret = secret
+        self._timeout = timeout
+        name = f"{socket.gethostname()}:{os.getpid()}/{next(_numbers)}"
+        self._who: Row = {"name": split_address(address)[2], "sink": name, "ranks": ranks}
+        self._client: ControlClient | None = None
+
+    def newest(self, after: Version | None, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
+        """The newest version and where its parts are, and the bytes of its manifest; waits until ``end`` for another one than ``after``.
+
+        Raises:
+            DeadlineError: there is none by then; or the source cannot be reached, or does not answer.
+            GroupError: it is gone.
+        """
+        tries = 2  # a source that has started again has closed the old connection
+        while True:
+            alive()
+            try:
+                answer, data = self._ask({"op": "newest", "after": None if after is None else after.to_json()}, end, alive)
+            except CkptError as err:
+                tries -= 1
+                self.disconnect()
+                if not tries or isinstance(err, (AccessError, DeadlineError, FormatError, NotFoundError)):
+                    raise
+                continue
+            if answer["version"] is not None:
+                if digest_of_blob(data) != answer["version"].get("digest"):
+                    raise CorruptError("the manifest of a version came damaged", where=self._address, hint="take again")
+                return answer, data
+            if time.monotonic() >= end:
+                newer = "no version yet" if after is None else f"no version newer than {after}"
+                hint = "look whether it publishes, or wait longer (timeout=)"
+                raise DeadlineError(f"the source has {newer}", where=self._address, hint=hint)
+
+    def blobs(self, digests: Sequence[str], alive: Callable[[], None]) -> dict[str, bytes]:
+        """What manifests refer to, by digest.
+
+        Raises:
+            NotFoundError: the version was dropped.
+        """
+        if not digests:
+            return {}
+        answer, data = self._ask({"op": "blobs", "digests": digests}, time.monotonic() + self._timeout, alive)
+        blobs, at = {}, 0
+        for digest, size in zip(digests, answer["sizes"], strict=True):
+            blobs[digest] = data[at : at + size]
+            at += size
+            if digest_of_blob(blobs[digest]) != digest:
+                raise CorruptError("a part of a version's manifest came damaged", where=self._address, hint="take again")
+        return blobs
+
+    def tell(self, version: Version, phase: str, **more: object) -> None:
+        """Let the source know how far this sink is. That it does not hear it harms nothing."""
+        if self._client is None:
+            return
+        try:
+            self._client.ask({**self._who, "op": "progress", "phase": phase, "version": version.to_json(), **more})
+        except CkptError as err:
+            log.debug("live: the source was not told: %s", err)
+            self.disconnect()
+
+    def leave(self) -> None:
+        """Say good-bye, if the source is there."""
+        if self._client is not None:
+            with suppress(CkptError):
+                self._client.ask({**self._who, "op": "leave"})
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Let the next question make another connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _ask(self, question: Row, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
+        if self._client is None:
+            patience = min(self._timeout, max(end - time.monotonic(), 1.0))
+            self._client = ControlClient(self._address, self._secret, patience, alive)
+        return self._client.ask({**self._who, **question}, alive)
