@@ -75,7 +75,10 @@ WITHOUT_TORCH = (
     "ckpt.byte_source",
     *("ckpt.observe", "ckpt.monitors", "ckpt.events.event", "ckpt.events.event_threads", "ckpt.events.alerts"),
     *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pull_messages", "server", "wire")),
-    *(f"ckpt.live.{name}" for name in ("control", "published", "registry", "secret", "segment", "source_connection", "status", "versions")),
+    *(
+        f"ckpt.live.{name}"
+        for name in ("control", "registry", "secret", "segments.published", "segments.segment", "source_connection", "status", "versions")
+    ),
     *("ckpt.tracing.stall", "ckpt.tracing.trace_events", "ckpt.training.tiers", "ckpt.training.cost_meter"),
 )
 CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", "export", "convert", "arithmetic")

@@ -31,8 +31,8 @@ from ckpt.plan.tables import Table
 from ckpt.tracing.spans import Spans
 from ckpt.tracing.stall import Stall
 
-from .published import PublishedSegment, SegmentLayout
-from .segment import MemorySegment
+from .segments.published import PublishedSegment, SegmentLayout
+from .segments.segment import MemorySegment
 from .versions import Version, own_blob
 
 

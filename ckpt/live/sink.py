@@ -20,6 +20,7 @@ from ckpt.coordination.rows import Row
 from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.load.job import LoadJob, StateWrites
 from ckpt.engine.load.options import LoadOptions
+from ckpt.engine.load.setting import accept
 from ckpt.errors import DeadlineError, FormatError, NotFoundError, TornError, UsageError
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, several
@@ -29,7 +30,7 @@ from .client import Pulled
 from .control import split_address
 from .secret import sink_secret
 from .source_connection import SourceConnection
-from .take import FoundVersion, MatchedTake, Puller, SinkCache, StagedTake, TakeReport, accept_take, match_take, stage_take, switch_take
+from .take import FoundVersion, MatchedTake, Puller, SinkCache, StagedTake, TakeReport, match_take, stage_take, switch_take
 from .versions import Manifest, Version
 
 if TYPE_CHECKING:
@@ -220,8 +221,8 @@ class Sink:
         call.linger()
         return TakeReport(
             version=found.version,
-            needed=staged.plan.needed,
-            mapped=sum(staged.plan.shares[rank].requests.total for rank in staged.mapped),
+            needed=staged.plan.transfers.needed,
+            mapped=sum(staged.plan.transfers.shares[rank].requests.total for rank in staged.mapped),
             received=pulled.received,
             lost={rank: str(err) for rank, err in pulled.lost.items()},
             waited=waited,
@@ -271,10 +272,10 @@ class Sink:
     def _accept(self, job: LoadJob, matched: MatchedTake, torn: str) -> Sequence[Callable[[], None]]:
         """Objects of the state may refuse theirs: where there are any, all ranks hear of it before a tensor changes."""
         if not matched.objects:
-            return accept_take(matched, self.address)
+            return accept(matched.binding, job.writes, self.address)
         with job.call.phase("accept"):
             self._torn = torn
-            setters = accept_take(matched, self.address)
+            setters = accept(matched.binding, job.writes, self.address)
             job.agree({}, _nothing)
         return setters
 

@@ -34,10 +34,10 @@ from ckpt.transport.shm_pool import machine
 from .control import ControlServer, split_address
 from .holdings import Holdings
 from .publication import ImagePlan, PreparedImage, Publication, capture_image, not_sealed, prepare_image, seal_image
-from .published import PublishedSegment
 from .registry import VersionRegistry
 from .secret import fingerprint, forget_secret, given_secret, new_secret
-from .segment import SegmentPool
+from .segments.published import PublishedSegment
+from .segments.segment import SegmentPool
 from .server import PieceServer
 from .status import SourceStatus, ask_status
 from .version_leader import VersionLeader

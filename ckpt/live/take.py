@@ -20,23 +20,21 @@ import numpy.typing as npt
 from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.shard_cache import ShardCache
-from ckpt.adapters.stateful import take_all
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.fitting import row_of_match, verdict_of
 from ckpt.engine.load.job import LoadJob
-from ckpt.engine.load.reader import TensorLoad, changed
-from ckpt.engine.load.setting import run_each
+from ckpt.engine.load.reader import changed
+from ckpt.engine.load.setting import run_each, set_all
 from ckpt.engine.load.shared_reads import SharedReads
-from ckpt.errors import CkptError, UsageError
-from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
+from ckpt.plan.transfers import Share, TransferPlan
 
 from .catalog import LiveCatalog
 from .client import Holder, Pulled, pull_all
-from .local import LocalHolder, check_local, copy_local, open_local
-from .published import SegmentLayout
+from .filling import Filling, FillPlan, PlanCache, plan_filling
+from .segments.mapped import LocalHolder, check_local, copy_local, open_local
+from .segments.published import SegmentLayout
 from .versions import Manifest, Version, catalog_of, tensors_of
-from .wants import Wanted
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -78,10 +76,7 @@ class SinkCache:
     tables: tuple[tuple[str, tuple[int, ...]], ...] = ()
     catalog: LiveCatalog | None = None
     layouts: dict[int, SegmentLayout] = field(default_factory=dict)
-    plan: TransferPlan | None = None
-    planned: tuple[object, ...] = ()
-    plans: int = 0
-    """How many were made."""
+    plan: PlanCache = field(default_factory=PlanCache)
     buffers: list[Bytes] = field(default_factory=list)
 
     def catalog_of(self, found: FoundVersion) -> LiveCatalog:
@@ -89,7 +84,7 @@ class SinkCache:
         manifest = found.manifest
         made = catalog_of(manifest, found.blobs, str(found.version), like=self.catalog if manifest.tables == self.tables else None)
         if self.catalog is None or made.tensors is not self.catalog.tensors:
-            self.layouts, self.plan = {}, None
+            self.layouts, self.plan = {}, PlanCache()
         self.tables, self.catalog = manifest.tables, made
         return made
 
@@ -99,14 +94,6 @@ class SinkCache:
         if layout is None:
             layout = self.layouts[rank] = SegmentLayout.of(tensors_of(found.manifest, found.blobs, rank), rank)
         return layout
-
-    def planned_for(self, wanted: Wanted, receiver: int, near: frozenset[int]) -> TransferPlan:
-        """What is taken from whom: the plan of the take before, where the same is wanted of the same tensors."""
-        key = (receiver, near, *((w.number, w.boxes) for w in wanted.wants))
-        if self.plan is None or key != self.planned:
-            self.plan, self.planned = plan_transfers(wanted.wants, rank=receiver, near=near), key
-            self.plans += 1
-        return self.plan
 
     def buffer(self, length: int) -> Bytes:
         """Memory for a piece, of an earlier take if there is some."""
@@ -123,7 +110,6 @@ class MatchedTake:
     found: FoundVersion
     catalog: LiveCatalog
     binding: Binding
-    wanted: Wanted
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     objects: bool
@@ -156,12 +142,10 @@ def match_take(job: LoadJob, found: FoundVersion, state: object, cache: SinkCach
             return verdict_of(job, catalog, rows) | {"objects": any(row["objects"] for row in rows.values())}
 
         verdict = job.agree(row, decide)
-    wanted = Wanted.of(map(TensorLoad._make, binding.targets.values()), catalog)
     return MatchedTake(
         found=found,
         catalog=catalog,
         binding=binding,
-        wanted=wanted,
         missing=tuple(verdict["missing"]),
         unexpected=tuple(verdict["unexpected"]),
         objects=verdict["objects"],
@@ -173,7 +157,7 @@ class StagedTake:
     """All that this rank needs is here, and compared with its digests; or, in place, will come."""
 
     matched: MatchedTake
-    plan: TransferPlan
+    plan: FillPlan
     mapped: Mapping[int, LocalHolder]
     pieces: Sequence[tuple[Share, int, Bytes]]
     pulled: Pulled
@@ -224,17 +208,18 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
         CorruptError: bytes are not what was published.
         RankFailedError, DeadlineError, ExchangeError: a holder is lost, and nobody else has what it had.
     """
-    found, wanted = matched.found, matched.wanted
-    local = puller.local
+    found, local = matched.found, puller.local
     near = frozenset(rank for rank, row in found.holders.items() if local is not None and row["machine"] == local)
-    plan = cache.planned_for(wanted, puller.receiver, near)
+    plan = plan_filling(
+        matched.binding.targets.values(), matched.catalog, rank=puller.receiver, near=near, cache=cache.plan, source=found.manifest.tables
+    )
     mapped = open_local(
-        [rank for rank in plan.shares if rank in near],
+        [rank for rank in plan.transfers.shares if rank in near],
         found.holders,
         found.manifest,
         lambda rank: cache.layout_of(found, rank),
     )
-    check_local(plan, mapped, wanted, puller.threads, puller.alive)
+    check_local(plan, mapped, puller.threads, puller.alive)
     pieces: list[tuple[Share, int, Bytes]] = []
     lock = threading.Lock()
 
@@ -245,7 +230,7 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
         with lock:
             pieces.append((share, piece, buffer))
 
-    left = _without(plan, mapped)
+    left = _without(plan.transfers, mapped)
     pulled = Pulled() if in_place else puller.pull(found, left, keep)
     return StagedTake(matched=matched, plan=plan, mapped=mapped, pieces=pieces, pulled=pulled, left=left if in_place else None)
 
@@ -264,39 +249,20 @@ def _without(plan: TransferPlan, mapped: Mapping[int, LocalHolder]) -> TransferP
     )
 
 
-def accept_take(matched: MatchedTake, where: str) -> Sequence[Callable[[], None]]:
-    """Let the objects of the state take theirs; what is left to set when all bytes are there. If one refuses, all have what they had."""
-    binding = matched.binding
-    if not binding.objects:
-        return [*(each.take for each in binding.options), *binding.apply]
-    refusal = take_all([*binding.options, *binding.objects])
-    if refusal is None:
-        return binding.apply
-    if isinstance(refusal.error, CkptError):
-        raise refusal.error
-    raise UsageError(f"an object refused its state: {refusal.error}", where=f"{refusal.path} in {where}") from refusal.error
-
-
 def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: Sequence[Callable[[], None]], where: str) -> Pulled:
     """Copy everything into the state. What an in-place take still lacks comes now."""
-    matched = staged.matched
-    wanted = matched.wanted
+    matched, plan = staged.matched, staged.plan
     run_each(matched.binding.create)
-    if matched.binding.create:  # tensors of the meta device have memory only now
-        wanted = Wanted.of(map(TensorLoad._make, matched.binding.targets.values()), matched.catalog)
-    devices = devices_of(job.target for job in wanted.jobs)
+    filling = Filling(plan)
+    devices = devices_of(target for target, _ in plan.targets)
     settle_devices(devices, where)
-    wanted.pad()
-    copy_local(staged.plan, staged.mapped, wanted, puller.threads)
+    filling.zero_padding()
+    copy_local(plan, staged.mapped, puller.threads)
     for share, piece, data in staged.pieces:
-        wanted.place(share, piece, data)
+        filling.place(share, piece, data.data)
         cache.buffers.append(data if data.base is None else data.base)
-    pulled = staged.pulled
-    if staged.left is not None:
-        pulled = puller.pull(
-            matched.found, staged.left, lambda share, piece, view: wanted.place(share, piece, np.frombuffer(view, dtype=np.uint8))
-        )
+    pulled = staged.pulled if staged.left is None else puller.pull(matched.found, staged.left, filling.place)
     settle_devices(devices, where)
-    changed(wanted.memories())
-    run_each(setters)
+    changed([part.memory for target, _ in plan.targets for part in target.parts])
+    set_all(setters, where)
     return pulled

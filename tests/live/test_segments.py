@@ -19,8 +19,8 @@ from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.live.published import BlockCheck, PublishedSegment, SegmentLayout
-from ckpt.live.segment import BLOCK, MappedSegment, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
+from ckpt.live.segments.published import BlockCheck, PublishedSegment, SegmentLayout
+from ckpt.live.segments.segment import BLOCK, MappedSegment, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
 from ckpt.plan.ownership import TensorSpec
 from tests.plan.layout_strategies import placed_tensors
 

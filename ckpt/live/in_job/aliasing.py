@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.adapters.tensors import LocalShard, LocalTensor
-
-from .filling import Target
+from ckpt.live.filling import Target
 
 
 class _Extent(NamedTuple):

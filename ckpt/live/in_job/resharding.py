@@ -48,6 +48,7 @@ from ckpt.engine.save.leader import grouped
 from ckpt.errors import CkptError, ConsistencyError, NotFoundError, UsageError
 from ckpt.live.catalog import LiveCatalog
 from ckpt.live.client import Holder, Pulled, pull_all
+from ckpt.live.filling import Filling, FillPlan, PlanCache, plan_filling
 from ckpt.live.holdings import Holdings
 from ckpt.live.server import PieceServer
 from ckpt.plan import machines
@@ -58,7 +59,6 @@ from ckpt.tracing.progress_callback import ProgressCallback, callback_of, report
 from ckpt.transport.shm_pool import machine
 
 from .aliasing import shared_memory
-from .filling import Filling, FillPlan, PlanCache, plan_filling
 from .tensor_holdings import holdings_of
 
 if TYPE_CHECKING:

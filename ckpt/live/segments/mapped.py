@@ -11,12 +11,12 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.coordination.rows import Row
 from ckpt.engine.load.copying import Stored, copy_box
 from ckpt.errors import FormatError, NotFoundError
-from ckpt.plan.transfers import Share, TransferPlan
+from ckpt.live.filling import FillPlan
+from ckpt.live.versions import Manifest
+from ckpt.plan.transfers import Share
 
 from .published import BlockCheck, SegmentLayout
 from .segment import MappedSegment, SegmentAddress
-from .versions import Manifest
-from .wants import Wanted
 
 log = logging.getLogger("ckpt")
 
@@ -32,7 +32,7 @@ class LocalHolder:
     segment: MappedSegment
     layout: SegmentLayout
 
-    def check(self, share: Share, wanted: Wanted, alive: Callable[[], None]) -> None:
+    def check(self, share: Share, plan: FillPlan, alive: Callable[[], None]) -> None:
         """Compare all that a share needs with its digests.
 
         Raises:
@@ -42,13 +42,13 @@ class LocalHolder:
         for number in range(len(share.requests)):
             if number % _STRETCH == 0:
                 alive()
-            _, entry = wanted.jobs[int(share.wants[number])]
+            _, entry = plan.targets[int(share.wants[number])]
             check.box(entry.alias or entry.name, share.requests.box(number, len(entry.shape)))
 
-    def copy(self, share: Share, wanted: Wanted) -> None:
+    def copy(self, share: Share, plan: FillPlan) -> None:
         """Copy a share to where it belongs."""
         for number in range(len(share.requests)):
-            target, entry = wanted.jobs[int(share.wants[number])]
+            target, entry = plan.targets[int(share.wants[number])]
             box = share.requests.box(number, len(entry.shape))
             for placed in self.layout.boxes[entry.alias or entry.name]:
                 common = placed.box.intersect(box)
@@ -75,16 +75,16 @@ def open_local(
     return mapped
 
 
-def check_local(plan: TransferPlan, mapped: Mapping[int, LocalHolder], wanted: Wanted, threads: int, alive: Callable[[], None]) -> None:
+def check_local(plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int, alive: Callable[[], None]) -> None:
     """Compare all that is taken from mapped segments with its digests.
 
     Raises:
         CorruptError: memory has changed since it was published.
     """
-    tasks = [partial(holder.check, plan.shares[rank], wanted, alive) for rank, holder in mapped.items()]
+    tasks = [partial(holder.check, plan.transfers.shares[rank], plan, alive) for rank, holder in mapped.items()]
     run_tasks(tasks, threads, "ckpt-check")
 
 
-def copy_local(plan: TransferPlan, mapped: Mapping[int, LocalHolder], wanted: Wanted, threads: int) -> None:
+def copy_local(plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int) -> None:
     """Copy all that is taken from mapped segments."""
-    run_tasks([partial(holder.copy, plan.shares[rank], wanted) for rank, holder in mapped.items()], threads, "ckpt-read-segments")
+    run_tasks([partial(holder.copy, plan.transfers.shares[rank], plan) for rank, holder in mapped.items()], threads, "ckpt-read-segments")

@@ -14,10 +14,11 @@ from ckpt.adapters.tensors import LocalTensor
 from ckpt.catalog import TensorEntry
 from ckpt.engine.load.copying import Stored, copy_box
 from ckpt.layout.geometry import Box
-from ckpt.live.catalog import LiveCatalog
-from ckpt.live.client import piece_boxes
 from ckpt.plan.match import common_box
 from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers
+
+from .catalog import LiveCatalog
+from .client import piece_boxes
 
 Target = tuple[LocalTensor, TensorEntry]
 """Memory of the receiver, and the tensor of the source that goes there."""

@@ -12,9 +12,9 @@ import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.layout.geometry import Box, row_major_strides
+from ckpt.live.holdings import HeldBox, HeldTensor, Holdings
 from ckpt.plan.ownership import TensorSpec
 
-from .holdings import HeldBox, HeldTensor, Holdings
 from .segment import BLOCK, Bytes, Digests, MemorySegment, digest_of_digests
 
 _RAW: Mapping[int, np.dtype[Any]] = {
