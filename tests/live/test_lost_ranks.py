@@ -228,3 +228,77 @@ def test_a_flipped_byte_is_named_and_only_a_take_in_place_over_the_network_is_to
         repaired = sink.take()
         assert repaired.step == 3 and sink.version == repaired
         assert all(bool((t == 3).all()) for t in into.values())
+
+
+def failing_trainer(folder: Path, victim: int) -> tuple[str | None, float]:
+    """Publishes step 1; a rank dies while it seals step 2."""
+    state = fsdp_state(1)
+    with Source("tcp://127.0.0.1:0/actor", state, timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        if dist.get_rank() == 0:
+            leave(folder / "address", source.address)
+        dist.barrier()
+        if dist.get_rank() == victim:
+            import ckpt.live.source as module
+
+            module.seal_image = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        began, said = time.monotonic(), None
+        try:
+            source.publish(2).result()
+        except CkptError as err:
+            said = str(err)
+        seconds = time.monotonic() - began
+        leave(folder / "failed", "")
+        wait_for(folder / "stop")
+        return said, seconds
+
+
+@pytest.mark.alone
+def test_a_rank_dies_while_it_publishes_and_the_others_say_which(ranks: Ranks, tmp_path: Path) -> None:
+    source = Job(ranks, 3, failing_trainer, tmp_path, 2, allow_death=True, timeout=60)
+    try:
+        wait_for(tmp_path / "failed")
+        assert ranks.run(1, take_what_is_there, tmp_path, timeout=40) == [True]
+    finally:
+        leave(tmp_path / "stop", "")
+    survivors = source.result()[:2]
+    assert all("rank 2" in said and seconds < 4 * TIMEOUT for said, seconds in survivors)
+
+
+def take_what_is_there(folder: Path) -> bool:
+    """Step 1 is still the newest, and the dead rank's part of it is gone; whether the state is as it was."""
+    state = {name: torch.full(shape, -1.0) for name, shape in jobs.SHAPES.items()}
+    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT) as sink:
+        with pytest.raises(CkptError, match="rank 2"):
+            sink.take()
+        return sink.version is None and all(bool((t == -1).all()) for t in state.values())
+
+
+def slow_engine(folder: Path) -> None:
+    """Stops in the middle of a take, with segments mapped."""
+    import ckpt.live.sink as module
+
+    module.switch_take = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+    with Sink(wait_for(folder / "address"), tp_state(), timeout=TIMEOUT) as sink:
+        leave(folder / "taking", "")
+        sink.take()
+
+
+def test_a_sink_that_hangs_holds_up_nobody(ranks: Ranks, tmp_path: Path) -> None:
+    state = {name: jobs.full(name, 1) for name in jobs.SHAPES}
+    with Source("tcp://127.0.0.1:0/actor", state, keep=1, timeout=TIMEOUT) as source:
+        leave(tmp_path / "address", source.address)
+        source.publish(1).result()
+        hanging = Job(ranks, 1, slow_engine, tmp_path, allow_death=True, timeout=12)
+        wait_for(tmp_path / "taking")
+        time.sleep(1)
+        for step in range(2, 6):
+            for name, tensor in state.items():
+                tensor.copy_(jobs.full(name, step))
+            assert source.publish(step).result(TIMEOUT).step == step
+            into = {name: torch.full_like(t, -1) for name, t in state.items()}
+            with Sink(source.address, into, timeout=TIMEOUT) as sink:
+                assert sink.take().step == step and step_of(into) == step
+        (seen, *_) = source.report().sinks
+        assert seen.state == "taking" and seen.late
+    assert isinstance(hanging.result()[0], Lost)
