@@ -86,6 +86,8 @@ class WriterBase(Writer):
                 raise UsageError(f"{self._busy} writes are still running", where=self._where, hint="wait for all writes before commit")
             self._written.check(self._where)
             self._settle()
+            # Set before the attempt: if making it durable raises, the state is right already, and no second commit
+            # can succeed on what the first one left.
             self._state = "failed"  # until it did not
             self._make_durable()
             self._state = "committed"

@@ -67,6 +67,8 @@ def _may_repeat(node: Node) -> bool:
     for key in node:
         if not key or key == "$map":
             return True
+        # Paths are keys joined by dots, so {"a": {"b": 1}, "a.b": 2} has two values at "a.b". That needs one key that
+        # begins with another one and a dot: the common state, with no dots in its keys, is not searched at all.
         at = key.find(".")
         while at >= 0:
             if key[:at] in node:
@@ -131,6 +133,8 @@ def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node
         moved |= dict.fromkeys(below)
         if changed or not below:
             kept.append((key, changed))
+    # Names below this node's own path stay here, under what is left of their name; the others travel up, until a
+    # container is reached whose path they begin with. In the end the ranks' states have the same tree.
     start = f"{path}." if path else ""
     home = [name for name in moved if name.startswith(start)]
     kept += [(name[len(start) :], {"$tensor": name}) for name in home]
@@ -168,6 +172,8 @@ class _CollectWalk:
         if isinstance(value, Optimizer):
             return self.optimizer(value, path)
         if is_stateful(value):
+            # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
+            # would have them.
             outside = dict(self.renumbered)
             node = encode(value.state_dict(), path, self.inner_leaf)  # type: ignore[attr-defined]
             self.renumbered = outside

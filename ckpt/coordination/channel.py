@@ -46,6 +46,8 @@ def looks(size: int) -> Iterator[None]:
     """The moments at which one of ``size`` ranks that waits looks: up to twice as much time lies between two as between those before."""
     longest = longest_pause(size)
     pause = min(longest, max(0.0005, longest * size / 65536))
+    # Exponential backoff, but from a start that depends on the size of the job: with few ranks the first look comes
+    # after half a millisecond, with thousands the store would not survive that.
     while True:
         began = time.monotonic()
         yield
@@ -172,6 +174,7 @@ class ControlChannel:
 
     def word(self) -> dict[str, Any] | None:
         """The leader's next word of this turn, if it is there."""
+        # Words are numbered, so a rank that was busy when the leader spoke twice reads both, in order.
         data = self._store.peek(self._key(f"{self.turn}/word/{self._words}"))
         if data is None:
             return None
@@ -235,6 +238,7 @@ class ControlChannel:
     def beats(self, positions: Collection[int]) -> dict[int, int]:
         """How many signs of life each of these ranks has given in this call."""
         teams = sorted({p // TEAM for p in positions})
+        # One request for all teams that are waited for, whatever the number of ranks.
         beats = dict(zip(teams, self._store.appended([self._key(f"beats/{team}") for team in teams]), strict=True))
         return {p: beats[p // TEAM].count(p % TEAM) for p in positions}
 

@@ -222,6 +222,8 @@ class Checkpointer:
             UsageError: ``n`` is no int of at least 0.
         """
         check_step(n)
+        # The order of the three things below keeps ranks in step: decide, begin the save that is due, and only then
+        # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
         with self._schedule.timed(step=True):
             due = self._schedule.due(n)
             if due is None:

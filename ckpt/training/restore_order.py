@@ -47,6 +47,8 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[...,
         except CkptError as err:
             if lost and step is None and isinstance(err, CorruptError):
                 err.hint = f"restore(state, step={number}, strict=False) takes what is left of it"
+            # Damage always leads to another copy. A storage error does only if there is another copy of the *same*
+            # step: an older step instead of one that is merely out of reach would silently lose training.
             kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
             if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise
@@ -84,6 +86,8 @@ def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[
 
 def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: tuple[type[CkptError], ...]) -> bool:
     """Whether any rank raised one of these ``kinds``; all ranks come here together, since a load fails on all."""
+    # The ranks may fail in different ways: one reads damage, the others hear of it. All of them ask together and take
+    # the same way.
     mine = raised(err, *kinds)
     call = group.call("restore", url, timeout)
     return bool(call.map_reduce("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))

@@ -216,6 +216,8 @@ class Tiers:
         self._say_passed(near, there)
         far = {s.number: s for s in there if s.committed}
         self._published |= {s.id for s in far.values() if s.id is not None}
+        # A local copy is uploaded if the root has no copy of that step, or an older one. Ids sort by time, and the
+        # leader has made local ids later than those at the root, so comparing them needs no clock.
         near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
         united = {**far, **{s.number: s for s in near}}
         kept = retention(self.keep, infos(list(united.values())), datetime.now(timezone.utc)).kept

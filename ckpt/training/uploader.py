@@ -88,6 +88,7 @@ class Uploader:
 
     def finish(self, patience: float) -> StorageError | None:
         """Wait until all is published that is to be; the error if that failed for ``patience`` seconds. Every rank calls it."""
+        # Nothing was ever begun on this rank, and so on no rank: rounds are begun by calls that all of them make.
         if self._last is None:
             return None
         upload_round = self.add(patience=patience)

@@ -198,9 +198,12 @@ class Exchange:
     def _meet(self, hello: Hello, sock: socket.socket) -> None:
         """A rank has said what it has for this one."""
         rank, key = hello.rank, (hello.number, hello.rank)
+        # A rank dials several addresses and may connect at more than one. The first connection that greets is served,
+        # the others are closed; the other side drops them too when it gets an answer.
         if key in self.port.met:
             sock.close()
             return
+        # That rank is already in the next exchange. Its connection is kept until this one is over.
         if hello.number > self.number:
             self.port.early.append((hello, sock))
             return
@@ -311,6 +314,8 @@ class Exchange:
         now = time.monotonic()
         if self.port.listener is not None:
             self.port.listener.tick()
+        # A rank that has nothing to send to or get from this one at the moment owes it nothing: only those that are
+        # waited for can be late.
         waiting = {*(r for r, views in self.outgoing.items() if not views.idle), *self.incoming}
         if self._full():
             waiting -= {*self.queue} - {*self.incoming}  # it is their turn later

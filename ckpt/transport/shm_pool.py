@@ -110,6 +110,8 @@ class SlotPool:
         with self._lock:
             if self._broken:
                 raise BrokenPoolError
+            # Free means: no hold in this process, and no reader of another process has its mark set. Readers clear
+            # their marks without telling anybody, so the owner looks again after PAUSE.
             for slot, holds in enumerate(self._holds):
                 if not holds and self._seen[slot] == self._nobody:
                     self._holds[slot] = 1
@@ -225,6 +227,9 @@ def machine() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            # /proc/<pid>/fd/<n> of another process can be opened only by the same user with the same capabilities, in
+            # the same namespaces, unless a security module forbids it. What differs in any of these counts as another
+            # machine.
             capabilities = next(line.split()[1] for line in file if line.startswith("CapPrm"))
         user = os.geteuid()
         if not hasattr(os, "memfd_create") or os.stat("/proc/self/fd").st_uid != user:

@@ -84,6 +84,9 @@ class WritePlanner:
 
     def plan(self, way: Way, parts: Sequence[int], budget: int) -> WritePlan:
         """``parts`` has the size of a part for each file, where the storage wants whole parts."""
+        # Two ways for an item. If what each rank has of it lies in the file in long runs, ranks write their parts
+        # straight to their places (``direct``), and no byte goes through another rank. Everything else is assembled
+        # in windows by an aggregator: two-phase I/O, as MPI-IO calls it.
         direct = [(f, i) for f, file in enumerate(self.files) for i in range(len(file.items)) if way == "ranges" and self.is_long(f, i)]
         skipped = set(direct)
         pacer = _Pacer(self.ranks, budget)
@@ -198,11 +201,16 @@ class _Pacer:
 
     def place(self, size: int, sizes: Mapping[int, int], alone: int | None) -> tuple[int, int]:
         """Keeper and round of a window of ``size`` bytes of which ranks have ``sizes``; ``alone`` is the only one that may keep it."""
+        # The aggregator is one of the ranks that have at least half as much of the window as the one with most, so
+        # few bytes move; among these the one that has assembled least, so the work is even. All ranks compute the
+        # same.
         most = max(sizes.values(), default=0)
         able = [r for r, n in sizes.items() if 2 * n >= most] or list(self.kept)
         aggregator = alone if alone is not None else min(able, key=lambda r: (self.kept[r], r))
         self.kept[aggregator] += size
         takes = {r: n for r, n in sizes.items() if r != aggregator} | {aggregator: size}
+        # Rounds bound the memory: in one round a rank takes part in windows of at most ``budget`` bytes. A rank moves
+        # on to a round with the window, and never back, so that all ranks make the exchanges in one order.
         round = max(self.at[r] for r in takes)
         while any(self.at[r] == round and self.used[r] and self.used[r] + n > self.budget for r, n in takes.items()):
             round += 1

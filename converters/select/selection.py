@@ -217,6 +217,8 @@ def seams_of(catalog: Catalog, view: LogicalTensor) -> list[int]:
     for piece in view.pieces:
         seams.add(piece.box.offset[0])
         axis = piece.axes[0]
+        # Boundaries of stored chunks, moved into the coordinates of the view: from the piece's part of the stored
+        # tensor to the place of its box.
         cuts = catalog.tensors[piece.source].grid.cuts
         if axis is not None and cuts is not None:
             start, stop = piece.part.offset[axis], piece.part.end[axis]
@@ -234,6 +236,8 @@ def _wanted(catalog: Catalog, name: str, view: LogicalTensor, head: str, wide: D
     sources = [catalog.tensors[s] for s in dict.fromkeys(p.source for p in view.pieces)]
     kinds = {e.dtype.name: e.dtype for e in sources}
     castable = wide is not None and all(_floating(k) for k in kinds.values()) and not any(e.name in of_optimizers for e in sources)
+    # The dtype of a tensor that is made of several: the requested one if all parts may be cast, else the one that all
+    # parts have. A mixture without a request is an error, since either choice would lose something silently.
     if wide is not None and castable:
         dtype = wide
     elif len(kinds) == 1:

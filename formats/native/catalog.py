@@ -138,6 +138,10 @@ class NativeCatalog(CatalogDefaults):
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
         """Where one chunk each of many tensors is, in the order asked for. Errors as for :meth:`extents`."""
+        # The loop of every load into the saved layout. Its fast path takes one chunk per tensor, stored under the
+        # bare name, with the dtype and shape of the entry; tensors that follow each other mostly share a grid and a
+        # file, so the header is looked up once for all of them. Everything else takes ``_extent``, which knows all
+        # kinds of keys.
         extents = []
         chunks: Mapping[str, StoredChunk] = {}
         last, path = None, ""
@@ -167,6 +171,8 @@ class NativeCatalog(CatalogDefaults):
         path = self.files[file].path
         name = entry.name if entry.alias is None else entry.alias
         chunks = self.header(file).chunks
+        # Three attempts: the plain key; the key of each codec, since the index does not say which chunks are encoded;
+        # and, for the message, a key with a codec that this software does not know.
         stored = chunks.get(chunk_key(name, box, entry.shape, entry.dtype))
         wanted = entry.dtype.safetensors, entry.dtype.stored_shape(box.shape)
         if stored is not None and stored[:2] == wanted:
@@ -286,6 +292,8 @@ Reading = Callable[["Backend", CommitRecord, str], bytes]
 def _open(backend: Backend, data: bytes | None, read: Reading = read_index) -> tuple[CommitRecord, Contents]:
     """Record and index. Whoever replaces a checkpoint deletes the old index, so a fault counts only if the record is still the same."""
     data = _present_record(backend) if data is None else data
+    # Opening reads several files, and a save may replace the checkpoint in between. A missing or damaged index file
+    # is an error only if the commit record is still the one that was read first; otherwise everything is read again.
     for _ in range(_REPLACED_TRIES):
         record = CommitRecord.from_bytes(data, _join(backend.url, COMMIT_PATH))
         try:

@@ -102,6 +102,8 @@ class CommitRecord:
             **({"inline": dict(self.inline)} if self.inline else {}),
             "digest": _ZEROS.decode(),
         }
+        # The digest covers the file itself, with zeros in the place of the digest. So a flipped bit anywhere in the
+        # record is found before a path or a size in it is believed.
         data = json.dumps(members, indent=2).encode() + b"\n"
         at = data.rindex(_ZEROS)
         return data[:at] + xxhash.xxh3_128_hexdigest(data).encode() + data[at + len(_ZEROS) :]
@@ -147,6 +149,8 @@ def new_id(after: bytes | None = None, *, later_than: str | None = None, random:
     behind. A record that cannot be read is replaced all the same. The id also sorts after the id ``later_than``, if that was given by
     ``new_id``. ``random`` takes the place of the random digits, where they say what is saved.
     """
+    # Ids order the saves at one URL, and clean-up relies on that order. A clock that is behind must not give a save
+    # an id from before the one that it replaces, so the id is at least one millisecond later than that.
     moments = [time.time_ns() // 1_000_000]
     if after is not None:
         with suppress(CorruptError, FormatError):

@@ -212,6 +212,8 @@ def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
     data_files = decode_files(files[FILES], f"{where}/{FILES}")
     state, ranks = _decode_state(files[STATE], f"{where}/{STATE}")
     sources = decode_sources(files[SOURCES], where) if SOURCES in files else ()
+    # Compared as bytes, not by digest: an equal key is the same table, so the result of all checks is the same too. A
+    # job that lists or reloads its steps decodes the tables of 100,000 tensors once.
     key = files[TENSORS], files[GRIDS], len(data_files) or len(sources)
     tensors = _known.get(key)
     known = tensors is not None
@@ -246,6 +248,8 @@ def _contradicts(what: str, where: str) -> NoReturn:
 def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorEntry, ...]:
     columns = from_file(data, _TENSORS, where)
     names, dtypes, shapes, logicals, rows, aliases, ranks = (columns[n].to_pylist() for n in _TENSORS.names)
+    # Sorted names are part of the format: a reader can look a name up by bisection, and equal sets of tensors give
+    # equal bytes.
     if any(a >= b for a, b in pairwise(names)):
         _contradicts("tensor names are not sorted, or one occurs twice", where)
     try:

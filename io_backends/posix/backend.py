@@ -66,6 +66,8 @@ def _without_parents(path: str) -> str:
     parts = path.split("/")
     if ".." not in parts:
         return path
+    # ``a/link/..`` is the parent of where the link leads, not ``a``. os.path.normpath would take the text alone, and
+    # with that another directory.
     after = len(parts) - parts[::-1].index("..")
     return os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
 
@@ -285,6 +287,8 @@ def _token(file: str) -> str | None:
         status = os.fstat(fd)
     finally:
         os.close(fd)
+    # A file that changed within the granularity of its times could change once more and keep them. Its token would
+    # then say that nothing has changed, so a young file has none, and is read.
     if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _COARSE:
         return None
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

@@ -106,6 +106,8 @@ def _joined(aside: str) -> int:
 def _is_coherent(file: str) -> bool:
     """Whether processes that write different bytes of one page both keep theirs."""
     # What is not known counts as no.
+    # The file system of a path is that of the mount with the longest matching mount point. What is not in the list is
+    # treated as incoherent: whole parts are slower, and never wrong.
     path = os.path.realpath(file)
     kinds: dict[str, str] = {}
     with suppress(OSError), open(MOUNTS) as mounts:

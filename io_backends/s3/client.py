@@ -103,6 +103,8 @@ class S3Client:
             CkptError: what went wrong, in our words.
         """
         tries = Tries(what, where, self.patience, self._store, over)
+        # Which errors end the loop: one of ours (already explained), and one that ``Tries.again`` gives up on. New
+        # credentials, after the old ones have expired, are no failed try.
         while True:
             boto = None
             try:
@@ -182,6 +184,8 @@ class S3Client:
     def _renew(self, boto: Any) -> bool:
         """Look credentials up anew; False if that was done just now and did not help."""
         with self._lock:
+            # Many threads meet an expired key at once. The first one looks for new credentials; the others find
+            # another client in its place and simply try again.
             if self._boto is not boto:
                 return True  # another thread did
             if time.monotonic() - self._renewed < _RENEW:
@@ -224,6 +228,8 @@ def _make(stall: float, options: S3Options = DEFAULT) -> Any:
         )
         return session.create_client("s3", **{"region_name": _region(session), **options.client}, config=config)
 
+    # The endpoint is known only from a client. AWS needs the bucket in the host name; other stores rarely have such
+    # names, so for these a second client is made with the bucket in the path.
     made = client({})
     host = urlsplit(made.meta.endpoint_url).hostname or ""
     if not ("addressing_style" in {**s3, **styled} or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))):

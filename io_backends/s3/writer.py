@@ -151,6 +151,8 @@ class S3Writer(WriterBase):
 
     def _send_whole(self, place: PartRange) -> None:
         with self._parts_lock:
+            # A part that is written a second time: the first sending may still be on its way, and of two at once the
+            # store keeps either. So the second one waits.
             again = place.number in self._sent
             self._sent.add(place.number)
             self._gathered.pop(place.number, None)  # older bytes

@@ -107,6 +107,8 @@ class _BindWalk(Binder):
         """
         start, tensor, left = f"{path}." if path else "", self.tensor, self._left
         children = self.nodes.children(node) or {}
+        # The fast path for large states of plain values: a scalar that replaces a scalar needs no path, no glob and
+        # no closure. They are collected and set in one go at the end, after everything was matched.
         everything = not self.selection.only and not self.selection.rename
         alike: list[Any] = []
         for key, value in list(target.items()):
@@ -159,6 +161,8 @@ class _BindWalk(Binder):
             at = join(path, i)
             self.value(item, self.nodes.child(node, i, at), at, _item_setter(loaded, i))
         if stored is not None and not tree.refers(node):  # then the stored list is a leaf as a whole: taken if all in it is
+            # A stored list of plain values is one leaf. It counts as used only if all of its elements were taken,
+            # whether one by one or through a container inside of it; else strict loads report what is left.
             taken = set(self.binding.values[before:])
             if all(_is_below(taken, join(path, i), where) for i, item in enumerate(stored) for where, _ in tree.leaves(item)):
                 self.binding.values.append(path)
@@ -219,6 +223,7 @@ class _BindWalk(Binder):
             return
         self.binding.values.append(path)
         nodes = _AtPath(self.catalog.ranks, path)
+        # The own rank first: with values that lie apart, looking at another rank's reads its row from storage.
         some = self.shard_table.position in nodes or len(nodes)  # in this order: the values of other ranks may have to be read
         try:
             chosen = target.choose(nodes, self.catalog.world_size, self.shard_table.rank, self.shard_table.ranks) if some else None

@@ -130,6 +130,13 @@ class OptimizerBinder:
         tensors = {key for key, old in now.items() if isinstance(old, torch.Tensor)}
         there = self.states_below(owner.prefix).get(owner.stored, {})
         stored = {key: node for key, node in tree.pairs_of(values) or () if isinstance(key, str)}
+        # Each key of a parameter's state is in up to three places: the live optimizer (``now``), the stored tensors
+        # (``there``) and the stored plain values (``stored``). What decides:
+        #
+        # now tensor, there         load into the live tensor
+        # there only                create a tensor like the parameter, load into it
+        # stored only               decode the value and set it
+        # now tensor, nowhere else  missing in the checkpoint
         for key in dict.fromkeys([*now, *there, *stored]):
             if not owner.complete and not self.selection.wants(owner.state_name(key)):
                 continue

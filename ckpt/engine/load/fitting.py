@@ -85,6 +85,8 @@ def check_match(
     values: set[str] = set()
     names = names_of(catalog)
     of_digest: dict[str, list[int]] = {}
+    # Rows carry digests of lists. Nearly all ranks have the same problems, mostly none, so the leader fetches a
+    # handful of lists however many ranks there are.
     for rank, row in rows.items():
         of_digest.setdefault(row["problems"], []).append(rank)
     for digest, ranks in of_digest.items():  # nearly all ranks say the same

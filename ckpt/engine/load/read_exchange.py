@@ -272,6 +272,12 @@ class ReadExchange:
         # What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold
         # another one.
         me = self._sharing.rank
+        # Four ways to hand a slice out, the cheapest first:
+        #
+        # nobody else wants it, one box here      read straight into the tensor
+        # others want it, all can use the slot    read into a slot; they copy from it, or get all of it over TCP
+        # some want a part, over TCP              read into this thread's memory; pack each one's part into a slot of its own
+        # nobody else wants it, several boxes     read into this thread's memory, and copy
         others = {rank: wanted for rank in shared_read.ranks if rank != me and (wanted := cut.wanted(rank))}
         everything = cut.spans if len(cut.spans) == 1 else None  # several chunks have gaps between them
         packed = {rank: wanted for rank, wanted in others.items() if rank not in self._near and wanted != everything}
@@ -319,6 +325,8 @@ class ReadExchange:
         slot = self._pool.take(self._waiting)
         try:
             data = self._pool.data(slot)[: cut.nbytes]
+            # Ranks of this machine need the digest of the whole slice only if one of them takes at least half of it
+            # (``is_checked``): hashing costs about as much as copying.
             places = {rank: shared_read.ranks.index(rank) for rank in others if rank in self._near}
             also = xxhash.xxh3_64() if any(is_checked(cut, others[rank]) for rank in places) else None
             fill(data, also)

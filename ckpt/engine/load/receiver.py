@@ -65,6 +65,8 @@ class SharedReadReceiver:
         cut, wanted = self._expected(shared_read, piece)
         if self._pool is None:
             raise self._strange("a slot of memory that it has not opened")
+        # Copy first, check afterwards: the slot's generation and the digest of the bytes are compared after the copy,
+        # so that a slot which was filled again *during* the copy is noticed.
         data = self._pool.data(slot)[: cut.nbytes]
         with self._fetch.span("copy", cut.nbytes):
             place(data, cut, wanted)
@@ -80,6 +82,8 @@ class SharedReadReceiver:
         expected = sum(box.numel * item.itemsize for item, box in wanted)
         if expected != length:
             raise self._strange(f"{length} bytes where {expected} are wanted")
+        # If the slice is exactly one contiguous box of one tensor, the socket writes into the tensor itself, and
+        # there is no copy at all. Otherwise the bytes come into scratch memory first.
         memory = direct_view(wanted, length)
         self._direct = memory is not None
         if memory is not None:
@@ -101,6 +105,8 @@ class SharedReadReceiver:
 
     def _expected(self, shared_read: int, piece: int) -> tuple[ReadSlice, list[tuple[SharedReadItem, Box]]]:
         if shared_read not in self._cuts and shared_read < len(self.shared_reads):
+            # Slices are worked out when the first one of a shared read arrives, and forgotten when the last one has:
+            # a load of thousands of shared reads keeps the few that are on their way.
             slices = enumerate(self.shared_reads[shared_read].slices())
             self._cuts[shared_read] = {i: (cut, wanted) for i, cut in slices if (wanted := cut.wanted(self._rank))}
         expected = self._cuts.get(shared_read, {}).get(piece)

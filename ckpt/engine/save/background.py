@@ -277,6 +277,7 @@ def start_save(
             if when == "lazy":
                 capture.capture_volatile()
     except BaseException as err:
+        # An error before the first message would leave the other ranks waiting in "begin" until the deadline.
         job.call.fail("begin", err)
         if failed is not None:
             failed(err, job.call.phase_name, time.perf_counter() - began)

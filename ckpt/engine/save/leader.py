@@ -141,6 +141,8 @@ class Leader:
             limits.CHUNK,
             limits.UNDIVIDED,
         )
+        # The last few joins are kept, moved to the end when used: a job that alternates between two states (a model
+        # and its average) finds both again.
         for i, tables in enumerate(self.known):
             if tables.key == key:
                 self.known.append(self.known.pop(i))
@@ -214,6 +216,8 @@ class OpenSave:
         entries, cache = self._index(files, own_rows, coded=any("coded" in row for row in rows.values()))
         key = self.values_key
         if cache.values != key:
+            # Other values than in the last save: the cached JSON of the state is dropped, and the values are fetched
+            # below.
             cache.values, cache.state = key, None
         values = self.values if cache.state is None else Values(None, {})
         contents = Contents(

@@ -101,6 +101,8 @@ class Plans:
         shard_table = collected.shard_table
         if len(self.shards.known) > 4 * len(shard_table.tensors) + 1000:
             self.shards.known.clear()  # of states that are not saved any more
+        # The key has values, not objects: a training loop builds its state dictionary anew for each save, and equal
+        # specs mean an equal plan. Limits are part of it, since tests change them.
         options = rank, position, merge_flat_shards, codec, limits.CHUNK, limits.UNDIVIDED
         key = _Key(tuple(t.info for t in shard_table.tensors.values()), dict(shard_table.aliases), frozenset(shard_table.own), options)
         for i, kept in enumerate(self._kept):
@@ -244,6 +246,8 @@ def split_own(key: _Key) -> tuple[Table, Table]:
 
 def chunks_of(assignments: Mapping[str, ChunkAssignment], rank: int) -> list[Chunk]:
     """The chunks that a rank writes, in the order in which every rank lists them."""
+    # Grouped by distinct assignment: a model has thousands of tensors and a dozen grids, and only the search in a
+    # grid grows with the number of ranks.
     written = {id(o): [(i, o.box(i)) for i in o.written_by(rank)] for o in _distinct(assignments)}
     return [Chunk(name, i, box) for name in sorted(assignments) for i, box in written[id(assignments[name])]]
 

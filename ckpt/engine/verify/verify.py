@@ -156,6 +156,8 @@ def _by_storage(catalog: Catalog, chunks: list[_Chunk]) -> list[_Chunk]:
     inside: dict[int, list[_Chunk]] = {}
     left = []
     for chunk in chunks:
+        # Archives of torch.save keep one CRC-32 per storage, and a storage holds many tensors. The storage is read
+        # once in place of the chunks inside it; if it is wrong, the message says that it may be any of them.
         at = bisect_right(starts, (chunk.extent.path, chunk.extent.offset)) - 1
         storage = storages[at] if at >= 0 and chunk.extent.crc32 is None and chunk.extent.length else None
         if storage is not None and storage.path == chunk.extent.path and chunk.end <= storage.offset + storage.length:
@@ -253,6 +255,7 @@ class _Verifier:
         """A failed read is repeated chunk by chunk, so that only the chunks that cannot be read are named."""
         if len(job) == 1:
             return _Result(0, [job[0].problem("read", err.message)])
+        # One bad sector must not condemn hundreds of small tensors that were read together with it.
         results = [self._look([chunk]) for chunk in job]
         return _Result(sum(r.bytes for r in results), [p for r in results for p in r.problems])
 
