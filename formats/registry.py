@@ -118,7 +118,7 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     below = _below(url, names)
     if below is not None:
         hint = f"name one of them, such as {below}; `ckpt ls` lists them"
-        raise FormatError("this directory is not a checkpoint, but holds some", where=url, hint=hint)
+        raise FormatError("this directory holds checkpoints, but is not one itself", where=url, hint=hint)
     raise FormatError(
         f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
     )

@@ -149,7 +149,7 @@ class Translation:
     def _misfit(self, strange: Sequence[str], idle: Sequence[str], direction: Direction) -> NamesError:
         sides = (self.left, self.right) if direction == "rightwards" else (self.right, self.left)
         lines = [f"these tensors are no {sides[0]} model that can be told in {sides[1]}"]
-        lines += report_names("tensors that no term takes", strange) + report_names("terms that no tensor fits", idle)
+        lines += report_names("tensors that match no term", strange) + report_names("terms that match no tensor", idle)
         back: Direction = "leftwards" if direction == "rightwards" else "rightwards"
         if strange and all(self.knows(name, back) for name in strange):
             hint = f"they have the names of {sides[1]} already: leave out --names, or --convention {sides[0]} for the other way"

@@ -181,7 +181,7 @@ def check_globs(globs: Sequence[str], names: Iterable[str], url: str) -> None:
     listed = list(names)
     idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in listed)]
     if idle:
-        raise NamesError(f"no tensor fits {', '.join(map(repr, idle))}", where=url, hint="`ckpt inspect` lists the names")
+        raise NamesError(f"no tensor matches {', '.join(map(repr, idle))}", where=url, hint="`ckpt inspect` lists the names")
 
 
 def _fits(name: str, globs: Sequence[str]) -> bool:

@@ -141,5 +141,5 @@ def test_standard_output_that_takes_nothing_is_an_error(tmp_path: Path, command:
 def test_a_run_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path / "step-1"), sample())
     result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
-    assert result.exit_code == 12 and "this directory is not a checkpoint, but holds some" in result.stderr
+    assert result.exit_code == 12 and "this directory holds checkpoints, but is not one itself" in result.stderr
     assert f"such as {tmp_path / 'step-1'}" in result.stderr

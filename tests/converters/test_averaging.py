@@ -196,7 +196,7 @@ def test_tensors_that_are_copied(tmp_path: Path) -> None:
     view = ckpt.open(tmp_path / "out")
     assert [view[n].read().flatten().tolist() for n in ("w", "seen", "table")] == [[0.5] * 3, [1], [1.0]]
     assert report.copied == 2
-    with pytest.raises(NamesError, match="no tensor fits 'nothing'"):
+    with pytest.raises(NamesError, match="no tensor matches 'nothing'"):
         ckpt.merge(tmp_path / "other", sources, copy=["nothing"])
 
 

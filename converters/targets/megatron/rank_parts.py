@@ -54,7 +54,7 @@ def check_names(names: Iterable[str], head: str, where: str) -> None:
             tensor_parallel_axis(name)
             order_key(name, ORDERS[0])
         except KeyError:
-            message = f"Megatron's GPTModel has no parameter {head + name!r}, or none whose place and division are known here"
+            message = f"{head + name!r} is no parameter of Megatron's GPTModel whose pipeline stage and sharding are known"
             hint = "give it Megatron's names (--names llama --convention megatron), or leave it out (--exclude)"
             raise UsageError(message, where=where, hint=hint) from None
 
