@@ -5,6 +5,7 @@ No torch. Each piece is compared with its digest before anything of it is placed
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,8 +31,11 @@ from ckpt.transport.endpoints import network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
 
-from .pull_messages import FAILED, KNOWN, LENGTH, MACHINE, MOST_LIST, OPENED, PULL, PULL_KIND, PURPOSE, UNOPENED, receive_error
+from .delta import PieceBase, Place, apply_changes
+from .pull_messages import CHANGES, FAILED, KNOWN, LENGTH, MACHINE, MOST_LIST, OPENED, PULL, PULL_KIND, PURPOSE, UNOPENED, receive_error
 from .wire import Address, dial
+
+log = logging.getLogger("ckpt")
 
 REPLACED = (GroupError, NotFoundError, CorruptError)
 """Errors of one holder, after which another one may have the bytes."""
@@ -83,12 +87,16 @@ class PieceClient:
                 self._channel.close()
                 raise
         self._buffer = bytearray()
+        self._changes = bytearray()
+        self.transferred = 0
+        """Bytes of pieces, or of changes of them, that came in the stream or in shared memory."""
 
     def close(self) -> None:
         self._channel.close()
 
-    def pull(self, version: str, requests: RequestList, place: Callable[[int, memoryview], None]) -> None:
-        """Take all pieces of a list, in order: ``place`` gets the number and the bytes of each, which it must not keep.
+    def pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None = None) -> None:
+        """Take all pieces of a list: ``place`` gets the number and the bytes of each, which it must not keep. With a ``base`` the holder
+        may send what changed since. Where the base turns out not to be that version any more, the piece itself is taken afterwards.
 
         Raises:
             ExchangeError: a piece came damaged.
@@ -96,43 +104,64 @@ class PieceClient:
             CkptError: what the holder found wrong; NotFoundError if it does not have the version any more.
         """
         with _naming(self.holder):
-            channel, name = self._channel, version.encode()
-            if len(requests.packed) > MOST_LIST:
-                raise FormatError(
-                    f"a list of requests of {len(requests.packed)} bytes is too long", hint="take fewer tensors at once (only=)"
-                )
-            channel.send(PULL.pack(PULL_KIND, len(name), 0, requests.digest), name)
-            if channel.receive(1) != KNOWN:
-                channel.send(LENGTH.pack(len(requests.packed)), requests.packed)
-            for piece in range(len(requests.pieces)):
-                self._take(piece, requests.places(piece)[1], partial(place, piece))
+            stale = self._pull(version, requests, place, base)
+            if stale:
+                message = "live: %d pieces of %s are no longer those of version %s; they come whole"
+                log.warning(message, len(stale), self.holder, base.version if base is not None else "")
+                self._pull(version, requests, lambda piece, view: place(piece, view) if piece in stale else None, None)
 
-    def _take(self, piece: int, length: int, place: Callable[[memoryview], None]) -> None:
+    def _pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None) -> set[int]:
+        """One pull; the pieces whose base was another one, which are not placed."""
+        stale: set[int] = set()
+        channel, name, base_name = self._channel, version.encode(), b"" if base is None else base.version.encode()
+        if len(requests.packed) > MOST_LIST:
+            raise FormatError(f"a list of requests of {len(requests.packed)} bytes is too long", hint="take fewer tensors at once (only=)")
+        channel.send(PULL.pack(PULL_KIND, len(name), len(base_name), requests.digest), name, base_name)
+        if channel.receive(1) != KNOWN:
+            channel.send(LENGTH.pack(len(requests.packed)), requests.packed)
+        for piece in range(len(requests.pieces)):
+            if not self._take(piece, requests, partial(place, piece), base):
+                stale.add(piece)
+        return stale
+
+    def _take(self, piece: int, requests: RequestList, place: Callable[[memoryview], None], base: PieceBase | None) -> bool:
+        """One piece; False if its base is another one than the holder's, and it was not placed."""
+        length = requests.places(piece)[1]
         while True:
             parcel, number, slot, count, digest = RECORD.unpack(self._channel.receive(RECORD.size))
             if parcel != ALIVE:
                 break
         if parcel == FAILED:
             raise receive_error(self._channel, count)
-        if number != piece or (slot == IN_STREAM and count != length):
+        as_changes = parcel == CHANGES and base is not None and slot == IN_STREAM and count < length
+        if number != piece or (slot == IN_STREAM and count != length and not as_changes):
             raise FormatError(f"piece {number} of {count} bytes came in the place of piece {piece} of {length}", where=str(self.holder))
         if slot == IN_STREAM:
             if len(self._buffer) < length:
-                self._buffer = bytearray(length)
-            view = memoryview(self._buffer)[:length]
+                self._buffer, self._changes = bytearray(length), bytearray(length)
+            view = memoryview(self._changes if as_changes else self._buffer)[:count]
             self._channel.receive_into(view)
+            self.transferred += count
             self._check(view, digest)
+            if as_changes and base is not None:
+                whole = memoryview(self._buffer)[:length]
+                base.fill(piece, whole)
+                if not apply_changes(view, whole, requests, piece, str(self.holder)):
+                    return False
+                view = whole
             place(view)
-            return
+            return True
         slots = self._slots
         if slots is None or not slots.has(slot):
             raise FormatError(f"slot {slot} of memory that is not open", where=str(self.holder))
         view = slots.data(slot).data[:length]
+        self.transferred += length
         self._check(view, digest)
         place(view)
         if slots.generation(slot) != count:
             raise ConnectionAbortedError("this rank was taken for dead while it copied")
         slots.done(slot, 0)
+        return True
 
     def _check(self, view: memoryview, digest: int) -> None:
         if xxhash.xxh3_64_intdigest(view) != digest:
@@ -169,12 +198,25 @@ def _naming(holder: Holder) -> Iterator[None]:
 # ---- from several holders
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PullBase:
+    """What a receiver has of an earlier version: ``fill`` packs the boxes of a piece of a share."""
+
+    version: str
+    fill: Callable[[Share, int, memoryview], None]
+
+    def of(self, share: Share) -> PieceBase:
+        return PieceBase(version=self.version, fill=partial(self.fill, share))
+
+
 @dataclass(eq=False)
 class Pulled:
     """What came, in bytes of boxes by rank; ``lost`` are holders that others stood in for, and what happened to them."""
 
     received: dict[int, int] = field(default_factory=dict)
     lost: dict[int, CkptError] = field(default_factory=dict)
+    transferred: int = 0
+    """Bytes that came for it: fewer, where holders sent what changed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +240,10 @@ def pull_all(
     threads: int = 4,
     alive: Callable[[], None] = lambda: None,
     shared: bool = True,
+    base: PullBase | None = None,
 ) -> Pulled:
-    """Take every share of a plan. ``place`` gets share, number and bytes of each piece, from several threads. ``alive`` is called often,
-    from this one.
+    """Take every share of a plan; ``base`` is what the receiver has of an earlier version. ``place`` gets share, number and bytes of each
+    piece, from several threads. ``alive`` is called often, from this one.
 
     Raises:
         RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError: a holder is lost, and nobody else has what it had.
@@ -227,8 +270,10 @@ def pull_all(
         try:
             client = PieceClient(holders[holder], secret, timeout, alive=going, shared=shared)
             try:
-                client.pull(version, share.requests, placed)
+                client.pull(version, share.requests, placed, None if base is None else base.of(share))
             finally:
+                with lock:
+                    pulled.transferred += client.transferred
                 client.close()
         except REPLACED as err:
             with lock:

@@ -32,6 +32,13 @@ class FillPlan:
     padding: Sequence[torch.Tensor]
     transfers: TransferPlan
 
+    @property
+    def is_packable(self) -> bool:
+        """Whether the memory has the source's dtypes everywhere, and exists."""
+        return all(
+            target.info.dtype == entry.dtype and not any(part.memory.is_meta for part in target.parts) for target, entry in self.targets
+        )
+
 
 @dataclass(eq=False)
 class PlanCache:
@@ -120,6 +127,15 @@ class Filling:
             copy_box(Stored(data[start:stop], 0, box, entry.dtype), box, target)
             total += stop - start
         self._count(total)
+
+    def pack(self, share: Share, piece: int, view: memoryview) -> None:
+        """The opposite of ``place``: pack what the memory has of a piece into ``view``."""
+        for place, request, start, stop in piece_boxes(share, piece):
+            target, entry = self.plan.targets[place]
+            box = share.requests.box(request, len(entry.shape))
+            values = target.gather(box).detach()
+            raw = raw_view(values.resolve_conj().resolve_neg() if reads_otherwise(values) else values)
+            torch.frombuffer(view[start:stop], dtype=raw.dtype).view(box.shape).copy_(raw)
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

@@ -4,10 +4,11 @@ receiver                                           holder
 machine ─────────────────────────────────────────►
         ◄───────── where its shared memory is, if both are on one machine
 opened or not ───────────────────────────────────►
-pull: version, digest of the list ───────────────►
+pull: version, digest of the list, base ─────────►
         ◄───────── known, or unknown
 the list, if it is unknown ──────────────────────►
-        ◄───────── a record for each piece in order, with its digest; its bytes follow, or lie in a slot
+        ◄───────── a record for each piece in order, with its digest; its bytes, or what changed in it since the base, follow,
+                   or its bytes lie in a slot
 pull: …
 """
 
@@ -30,7 +31,7 @@ MACHINE = struct.Struct("<H")
 MOST_MACHINE = 4096
 OPENED, UNOPENED = b"o", b"n"
 PULL = struct.Struct("<BHI16s")
-"""Kind of message, bytes of the version's name, flags, digest of the list."""
+"""Kind of message, bytes of the version's name, bytes of the name of the base (0: none), digest of the list. Both names follow."""
 PULL_KIND = 1
 MOST_VERSION = 512
 KNOWN, UNKNOWN = b"k", b"u"
@@ -39,6 +40,8 @@ MOST_LIST = 32 * limits.MIB
 """Bytes of a list of requests, and of all that a holder remembers: half a million requests."""
 FAILED = 0xFFFFFFFE
 """In place of a parcel: an error follows, as JSON."""
+CHANGES = 0xFFFFFFFD
+"""In place of a parcel: not the bytes of a piece follow, but what makes them of the base (``delta``)."""
 MOST_ERROR = 64 * limits.KIB
 
 

@@ -18,14 +18,16 @@ from contextlib import suppress
 
 import xxhash
 
-from ckpt.errors import CkptError, DeadlineError, FormatError
+from ckpt.errors import CkptError, DeadlineError, FormatError, NotFoundError
 from ckpt.plan.transfers import MOST_PIECE, RequestList, digest_of
 from ckpt.transport.endpoints import listen, network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 
+from .delta import PieceComparer
 from .holdings import Holdings
 from .pull_messages import (
+    CHANGES,
     KNOWN,
     LENGTH,
     MACHINE,
@@ -58,8 +60,11 @@ log = logging.getLogger("ckpt")
 class PieceServer:
     """Serves ``holdings(version)``, which raises NotFoundError where there is no such version. ``addresses`` are where it listens."""
 
-    def __init__(self, holdings: Callable[[str], Holdings], secret: bytes, timeout: float, *, store: str | None = None) -> None:
-        """``store``: the host of the job's store, if it has one: the addresses that lead there come first.
+    def __init__(
+        self, holdings: Callable[[str], Holdings], secret: bytes, timeout: float, *, store: str | None = None, delta: bool = False
+    ) -> None:
+        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``delta``: who has a version
+        that is still here, and lies on another machine, gets what changed since.
 
         Raises:
             UsageError: a setting names no interface.
@@ -70,6 +75,7 @@ class PieceServer:
         self._timeout = timeout
         self._pool = SlotPool(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
         self._lists = _Lists()
+        self._comparer = PieceComparer() if delta else None
         self._lock = threading.Lock()
         self._sent = 0
         self._connections: set[socket.socket] = set()
@@ -169,10 +175,11 @@ class PieceServer:
 
     def _answer(self, channel: Channel, outlet: _Outlet) -> None:
         """One pull. What goes wrong with the version or a box is told, and ends the pull alone."""
-        kind, length, flags, digest = PULL.unpack(channel.receive(PULL.size))
-        if kind != PULL_KIND or length > MOST_VERSION or flags:
-            raise FormatError(f"a message of kind {kind}, flags {flags:#x}", where=channel.peer)
+        kind, length, base_length, digest = PULL.unpack(channel.receive(PULL.size))
+        if kind != PULL_KIND or length > MOST_VERSION or base_length > MOST_VERSION:
+            raise FormatError(f"a message of kind {kind}, names of {length} and {base_length} bytes", where=channel.peer)
         version = channel.receive(length).decode("utf-8", "replace")
+        base_version = channel.receive(base_length).decode("utf-8", "replace")
         requests = self._lists.get(digest)
         channel.send(UNKNOWN if requests is None else KNOWN)
         if requests is None:
@@ -182,10 +189,16 @@ class PieceServer:
             requests = self._lists.add(digest, channel.receive(size))
         try:
             holdings = self._holdings(version)
+            base = self._base(base_version) if base_version and not outlet.opened else None
             for piece in range(len(requests.pieces)):
                 rows = requests.pieces[piece]
                 with self._lock:  # first: who has the last piece may look at it
                     self._sent += int(requests.nbytes[rows.start : rows.stop].sum())
+                if base is not None and self._comparer is not None:
+                    changes = self._comparer.changes(base, holdings, requests, piece)
+                    if changes is not None:
+                        outlet.put_changes(piece, changes)
+                        continue
                 outlet.put(holdings, requests, piece, most=max(1, min(IN_FLIGHT, SLOTS // self._serving)))
             outlet.settle(0)
         except (DeadlineError, ConnectionError):
@@ -196,6 +209,15 @@ class PieceServer:
             outlet.settle(0)
             send_error(channel, err)
 
+    def _base(self, version: str) -> Holdings | None:
+        """What a receiver says that it has; None if changes since then cannot be told."""
+        if self._comparer is None:
+            return None
+        try:
+            return self._holdings(version)
+        except NotFoundError:
+            return None
+
 
 class _Outlet:
     """Where the pieces for one receiver go. ``opened``: it can read the slots of the pool."""
@@ -203,7 +225,7 @@ class _Outlet:
     def __init__(self, channel: Channel, pool: SlotPool, *, opened: bool) -> None:
         self._channel = channel
         self._pool = pool
-        self._opened = opened
+        self.opened = opened
         self._lent: deque[int] = deque()
         self._sign_at = 0.0
 
@@ -216,7 +238,7 @@ class _Outlet:
             view = self._pool.data(slot).data
             view = view[: holdings.pack(requests, piece, view)]
             digest = xxhash.xxh3_64_intdigest(view)
-            if self._opened:
+            if self.opened:
                 self._lent.append(slot)
                 generation = self._pool.lend(slot, (), (0,))
                 self._channel.send(RECORD.pack(0, piece, slot, generation, digest))
@@ -225,6 +247,11 @@ class _Outlet:
         finally:
             if slot not in self._lent:
                 self._pool.release(slot)
+
+    def put_changes(self, piece: int, changes: bytes) -> None:
+        """Give what makes a piece of the receiver's base."""
+        digest = xxhash.xxh3_64_intdigest(changes)
+        self._channel.send(RECORD.pack(CHANGES, piece, IN_STREAM, len(changes), digest), changes)
 
     def settle(self, most: int) -> None:
         """Wait until the receiver has at most so many slots.

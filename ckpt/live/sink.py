@@ -99,6 +99,8 @@ class Sink:
         """What the last version that all ranks have taken refers to."""
         self._source = SourceConnection(address, self._secret, self._options.timeout, self._group.size)
         self._version: Version | None = None
+        self._base: str | None = None
+        """How holders call the version that the state is."""
         self._torn: str | None = None
         self.report: TakeReport | None = None
         """Of the last take."""
@@ -211,6 +213,7 @@ class Sink:
             threads=self._options.threads,
             receiver=-1 - self._group.ranks.index(self._group.rank),
             local=machine() if settings.live_local() else None,
+            base=self._base if self._torn is None else None,
             alive=call.check_failures,
         )
         staged = self._stage(job, matched, puller, last=last)
@@ -224,6 +227,7 @@ class Sink:
             needed=staged.plan.transfers.needed,
             mapped=sum(staged.plan.transfers.shares[rank].requests.total for rank in staged.mapped),
             received=pulled.received,
+            transferred=pulled.transferred,
             lost={rank: str(err) for rank, err in pulled.lost.items()},
             waited=waited,
             seconds=done - began,
@@ -260,7 +264,7 @@ class Sink:
         with job.call.phase("switch"):
             self._torn = torn
             pulled = switch_take(staged, puller, self._cache, setters, self.address)
-            self._version = version
+            self._version, self._base = version, staged.matched.found.manifest.name
             try:
                 job.agree({}, _nothing)
             except DeadlineError:  # a rank died or hangs, with all that it needs: what is here is whole

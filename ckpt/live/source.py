@@ -58,6 +58,7 @@ class Source:
         layout: places for plain tensors that are parts of larger ones.
         process_group: the ranks that take part, if not all.
         keep: how many versions are there at most. Each is a copy of this rank's part in host memory; one more is being captured.
+        delta: a sink on another machine gets only the elements that changed since the version that it has, as long as that one is kept.
         secret: what sinks must know; by default ``CKPT_LIVE_SECRET``, or else a file that only this account on the leader's machine reads.
         timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
 
@@ -75,6 +76,7 @@ class Source:
         layout: Layout | None = None,
         process_group: ProcessGroup | None = None,
         keep: int = 2,
+        delta: bool = False,
         secret: str | bytes | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class Source:
         self._state = state
         self._layout = layout
         self._keep = keep
+        self._delta = delta
         self._timeout = settings.timeout(timeout)
         self._threads = settings.threads(None)
         base = current_group(process_group)
@@ -145,7 +148,7 @@ class Source:
     def _serve(self, call: Call, port: socket.socket | None, store: str | None) -> None:
         """Give pieces to sinks, and on the leader, versions."""
         with call.phase("serve"):
-            server = self._server = PieceServer(self._holdings, self._secret, self._timeout, store=store)
+            server = self._server = PieceServer(self._holdings, self._secret, self._timeout, store=store, delta=self._delta)
             row: Row = {"addresses": server.addresses, "network": server.network, "machine": machine(), "pid": os.getpid()}
             if port is None:
                 call.follow(row)

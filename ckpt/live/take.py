@@ -30,7 +30,7 @@ from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.plan.transfers import Share, TransferPlan
 
 from .catalog import LiveCatalog
-from .client import Holder, Pulled, pull_all
+from .client import Holder, PullBase, Pulled, pull_all
 from .filling import Filling, FillPlan, PlanCache, plan_filling
 from .segments.mapped import LocalHolder, check_local, copy_local, open_local
 from .segments.published import SegmentLayout
@@ -42,7 +42,8 @@ Bytes = npt.NDArray[np.uint8]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeReport:
     """What a take did on this rank. Bytes: ``needed`` by its state, as the source has them; ``mapped``: copied from memory of other
-    processes of this machine; ``received`` from other ranks of the source, by rank. ``lost``: ranks that others stood in for, and why.
+    processes of this machine; ``received`` from other ranks of the source, by rank; ``transferred`` came for these over the network or in
+    slots: fewer, where only changes came. ``lost``: ranks that others stood in for, and why.
     ``waited``: seconds for the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state.
     ``missing``, ``unexpected``, as for ``ckpt.load``."""
 
@@ -50,6 +51,7 @@ class TakeReport:
     needed: int
     mapped: int
     received: Mapping[int, int]
+    transferred: int
     lost: Mapping[int, str]
     waited: float
     seconds: float
@@ -176,10 +178,12 @@ class Puller:
     """A number that no rank of the source has."""
     local: str | None
     """The name of this machine, where memory of its other processes may be mapped."""
+    base: str | None
+    """The version that the state is, whole; None if it is none."""
     alive: Callable[[], None]
 
-    def pull(self, found: FoundVersion, plan: TransferPlan, place: Callable[[Share, int, memoryview], None]) -> Pulled:
-        """Take the pieces of a plan; raises as ``pull_all``."""
+    def pull(self, found: FoundVersion, plan: TransferPlan, filling: Filling, place: Callable[[Share, int, memoryview], None]) -> Pulled:
+        """Take the pieces of a plan; raises as ``pull_all``. Where the state has the source's dtypes, it is the base of changes."""
         if not plan.shares:
             return Pulled()
         return pull_all(
@@ -193,6 +197,7 @@ class Puller:
             threads=self.threads,
             alive=self.alive,
             shared=self.local is not None,
+            base=PullBase(version=self.base, fill=filling.pack) if self.base is not None and filling.plan.is_packable else None,
         )
 
 
@@ -231,7 +236,7 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
             pieces.append((share, piece, buffer))
 
     left = _without(plan.transfers, mapped)
-    pulled = Pulled() if in_place else puller.pull(found, left, keep)
+    pulled = Pulled() if in_place else puller.pull(found, left, Filling(plan), keep)
     return StagedTake(matched=matched, plan=plan, mapped=mapped, pieces=pieces, pulled=pulled, left=left if in_place else None)
 
 
@@ -261,7 +266,7 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
     for share, piece, data in staged.pieces:
         filling.place(share, piece, data.data)
         cache.buffers.append(data if data.base is None else data.base)
-    pulled = staged.pulled if staged.left is None else puller.pull(matched.found, staged.left, filling.place)
+    pulled = staged.pulled if staged.left is None else puller.pull(matched.found, staged.left, filling, filling.place)
     settle_devices(devices, where)
     changed([part.memory for target, _ in plan.targets for part in target.parts])
     set_all(setters, where)
