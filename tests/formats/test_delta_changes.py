@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import live_delta
 from ckpt.errors import CorruptError, UsageError
 from ckpt.formats.deltas.changes import apply_section, encode_run, find_changes, pack, unpack
 
@@ -109,3 +110,11 @@ def test_any_bytes_are_applied_or_refused(data: bytes) -> None:
         apply_section(base.data, unpack(data, "here"), 2, "here")
     except CorruptError:
         assert not base.any()
+
+
+def test_the_benchmark_makes_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each contestant's result is compared with the new version there; sizes are those of docs/delta.md."""
+    live_delta.main(["--mb", "4", "--rounds", "1"])
+    sizes = {(row[0], row[1]): float(row[2]) for row in map(str.split, capsys.readouterr().out.splitlines()) if len(row) == 5}
+    assert sizes["1.0%", "ours"] == pytest.approx(1.54, abs=0.05) and sizes["3.0%", "ours"] == pytest.approx(4.5, abs=0.1)
+    assert sizes["0.0%", "ours"] == 0 and sizes["100.0%", "ours"] == pytest.approx(100, abs=0.1)
