@@ -26,7 +26,7 @@ from .holdings import Holdings
 RESULT = struct.Struct("<Q")
 _BOX = struct.Struct("<IB")
 ENCODERS = 2
-"""Pieces that one server compares at a time, each in 8 MiB of its own: comparing takes a core, and a thread has no use for more."""
+"""Pieces that one server compares at a time, each in memory for two of them: comparing takes a core, and more threads would only wait."""
 
 Place = Callable[[int, memoryview], None]
 

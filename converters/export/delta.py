@@ -31,7 +31,7 @@ from ckpt.errors import CkptError, MismatchError, StorageError, UsageError
 from ckpt.formats.conversion import ExportRecord
 from ckpt.formats.deltas.catalog import Base
 from ckpt.formats.deltas.chain import section_digest
-from ckpt.formats.deltas.changes import code_counts, encode_gaps, find_changes, gaps_of
+from ckpt.formats.deltas.changes import code_counts, encode_gaps, find_changes, gaps_of, mostly_changed
 from ckpt.formats.deltas.manifest import MANIFEST, DeltaFile, DeltaManifest, DeltaTensor
 from ckpt.formats.deltas.sections import COLUMNS, WrittenTensor, head_digest, lay_out, read_sections, signed
 from ckpt.formats.journal import IntentJournal, WriteJournal
@@ -130,12 +130,14 @@ class DeltaRecorder:
             start += box.numel
 
     def _add(self, tensor: int, start: int, stop: int, before: memoryview, data: memoryview, size: int) -> None:
-        indices, values = find_changes(before, data, size)
-        gaps = gaps_of(indices)
-        counts: Mapping[int, int] = code_counts(gaps) if len(gaps) else {}
-        parts = [gaps.astype("<u4").tobytes(), values.tobytes()]
-        if counts and min(width * n for width, n in counts.items()) + values.nbytes >= len(data):
-            counts, parts = {}, [b"", bytes(data)]
+        counts: Mapping[int, int] = {}
+        parts = [b"", bytes(data)]
+        if not mostly_changed(before, data, size):
+            indices, values = find_changes(before, data, size)
+            gaps = gaps_of(indices)
+            sparse = code_counts(gaps) if len(gaps) else {}
+            if min((width * n for width, n in sparse.items()), default=0) + values.nbytes < len(data):
+                counts, parts = sparse, [gaps.astype("<u4").tobytes(), values.tobytes()]
         result = xxhash.xxh3_64_intdigest(data)
         with self._lock:
             self._changes.seek(self._end)

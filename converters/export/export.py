@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 ANCHOR_EVERY = 16
-"""Deltas are read from the anchor on: with so many, reading them all takes about as long as reading the anchor."""
+"""A delta is read from the anchor on, and each link of 1 % adds about a third of the time that the anchor alone takes: with so many, a load
+takes some seven times as long, and all deltas together are a quarter of the size of the anchor."""
 SHARES = 3
 """Of the memory, what one round may keep and send: as much again is room for what comes, or was put together the round before."""
 

@@ -58,6 +58,15 @@ def test_size_of_changed_bf16(share: float, most: float) -> None:
     assert len(pack(encode_run(base, changed(base, places, "<u2"), 2))) <= most * base.nbytes
 
 
+def test_changed_columns_are_not_taken_for_all() -> None:
+    """The sample that looks for runs which changed throughout does not fall in with any pattern."""
+    for columns in (2, 64, 1000, 1024, 4096):
+        base = np.zeros((1 << 21) // columns * columns, dtype=np.uint16)
+        new = base.copy()
+        new.reshape(-1, columns)[:, 0] = 1
+        assert len(pack(encode_run(base.view(np.uint8), new.view(np.uint8), 2))) <= min(3.1 / columns + 0.005, 2) * base.nbytes, columns
+
+
 def test_bits_count_not_numbers() -> None:
     """Zeros of both signs differ, equal NaNs do not; complex numbers of 16 bytes are compared by halves."""
     base, new = np.array([0.0, np.nan, 1.0]), np.array([-0.0, np.nan, 1.0])

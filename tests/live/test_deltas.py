@@ -93,7 +93,6 @@ class Receiver:
 
     def take(self, holders: dict[int, Holder], base: str | None) -> Pulled:
         of = None if base is None else PullBase(version=base, fill=self.fill)
-        network = holders[0].network
         return pull_all(
             self.plan,
             holders,
@@ -102,7 +101,6 @@ class Receiver:
             rank=RECEIVER,
             secret=SECRET,
             timeout=5.0,
-            network=network,
             shared=False,
             base=of,
         )
