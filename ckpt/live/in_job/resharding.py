@@ -45,7 +45,7 @@ from ckpt.engine.load.setting import accept, run_each, set_all
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
-from ckpt.errors import CkptError, ConsistencyError, NotFoundError, UsageError
+from ckpt.errors import CkptError, ConsistencyError, MismatchError, NotFoundError, UsageError
 from ckpt.live.catalog import LiveCatalog
 from ckpt.live.client import Holder, Pulled, pull_all
 from ckpt.live.filling import Filling, FillPlan, PlanCache, plan_filling
@@ -497,10 +497,9 @@ def _collect_traffic(rows: dict[int, Row]) -> Row:
 def _telling_whether_changed(writes: StateWrites) -> Iterator[None]:
     try:
         yield
+    except MismatchError:
+        raise  # it says so
     except CkptError as err:
-        err.message += (
-            "; the new state of this rank is now partly overwritten, the old one is as it was"
-            if writes.begun
-            else "; nothing in the new state was changed on this rank"
-        )
+        partly = "the new state of this rank is now partly overwritten, the old one is as it was"
+        err.message += f"; {partly if writes.begun else 'nothing in the new state was changed on this rank'}"
         raise
