@@ -11,10 +11,10 @@ belong to ``ckpt`` itself (``ckpt.save``, ``ckpt.convert``, ``ckpt.merge``, ``ck
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._version import __version__
+from .late_imports import late_names
 
 if TYPE_CHECKING:
     from . import converters as converters
@@ -123,13 +123,7 @@ FACES = ("converters", "data", "ema", "errors", "formats", "integrations", "io_b
 __all__ = ["__version__", *FACES, *_WHERE]
 
 
-def __getattr__(name: str) -> Any:
-    if name in FACES:
-        return import_module(f".{name}", __name__)
-    if name in _WHERE:
-        module, _, attribute = _WHERE[name].partition(":")
-        return getattr(import_module(f".{module}", __name__), attribute or name)
-    raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+__getattr__ = late_names(__name__, {**{name: f".{name}:" for name in FACES}, **{name: f".{where}" for name, where in _WHERE.items()}})
 
 
 def __dir__() -> list[str]:

@@ -74,15 +74,14 @@ def save(
     group = current_group(process_group)
     with _fails_together(group, "save", url):
         wait_for_pending_save(group)
-        check_layout(layout, group.ranks)
         options = _save_options(
-            layout,
-            timeout,
-            threads,
-            progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}"),
+            *(group, url, layout),
+            progress=progress,
             check_replicas=check_replicas,
             merge_flat_shards=merge_flat_shards,
             codec=codec,
+            timeout=timeout,
+            threads=threads,
         )
     return save_state(url, state, group, options, partial(_note_failure, group, url))
 
@@ -133,15 +132,14 @@ def save_async(
         check_capture(capture, staging_bytes)
         if when_busy not in ("wait", "refuse"):
             raise UsageError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
-        check_layout(layout, group.ranks)
         options = _save_options(
-            layout,
-            timeout,
-            threads,
-            progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}"),
+            *(group, url, layout),
+            progress=progress,
             check_replicas=check_replicas,
             merge_flat_shards=merge_flat_shards,
             codec=codec,
+            timeout=timeout,
+            threads=threads,
             staging=staging_bytes,
         )
     if when_busy == "refuse":
@@ -158,19 +156,12 @@ def _note_failure(group: Group, url: str, error: BaseException, phase: str, seco
     note_failed_save(group, url, error, phase, seconds)
 
 
-def _save_options(layout: Layout | None, timeout: float | None, threads: int | None, *, codec: str | None, **others: Any) -> SaveOptions:
+def _save_options(group: Group, url: str, layout: Layout | None, *, progress: bool | ProgressCallback | None, **others: Any) -> SaveOptions:
     from .engine.save.job import SaveOptions
-    from .formats.native.coding.codecs import check_choice
 
-    check_choice(codec)
-    return SaveOptions(
-        layout=layout,
-        timeout=settings.timeout(timeout),
-        threads=settings.threads(threads),
-        codec=codec,
-        spans=settings.spans(),
-        **others,
-    )
+    check_layout(layout, group.ranks)
+    callback = callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
+    return SaveOptions.of(layout=layout, progress=callback, **others)
 
 
 def load(

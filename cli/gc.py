@@ -138,7 +138,7 @@ class _Collection:
             }
             for orphan in self.orphans
         ]
-        return {"root": self.root, "acted": acted, "steps": steps, "debris": orphans}
+        return {"root": self.root, "acted": acted, "steps": steps, "orphans": orphans}
 
     def show(self, output: Output, *, acts: bool) -> None:
         """The table, or if quiet the URLs of what goes."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
+from ckpt.late_imports import attribute, entry_points
 from ckpt.reread import read_checked
 from ckpt.text.urls import url_text
 
@@ -45,12 +45,9 @@ _EVICTED = 1024
 def formats() -> Iterator[Format]:
     """All formats that can be read: ours, then those of other distributions by name. Loaded one at a time, as the caller goes on."""
     for reference in _BUILTIN:
-        module, _, attribute = reference.partition(":")
-        builtin: Format = getattr(import_module(module), attribute)
+        builtin: Format = attribute(reference)
         yield builtin
-    from importlib.metadata import entry_points  # slow to import, and seldom needed
-
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
+    for point in entry_points(ENTRY_POINTS).values():
         yield point.load()
 
 

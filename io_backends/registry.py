@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.late_imports import entry_points
 from ckpt.text.urls import url_text
 
 from .checks import check_path
@@ -164,9 +165,7 @@ def _opened(scheme: str, url: str) -> Backend:
         return _BUILT_IN[scheme](url)
     if scheme == "s3":
         return _s3(url, configured.options)
-    from importlib.metadata import entry_points  # late: it is slow to import, and plain paths need none of it
-
-    points = {point.name: point for point in entry_points(group=_GROUP)}
+    points = entry_points(_GROUP)
     if scheme in points:
         return _of_another_package(points[scheme], url, configured)
     from .fsspec.backend import FsspecBackend

@@ -238,20 +238,32 @@ def test_the_command(source: str, tmp_path: Path) -> None:
         begun(source, tmp_path, to)
     root = str(tmp_path / "run")
     alone = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--older-than", "0", f"{root}/step-1"]).stdout)
-    assert [(d["what"], d["url"], d["outcome"]) for d in alone["debris"]] == [("conversion", f"{root}/step-1", "removed")]
+    assert [(d["what"], d["url"], d["outcome"]) for d in alone["orphans"]] == [("conversion", f"{root}/step-1", "removed")]
     shown = CliRunner().invoke(cli, ["gc", root])
     assert shown.exit_code == 0 and shown.output.count("unfinished conversion") == 2 and "may go on" in shown.output
     for path in Path(root).rglob("*"):
         os.utime(path, (0, 0))
     before = everything(open_backend(root))
     said = json.loads(CliRunner().invoke(cli, ["gc", "--json", "--older-than", "0", "--dry-run", root]).stdout)
-    assert [(d["what"], d["outcome"]) for d in said["debris"]] == [("conversion", "removed")] * 2
-    assert {d["url"] for d in said["debris"]} == {f"{root}/step-1", f"{root}/model.pt"}
+    assert [(d["what"], d["outcome"]) for d in said["orphans"]] == [("conversion", "removed")] * 2
+    assert {d["url"] for d in said["orphans"]} == {f"{root}/step-1", f"{root}/model.pt"}
     assert everything(open_backend(root)) == before
     assert CliRunner().invoke(cli, ["gc", "--older-than", "0", "--yes", root]).exit_code == 0
     assert everything(open_backend(root)) == {}
     with pytest.raises(CkptError):
         open_catalog(f"{root}/step-1")
+
+
+def test_empty_directories_are_not_in_the_way(source: str, tmp_path: Path) -> None:
+    """A conversion that is killed between making a directory and its first file leaves one, and ``ckpt gc`` sees no files in it."""
+    left = tmp_path / "run" / "step-1" / "data" / "deeper"
+    left.mkdir(parents=True)
+    arguments = ["convert", "--to", "native", source, str(tmp_path / "run" / "step-1")]
+    (left / "file").write_bytes(b"of somebody")
+    assert "something is there already: data/" in CliRunner().invoke(cli, arguments).stderr
+    (left / "file").unlink()
+    assert CliRunner().invoke(cli, arguments).exit_code == 0
+    assert CliRunner().invoke(cli, ["verify", str(tmp_path / "run" / "step-1")]).exit_code == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- exports

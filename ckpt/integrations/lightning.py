@@ -18,13 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ckpt import settings
 from ckpt.coordination.group import Group
 from ckpt.engine.save.background import SaveHandle, start_save
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import UsageError
-from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends.storage_options import configure_storage
 from ckpt.maintenance.step_listing import remove_at
 from ckpt.needs import needed
@@ -76,17 +74,8 @@ class CkptIO(CheckpointIO):
     """
 
     def __init__(self, *, background: bool = False, codec: str | None = None, threads: int | None = None) -> None:
-        check_choice(codec)
         self.background = background
-        self._options = SaveOptions(
-            layout=None,
-            timeout=settings.timeout(None),
-            check_replicas=False,
-            threads=settings.threads(threads),
-            merge_flat_shards=False,
-            codec=codec,
-            spans=settings.spans(),
-        )
+        self._options = SaveOptions.of(check_replicas=False, merge_flat_shards=False, codec=codec, threads=threads)
         self._group = Group(0, (0,))
         """Lightning calls this on one rank, whatever the size of the job."""
         self._handle: SaveHandle | None = None

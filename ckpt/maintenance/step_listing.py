@@ -66,6 +66,11 @@ class Step:
     """Names of links beside it that lead to it. They are not listed by themselves."""
 
 
+def step_url(root: str, number: int) -> str:
+    """Where a run has the checkpoint of this step."""
+    return join_url(root, f"step-{number:08d}")
+
+
 def step_number(name: str) -> int | None:
     """The step in a directory name such as ``step-00001000``, ``step_100``, ``global_step100`` or ``100``; None if there is none."""
     match = _NUMBER.fullmatch(name.strip("/"))

@@ -6,8 +6,9 @@ wait for (docs/monitoring.md).
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ckpt.late_imports import late_names
 
 if TYPE_CHECKING:
     from ckpt.events.alerts import Alerts as Alerts
@@ -34,7 +35,4 @@ _WHERE = {
 __all__ = list(_WHERE)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
-    raise AttributeError(f"module 'ckpt.monitors' has no attribute {name!r}")
+__getattr__ = late_names(__name__, _WHERE)

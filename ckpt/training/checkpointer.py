@@ -15,7 +15,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ckpt import settings
 from ckpt.api import load
 from ckpt.coordination.group import current_group
 from ckpt.engine.load.load import recorded
@@ -25,10 +24,8 @@ from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
-from ckpt.formats.native.coding.codecs import check_choice
-from ckpt.io_backends.registry import join_url
 from ckpt.layout.layout import Layout, check_layout
-from ckpt.maintenance.step_listing import Step
+from ckpt.maintenance.step_listing import Step, step_url
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
 from ckpt.text.urls import url_text
@@ -103,26 +100,25 @@ class Checkpointer:
         root = url_text(root)
         local = None if local is None else url_text(local)
         check_arguments(save=save, keep=keep, local_keep=local_keep)
-        check_choice(codec)
+        options = SaveOptions.of(
+            layout=layout,
+            check_replicas=check_replicas,
+            merge_flat_shards=merge_flat_shards,
+            codec=codec,
+            timeout=timeout,
+            threads=threads,
+            staging=staging_bytes,
+        )
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self.root = root
         self.policy = save
         self.keep = keep
         self.capture = capture
-        self.timeout = settings.timeout(timeout)
         self._process_group = process_group
         self._progress = progress
-        self._options = SaveOptions(
-            layout=layout,
-            timeout=self.timeout,
-            check_replicas=check_replicas,
-            threads=settings.threads(threads),
-            merge_flat_shards=merge_flat_shards,
-            codec=codec,
-            spans=settings.spans(),
-            staging=staging_bytes,
-        )
+        self._options = options
+        self.timeout = options.timeout
         self.group = current_group(process_group)
         check_layout(layout, self.group.ranks)
         self.restored_from: str | None = None
@@ -289,7 +285,7 @@ class Checkpointer:
     def url(self, n: int) -> str:
         """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
         check_step(n)
-        return join_url(self.root, f"step-{n:08d}")
+        return step_url(self.root, n)
 
     def wait(self) -> None:
         """Wait until the last save is committed; with a local tier, until it is published, too. Every rank calls it.

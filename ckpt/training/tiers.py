@@ -23,9 +23,9 @@ from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
+from ckpt.io_backends.registry import is_file_system, open_backend, real_url
 from ckpt.maintenance.known_steps import KnownSteps, newest_first
-from ckpt.maintenance.step_listing import Step, infos, remove_steps
+from ckpt.maintenance.step_listing import Step, infos, remove_steps, step_url
 from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest, retention
 
@@ -75,7 +75,7 @@ class Tiers:
 
     def place(self, n: int) -> str:
         """Where step ``n`` is committed first."""
-        return join_url(self.root if self.local is None else self.local, f"step-{n:08d}")
+        return step_url(self.root if self.local is None else self.local, n)
 
     # ---- what is there
 
@@ -97,7 +97,7 @@ class Tiers:
 
     def _look(self, n: int, found: Future[str | None]) -> None:
         try:
-            found.set_result(committed_id(open_backend(join_url(self.root, f"step-{n:08d}"))))
+            found.set_result(committed_id(open_backend(step_url(self.root, n))))
         except (CorruptError, FormatError):
             found.set_result(None)  # what publishes it says so
         except BaseException as err:  # noqa: BLE001  whoever waits raises it

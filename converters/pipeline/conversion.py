@@ -163,13 +163,17 @@ class Conversion:
             taken = []
         else:
             ours = (".", CONVERTING, f"{MARKS}-")
-            taken = [n for n in self.backend.list_dir() if not n.startswith(ours)]
+            taken = [n for n in self.backend.list_dir() if not n.startswith(ours) and not self._is_without_files(n)]
         if taken:
             raise ConflictError(
                 f"something is there already: {', '.join(taken[:5])}",
                 where=self.url,
                 hint="convert to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
             )
+
+    def _is_without_files(self, name: str) -> bool:
+        """Whether this is a directory that a conversion left which was killed before it had a file."""
+        return name.endswith("/") and next(iter(self.backend.list_prefix(name)), None) is None
 
     def missing(self, planned: OutputPlan) -> list[int]:
         """Files of this process that are not there yet."""

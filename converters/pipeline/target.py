@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.errors import ConflictError, UsageError
+from ckpt.late_imports import attribute, entry_points
 
 from .parallel import MegatronParallel
 from .windows import FileItem
@@ -107,15 +107,12 @@ def target(name: str) -> Target:
     """
     reference = _BUILTIN.get(name)
     if reference is not None:
-        module, _, attribute = reference.partition(":")
-        builtin: Target = getattr(import_module(module), attribute)
+        builtin: Target = attribute(reference)
         return builtin
-    from importlib.metadata import entry_points  # slow to import, and seldom needed
-
-    for point in entry_points(group=ENTRY_POINTS):
-        if point.name == name:
-            given: Target = point.load()
-            return given
+    point = entry_points(ENTRY_POINTS).get(name)
+    if point is not None:
+        given: Target = point.load()
+        return given
     raise UsageError(f"cannot convert to {name!r}: no such format", hint=f"one of {', '.join(_BUILTIN)}")
 
 

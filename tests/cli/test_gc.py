@@ -81,7 +81,7 @@ def test_orphans_go_when_nobody_touched_them_for_long_enough(root: str) -> None:
     assert run("gc", root, "--yes").exit_code == 0
     assert len(ckpt.list_steps(root)) == 6, "saves that may go on"
     said = json.loads(run("gc", root, "--older-than", "0", "--json").stdout)
-    assert [(d["url"], d["what"], d["outcome"]) for d in said["debris"]] == [
+    assert [(d["url"], d["what"], d["outcome"]) for d in said["orphans"]] == [
         (f"{root}/step-00000000", "save", "removed"),
         (f"{root}/step-00000009", "save", "removed"),
     ]

@@ -164,7 +164,7 @@ def test_markup_in_a_host_is_text(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
     path = note(tmp_path)
     found = CliRunner().invoke(cli, ["gc", str(tmp_path), "--older-than", "0", "--yes", "--json"])
-    assert found.exit_code == 0 and [d["id"] for d in json.loads(found.stdout)["debris"]] == [ID]
+    assert found.exit_code == 0 and [d["id"] for d in json.loads(found.stdout)["orphans"]] == [ID]
     assert not path.exists()
     path = note(tmp_path)
     ckpt.save(str(tmp_path / "step-7"), {"x": torch.zeros(4)})  # the next save of the same step

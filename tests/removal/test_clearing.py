@@ -328,7 +328,7 @@ def test_gc_asks_the_storage_what_time_it_is(tmp_path: Path, monkeypatch: pytest
     for seconds in (FAR, -FAR):
         with monkeypatch.context() as patch:
             ahead(patch, seconds)
-            told = json.loads(run("gc", tmp_path, "--yes", "--json").stdout)["debris"]
+            told = json.loads(run("gc", tmp_path, "--yes", "--json").stdout)["orphans"]
         assert [(d["outcome"], "touched" in d["reasons"][0]) for d in told] == [("kept", True)]
         assert everything(open_backend(str(tmp_path))) == before
 

@@ -121,7 +121,7 @@ def test_gc(s3_url: str) -> None:
     _leave_an_upload(backend, "step-4/data/0mwpsxo3h46af2rm-00000.safetensors")
     found = json.loads(run("gc", root, "--keep", "latest=1", "--json").stdout)
     assert [(s["step"], s["outcome"]) for s in found["steps"]] == [(1, "removed"), (2, "removed"), (3, "kept"), (4, "kept")]
-    assert [(d["what"], d["outcome"]) for d in found["debris"]] == [("save", "kept"), ("upload", "kept")]
+    assert [(d["what"], d["outcome"]) for d in found["orphans"]] == [("save", "kept"), ("upload", "kept")]
     before = everything(backend)
     later = find_orphans(backend, older_than=3600, now=time.time() + 7200)
     assert [d.removable for d in later] == [True, True]

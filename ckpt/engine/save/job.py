@@ -13,6 +13,7 @@ from ckpt import settings
 from ckpt.coordination.call import Call
 from ckpt.coordination.members import Members
 from ckpt.errors import CancelledError, UsageError
+from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends import retries
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
@@ -56,6 +57,37 @@ class SaveOptions:
     progress: ProgressCallback | None = None
     earlier: Callable[[], str | None] | None = None
     """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        layout: Layout | None = None,
+        check_replicas: bool = True,
+        merge_flat_shards: bool = True,
+        codec: str | None = None,
+        timeout: float | None = None,
+        threads: int | None = None,
+        staging: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> SaveOptions:
+        """What a caller gives, with the defaults of the environment.
+
+        Raises:
+            UsageError: there is no such codec, or a number cannot be.
+        """
+        check_choice(codec)
+        return cls(
+            layout=layout,
+            timeout=settings.timeout(timeout),
+            check_replicas=check_replicas,
+            threads=settings.threads(threads),
+            merge_flat_shards=merge_flat_shards,
+            codec=codec,
+            spans=settings.spans(),
+            staging=staging,
+            progress=progress,
+        )
 
 
 def check_capture(capture: object, staging_bytes: int | None) -> None:
