@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from .converters.arithmetic.merge import merge as merge
     from .converters.convert import ConvertReport as ConvertReport
     from .converters.convert import convert as convert
-    from .converters.export.export import ExportReport as ExportReport
     from .converters.export.export import export as export
+    from .converters.export.job import ExportReport as ExportReport
     from .converters.pipeline.parallel import MegatronParallel as MegatronParallel
     from .converters.virtual.translated import translated as translated
     from .engine.load.options import LoadReport as LoadReport
@@ -110,7 +110,7 @@ _WHERE = {
     "VerifyReport": "engine.verify.verify",
     "ConvertReport": "converters.convert",
     "MergeReport": "converters.arithmetic.merge",
-    "ExportReport": "converters.export.export",
+    "ExportReport": "converters.export.job",
     "MegatronParallel": "converters.pipeline.parallel",
     "View": "view",
     "CkptError": "errors",
