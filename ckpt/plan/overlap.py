@@ -15,9 +15,10 @@ are intersected with the box as columns. Invariant: if the chunks tile the tenso
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import sub
 
 from ckpt.layout.geometry import Box, IntArray, intersect_all, row_major_strides
 from ckpt.layout.partition import BoxPartition
@@ -45,6 +46,26 @@ def overlapping_chunks(grid: BoxPartition, box: Box) -> list[Copy]:
     if grid.cuts is not None:
         return _regular(grid.cuts, box)
     return _irregular(*grid.all_boxes(), box)
+
+
+Bounds = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A wanted box as :func:`common_boxes` takes it: a number that the caller knows it by, its first coordinate and one past its last."""
+
+
+def common_boxes(stored: Box, wanted: Sequence[Bounds]) -> Iterator[tuple[Bounds, Box]]:
+    """What one chunk has of each wanted box that it touches, as bounds with that box's number and as a box: the same overlap, from the
+    chunk's side.
+
+    A load that gathers what thousands of ranks wrote asks it for each chunk, so that it needs no copies of all chunks at once.
+    """
+    # Tuples and ``map`` instead of Box methods: an intermediate Box for each intersection would take most of the time.
+    low, high = stored.offset, stored.end
+    for number, first, last in wanted:
+        start = tuple(map(max, low, first))
+        stop = tuple(map(min, high, last))
+        shape = tuple(map(sub, stop, start))
+        if min(shape, default=1) > 0:
+            yield (number, start, stop), Box(start, shape)
 
 
 def _regular(cuts: Sequence[Sequence[int]], box: Box) -> list[Copy]:

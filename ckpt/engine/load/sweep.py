@@ -24,7 +24,7 @@ from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
 from ckpt.formats.native.datafiles.header_rows import Alike, Known, Sought, Stretches
 from ckpt.layout.geometry import Box, IntArray
-from ckpt.plan.overlap import Copy
+from ckpt.plan.overlap import Bounds, Copy, common_boxes
 from ckpt.plan.reads import group_sorted
 
 from .copying import Stored, copy_box
@@ -96,25 +96,25 @@ class Cohort:
         return ((file, chunks[first:last]) for file, (first, last) in zip(files.tolist(), pairwise(edges), strict=True))
 
     @cached_property
-    def _bounds(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """For each wanted box the number of its part, where it begins and ends, and where the part's memory begins."""
-        parts = self.jobs[0].target.parts
-        return [(number, box.offset, box.end, parts[number].box.offset) for number, box in self.wanted]
+    def _bounds(self) -> list[Bounds]:
+        """The wanted boxes, each by the number of its part."""
+        return [(number, box.offset, box.end) for number, box in self.wanted]
+
+    @cached_property
+    def _origins(self) -> list[tuple[int, ...]]:
+        """Where the memory of each part begins."""
+        return [part.box.offset for part in self.jobs[0].target.parts]
 
     def parts(self, chunk: int) -> list[ChunkPart]:
         """What a chunk gives each of its jobs. There are as many of these as ranks that saved, so this makes few objects."""
-        # The innermost loop of a load that gathers what thousands of ranks wrote. Tuples and ``map`` instead of Box
-        # methods: an intermediate Box for each intersection would take most of the time.
-        stored = self.jobs[0].entry.grid.box(chunk)
-        low, high = stored.offset, stored.end
-        parts = []
-        for number, first, last, origin in self._bounds:
-            start, stop = tuple(map(max, low, first)), tuple(map(min, high, last))
-            shape = tuple(map(sub, stop, start))
-            if min(shape, default=1) > 0:
-                source = tuple(map(slice, map(sub, start, low), map(sub, stop, low)))
-                into = tuple(map(slice, map(sub, start, origin), map(sub, stop, origin)))
-                parts.append(ChunkPart(Copy(chunk=chunk, chunk_box=stored, box=Box(start, shape)), number, source, into))
+        # The innermost loop of a load that gathers what thousands of ranks wrote.
+        stored, origins = self.jobs[0].entry.grid.box(chunk), self._origins
+        low, parts = stored.offset, []
+        for (number, start, stop), box in common_boxes(stored, self._bounds):
+            origin = origins[number]
+            source = tuple(map(slice, map(sub, start, low), map(sub, stop, low)))
+            into = tuple(map(slice, map(sub, start, origin), map(sub, stop, origin)))
+            parts.append(ChunkPart(Copy(chunk=chunk, chunk_box=stored, box=box), number, source, into))
         return parts
 
     @property

@@ -106,28 +106,44 @@ def verify(url: str | os.PathLike[str], *, threads: int | None = None, progress:
     except CorruptError as err:
         problems = check_index(open_backend(url), err)
         return VerifyReport(files=0, chunks=0, undigested=0, bytes=0, seconds=time.monotonic() - began, problems=tuple(problems))
-    problems = [*check_tiling(catalog), *check_state(catalog)]
-    broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
-    chunks = list(_chunks(catalog, broken, problems))
-    jobs = _by_storage(catalog, chunks)
-    source = source_of(catalog)
-    done = _read_all(source, jobs, threads or max(_default_threads(), source.io_hints.concurrency), progress)
-    if (problems or done.problems) and (replaced := replacement(catalog)) is not None:
+    structure = _structure(catalog)
+    done = _read_all(source_of(catalog), structure.reads, threads, progress)
+    if (structure.problems or done.problems) and (replaced := replacement(catalog)) is not None:
         raise replaced
-    problems += sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
+    sorted_problems = sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
     return VerifyReport(
-        files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
-        chunks=len(chunks),
-        undigested=sum(c.extent.digest is None and c.extent.crc32 is None for c in jobs),
+        files=structure.files,
+        chunks=structure.chunks,
+        undigested=sum(c.extent.digest is None and c.extent.crc32 is None for c in structure.reads),
         bytes=done.bytes,
         seconds=time.monotonic() - began,
-        problems=tuple(problems),
+        problems=(*structure.problems, *sorted_problems),
     )
 
 
-def _default_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores, 2), 16)
+# ------------------------------------------------------------------------------------------------------------- structure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Structure:
+    """A checkpoint without its bytes: what is wrong with it, how many files and chunks it has, and what of them has to be read."""
+
+    problems: tuple[Problem, ...]
+    files: int
+    chunks: int
+    reads: list[_Chunk]
+
+
+def _structure(catalog: Catalog) -> _Structure:
+    problems = [*check_tiling(catalog), *check_state(catalog)]
+    broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
+    chunks = list(_chunks(catalog, broken, problems))
+    return _Structure(
+        problems=tuple(problems),
+        files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
+        chunks=len(chunks),
+        reads=_by_storage(catalog, chunks),
+    )
 
 
 def _chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -> Iterator[_Chunk]:
@@ -179,8 +195,11 @@ def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[i
 # ------------------------------------------------------------------------------------------------------------- every byte
 
 
-def _read_all(source: ByteSource, chunks: list[_Chunk], threads: int, progress: ProgressCallback | None) -> _Result:
+def _read_all(source: ByteSource, chunks: list[_Chunk], threads: int | None, progress: ProgressCallback | None) -> _Result:
     jobs = _jobs(chunks)
+    if not threads:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(min(max(cores, 2), 16), source.io_hints.concurrency)
     total = sum(_end(job) - job[0].extent.offset for job in jobs)
     verifier = _Verifier(source)
     bytes_done, problems = 0, list[Problem]()
