@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .late_imports import late_names
+from .needs import late_names
 
 if TYPE_CHECKING:
     from . import converters as converters

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
-from ckpt.late_imports import attribute, entry_points
+from ckpt.needs import attribute, entry_points
 from ckpt.reread import read_checked
 from ckpt.text.urls import url_text
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt.errors import UsageError
-from ckpt.late_imports import entry_points
+from ckpt.needs import entry_points
 from ckpt.text.urls import url_text
 
 from .checks import check_path

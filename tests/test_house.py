@@ -19,7 +19,7 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 FLOORS = (
-    ("_version", "concurrency", "late_imports", "needs", "text.__init__", "text.printable", "text.suggest", "text.urls"),
+    ("_version", "concurrency", "needs", "text.__init__", "text.printable", "text.suggest", "text.urls"),
     ("errors",),
     ("dtypes", "layout", "policies", "reread", "settings", "text.units", "tracing"),
     ("io_backends", "tree"),
@@ -47,8 +47,8 @@ PURE = tuple(
             "concurrency.workers",
             "dtypes",
             "errors",
-            "late_imports",
             "layout",
+            "needs",
             "plan",
             "policies",
             "reread",

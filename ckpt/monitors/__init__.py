@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt.late_imports import late_names
+from ckpt.needs import late_names
 
 if TYPE_CHECKING:
     from ckpt.events.alerts import Alerts as Alerts

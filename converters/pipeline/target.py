@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.errors import ConflictError, UsageError
-from ckpt.late_imports import attribute, entry_points
+from ckpt.needs import attribute, entry_points
 
 from .parallel import MegatronParallel
 from .windows import FileItem
