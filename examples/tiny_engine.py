@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckpt
+from ckpt.integrations.engines import record
 
 PADDED_TO = 64
 """The vocabulary is padded to a multiple of this, so that each rank has as many rows."""
@@ -253,8 +254,9 @@ class TinyEngine(nn.Module):
 def engine_of(url: str, group: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32) -> TinyEngine:
     """An engine with the weights of a directory in Hugging Face's format."""
     engine = TinyEngine(EngineConfig.of(json.loads((Path(url) / "config.json").read_text())), group, dtype)
-    view = ckpt.open(url)
-    engine.load_weights((name, view[name].read()) for name in view)
+    recorded = record(engine.load_weights, ckpt.open(url), engine)  # where the tensors go, without reading any
+    ckpt.load(url, recorded.state, cast=True)  # each rank reads what it keeps, into its parameters
+    recorded.finish()
     return engine
 
 

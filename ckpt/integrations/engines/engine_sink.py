@@ -1,0 +1,110 @@
+"""An engine's weights, taken from a running trainer: a recording and a sink in one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ckpt import settings
+from ckpt.api import open as open_checkpoint
+from ckpt.errors import TornError
+from ckpt.live import Sink, Version
+
+from .engine_memory import Parameters
+from .recorded import TensorDescription, record
+from .recording import LoadWeights
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class EngineSink:
+    """Takes versions of a ``ckpt.live.Source`` into an engine, straight into its parameters. Collective over the engine's ranks.
+
+    Args:
+        address: of the source, ``"tcp://host:port/name"``.
+        load_weights, into, stage, optional, after: as for :func:`record`.
+        checkpoint: the names, shapes and dtypes that ``load_weights`` knows: the URL of the checkpoint that the engine was started from, or
+            what ``ckpt.open`` gives.
+        only, rename: as for ``ckpt.load``: the source's names → the checkpoint's.
+        process_group, secret, timeout: as for ``ckpt.live.Sink``.
+
+    Raises:
+        as :func:`record` and ``ckpt.live.Sink``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        load_weights: LoadWeights,
+        into: Parameters,
+        checkpoint: str | os.PathLike[str] | Mapping[str, TensorDescription],
+        *,
+        only: str | Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        stage: str | Sequence[str] = (),
+        optional: str | Sequence[str] = (),
+        after: Callable[[], object] | None = None,
+        process_group: ProcessGroup | None = None,
+        secret: str | bytes | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        names = checkpoint if isinstance(checkpoint, Mapping) else open_checkpoint(checkpoint)
+        self.recorded = record(load_weights, names, into, stage=stage, optional=optional, after=after)
+        """What goes where."""
+        self._timeout = settings.timeout(timeout)
+        self._sink = Sink(
+            address,
+            self.recorded.state,
+            process_group=process_group,
+            only=only,
+            rename=rename,
+            cast=True,
+            secret=secret,
+            timeout=timeout,
+        )
+        self._unfinished = False
+
+    @property
+    def version(self) -> Version | None:
+        """The version that the engine has; None before the first.
+
+        Raises:
+            TornError: the last take broke off while it changed the engine. The next one repairs it.
+        """
+        if self._unfinished:
+            raise TornError("the engine has parts of a version only", where=self._sink.address, hint="take again before it answers")
+        return self._sink.version
+
+    def take(self, step: int | None = None, timeout: float | None = None) -> Version:
+        """Bring the newest version into the engine, which must not answer meanwhile; collective.
+
+        Args:
+            step: wait for a version of this step or a later one.
+            timeout: seconds to wait for it.
+
+        Raises:
+            CoverageError: as :meth:`Recorded.finish`.
+            as ``ckpt.live.Sink.take``.
+        """
+        end = time.monotonic() + (self._timeout if timeout is None else timeout)
+        version: Version | None = None
+        while version is None or (step is not None and version.step < step):
+            version = self._sink.take(newer_than=version, timeout=max(0.0, end - time.monotonic()))
+            self._unfinished = True
+        self.recorded.finish()
+        self._unfinished = False
+        return version
+
+    def close(self) -> None:
+        """End the connection to the source. The engine stays as it is."""
+        self._sink.close()
+
+    def __enter__(self) -> EngineSink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

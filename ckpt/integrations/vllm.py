@@ -1,0 +1,83 @@
+"""vLLM takes weights from a ``ckpt.live.Source``: each worker the parts that it keeps, straight into its parameters.
+
+In the engine, before it starts: ``import ckpt.integrations.vllm``, and ``--weight-transfer-config '{"backend": "ckpt"}'``. The trainer
+makes a ``ckpt.live.Source``, gives its address to ``init_weight_transfer_engine``, and a step to ``update_weights``. For vLLM 0.28 and
+newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from ckpt.errors import UsageError
+
+from .engines import EngineSink
+
+
+@dataclass
+class CkptInitInfo(WeightTransferInitInfo):
+    """What ``init_weight_transfer_engine`` is given: ``address`` of the source; the others as for :class:`EngineSink`. ``checkpoint`` is by
+    default the model that vLLM was started with."""
+
+    address: str
+    checkpoint: str | None = None
+    only: Sequence[str] | None = None
+    rename: Mapping[str, str] | None = None
+    stage: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    timeout: float | None = None
+
+
+@dataclass
+class CkptUpdateInfo(WeightTransferUpdateInfo):
+    """What ``update_weights`` is given: the step to wait for; None: the newest version."""
+
+    step: int | None = None
+    timeout: float | None = None
+
+
+class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo]):
+    """The backend ``"ckpt"``. The secret comes from ``CKPT_LIVE_SECRET``: requests do not carry it."""
+
+    init_info_cls = CkptInitInfo
+    update_info_cls = CkptUpdateInfo
+    supports_draft_weight_update = False
+    sink: EngineSink | None = None
+
+    def init_transfer_engine(self, init_info: CkptInitInfo) -> None:
+        """Connect, and record the model's ``load_weights``."""
+        self.shutdown()
+        options = {name: getattr(init_info, name) for name in ("only", "rename", "stage", "optional", "timeout")}
+        checkpoint = init_info.checkpoint or self.model_config.model
+        self.sink = EngineSink(init_info.address, self.model.load_weights, self.model, checkpoint, **options)
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: parameters are filled in place."""
+
+    def receive_weights(self, update_info: CkptUpdateInfo) -> None:
+        """Take a version."""
+        if self.sink is None:
+            raise UsageError("update_weights before init_weight_transfer_engine", hint="give it the address of a ckpt.live.Source first")
+        self.sink.take(update_info.step, update_info.timeout)
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do."""
+
+    def shutdown(self) -> None:
+        """End the connection."""
+        if self.sink is not None:
+            self.sink.close()
+            self.sink = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """Not the way of this backend."""
+        raise UsageError("the trainer of this backend sends nothing", hint="publish with ckpt.live.Source; engines take what they need")
+
+
+WeightTransferEngineFactory.register_engine("ckpt", __name__, "CkptWeightTransferEngine")
