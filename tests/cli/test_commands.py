@@ -250,13 +250,21 @@ def test_verify_json(run_root: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-MORE = {"convert": ("--to", "native"), "merge": ("--last", "2"), "advise": ("--mtbf", "6h"), "report": ("-o", "report.html")}
+MORE = {
+    "convert": ("--to", "native"),
+    "merge": ("--last", "2"),
+    "lora": ("merge",),
+    "advise": ("--mtbf", "6h"),
+    "report": ("-o", "report.html"),
+}
 """What a command needs besides URLs."""
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("completion", "live")])
 def test_every_command_reports_an_absent_checkpoint_alike(command: str, tmp_path: Path) -> None:
-    targets = [tmp_path / "copy"] if command in ("convert", "cp", "diff", "import", "merge") else []
+    targets = [tmp_path / "copy"] if command in ("convert", "cp", "diff", "import", "lora", "merge") else []
+    if command == "lora":
+        targets.append(tmp_path / "out")
     given = [*targets, tmp_path / "nothing"] if command == "merge" else [tmp_path / "nothing", *targets]
     result = ckpt(command, "--json", *MORE.get(command, ()), *given)
     error = document(result)["error"]

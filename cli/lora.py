@@ -1,0 +1,64 @@
+"""``ckpt lora``: merges an adapter of PEFT into its base model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ckpt.text import units
+
+from .console.interrupts import when_interrupted
+from .console.output import Output, options, style
+from .console.parameters import URL, GroupedCommand, OneOf
+from .console.progress import progress
+from .console.requirements import require_torch
+from .options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
+
+_TARGETS = ("hf", "native", "torch", "dcp")
+
+
+@click.command("lora", cls=GroupedCommand, short_help="Merge a LoRA adapter into its base model.")
+@click.argument("action", metavar="merge", type=click.Choice(["merge"]))
+@click.argument("base", metavar="BASE", type=URL)
+@click.argument("adapter", metavar="ADAPTER", type=URL)
+@click.argument("target", metavar="OUT", type=URL)
+@grouped("Output", "--to", default=_TARGETS[0], metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}. [default: hf]")
+@grouped("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
+@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
+@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
+@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
+@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one]")
+@grouped("Source", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
+@grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
+@grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@options
+def command(action: str, base: str, adapter: str, target: str, *, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Write the model at BASE, in any format, to OUT with the LoRA adapter of PEFT in the directory ADAPTER merged into its weights.
+
+    Products are computed in float32, added and cast to the dtype of the weight. Memory use stays below --memory at any size. After an
+    interruption the same command resumes. Under torchrun the processes share the files among them.
+
+    \b
+    Example:
+      ckpt lora merge hf/Llama-3-8B adapter/ merged/
+      ckpt lora merge runs/base/step-100 adapter/ merged/ --config hf/Llama-3-8B
+    """
+    require_torch("`ckpt lora`")
+    from ckpt.converters.arithmetic.lora import merge
+
+    output = Output(json=as_json, quiet=quiet)
+    with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress(f"lora {action}", output) as update:
+        report = merge(base, adapter, target, part=part_of_job(), dry_run=dry_run, progress=update, **chosen)
+    written = report.written
+    if output.json:
+        output.document({**asdict(report), "dry_run": dry_run})
+    elif not output.quiet:
+        changes = f"{units.plural(report.updated, 'weight')} updated, {units.plural(report.replaced, 'tensor')} replaced"
+        contents = f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)}; {changes}"
+        verdict = "other processes are not ready yet" if not written.finished else style("ok", "green")
+        output.line(f"would write {contents}" if dry_run else f"{verdict}: {written.target}: {contents}")
+        for note in written.notes if written.finished else ():
+            output.talk(note)
