@@ -206,7 +206,7 @@ def _holder(rank: int, row: Row) -> Holder:
 
 
 def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_place: bool) -> StagedTake:
-    """Bring everything to this machine.
+    """Bring everything to this machine. Where a segment here is damaged, another holder may have what it had.
 
     Raises:
         NotFoundError: the version was dropped.
@@ -224,7 +224,9 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
         found.manifest,
         lambda rank: cache.layout_of(found, rank),
     )
-    check_local(plan, mapped, puller.threads, puller.alive)
+    mapped, wrong = check_local(plan, mapped, puller.threads, puller.alive)
+    if wrong and in_place:  # before anything is changed
+        raise wrong[0]
     pieces: list[tuple[Share, int, Bytes]] = []
     lock = threading.Lock()
 

@@ -302,3 +302,37 @@ def test_a_sink_that_hangs_holds_up_nobody(ranks: Ranks, tmp_path: Path) -> None
         (seen, *_) = source.report().sinks
         assert seen.state == "taking" and seen.late
     assert isinstance(hanging.result()[0], Lost)
+
+
+def corrupting_trainer(folder: Path) -> None:
+    """Publishes a version of which one of two replicas is damaged in memory."""
+    state = replicated_state(1)
+    with Source("tcp://127.0.0.1:0/actor", state, timeout=20) as source:
+        source.publish(1, capture="eager").result()
+        if dist.get_rank() == 1:
+            for at in range(0, source._published[1].segment.capacity, 1 << 20):
+                corrupt(source, at)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            leave(folder / "address", source.address)
+        wait_for(folder / "stop")
+
+
+def test_another_replica_stands_in_for_damaged_memory(ranks: Ranks, tmp_path: Path) -> None:
+    source = Job(ranks, 4, corrupting_trainer, tmp_path, timeout=60)
+    try:
+        (outcome,) = ranks.run(1, take_past_damage, tmp_path, timeout=40)
+    finally:
+        leave(tmp_path / "stop", "")
+    source.result()
+    assert outcome == (1, [1])
+
+
+def take_past_damage(folder: Path) -> tuple[int | None, list[int]]:
+    state = tp_state()
+    with Sink(wait_for(folder / "address"), state, timeout=20) as sink:
+        sink.take()
+        report = sink.report
+        assert report is not None
+        assert all("have changed since they were published" in text for text in report.lost.values())
+        return step_of(state), list(report.lost)

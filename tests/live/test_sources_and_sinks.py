@@ -140,6 +140,23 @@ def test_old_versions_go_and_their_memory_is_used_again_but_not_while_somebody_r
             source.report(3)
 
 
+def test_a_sink_that_publishes_what_it_took_serves_the_next() -> None:
+    first, second, third = ({"t": torch.full((70_000,), float(i))} for i in range(3))
+    with (
+        Source("tcp://127.0.0.1:0/first", first, timeout=TIMEOUT) as source,
+        Sink(source.address, second, timeout=TIMEOUT) as sink,
+        Source("tcp://127.0.0.1:0/second", second, timeout=TIMEOUT) as relay,
+        Sink(relay.address, third, timeout=TIMEOUT) as leaf,
+    ):
+        version = None
+        for step in (5, 6):
+            first["t"].fill_(step)
+            source.publish(step).result()
+            relay.publish(sink.take().step).result()
+            version = leaf.take(newer_than=version)
+            assert version.step == step and bool((third["t"] == step).all())
+
+
 def test_whoever_has_taken_what_is_reported() -> None:
     state = {"t": torch.zeros(1000)}
     with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:

@@ -10,7 +10,7 @@ from functools import partial
 from ckpt.concurrency.workers import run_tasks
 from ckpt.coordination.rows import Row
 from ckpt.engine.load.copying import Stored, copy_box
-from ckpt.errors import FormatError, NotFoundError
+from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.live.filling import FillPlan
 from ckpt.live.versions import Manifest
 from ckpt.plan.transfers import Share
@@ -51,7 +51,7 @@ class LocalHolder:
             target, entry = plan.targets[int(share.wants[number])]
             box = share.requests.box(number, len(entry.shape))
             for placed in self.layout.boxes[entry.alias or entry.name]:
-                common = placed.box.intersect(box)
+                common = box if placed.box == box else placed.box.intersect(box)
                 if common is not None:
                     data = self.segment.data[placed.start : placed.start + placed.nbytes]
                     copy_box(Stored(data, 0, placed.box, entry.dtype), common, target)
@@ -75,14 +75,23 @@ def open_local(
     return mapped
 
 
-def check_local(plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int, alive: Callable[[], None]) -> None:
-    """Compare all that is taken from mapped segments with its digests.
+def check_local(
+    plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int, alive: Callable[[], None]
+) -> tuple[dict[int, LocalHolder], list[CorruptError]]:
+    """Compare all that is taken from mapped segments with its digests; those that are right, and what is wrong with the others."""
+    right: dict[int, LocalHolder] = {}
+    wrong: list[CorruptError] = []
 
-    Raises:
-        CorruptError: memory has changed since it was published.
-    """
-    tasks = [partial(holder.check, plan.transfers.shares[rank], plan, alive) for rank, holder in mapped.items()]
-    run_tasks(tasks, threads, "ckpt-check")
+    def check(rank: int, holder: LocalHolder) -> None:
+        try:
+            holder.check(plan.transfers.shares[rank], plan, alive)
+            right[rank] = holder
+        except CorruptError as err:
+            log.warning("live: %s", err)
+            wrong.append(err)
+
+    run_tasks([partial(check, rank, holder) for rank, holder in mapped.items()], threads, "ckpt-check")
+    return right, wrong
 
 
 def copy_local(plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int) -> None:
