@@ -32,6 +32,11 @@ SECRET = "benchmark"
 TIMEOUT = 60.0
 PIECE = 4 << 20
 WORLD = TRAINERS + ENGINES
+BLOCKING = ("eager", "lazy", "memcpy")
+STEPS = 1_000_000
+"""The first step of what is published to nobody."""
+PAUSE = 2.0
+"""Seconds of a forward and backward pass."""
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
@@ -51,8 +56,17 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
             if repetition > 0:
                 blocked = max(s.get("blocked", 0.0) for s in sample.said)
                 samples[name].append({"wall": sample.wall, "cpu": sample.cpu, "elsewhere": sample.elsewhere, "blocked": blocked})
+        blocked: dict[str, list[dict[str, float]]] = {name: [] for name in BLOCKING}
+        for step, (repetition, name) in enumerate(turns(list(BLOCKING), settings.repeat), STEPS):
+            seconds = max(own.run(block, on=WORLD, name=name, step=step))
+            tell(f"blocked by {name}: {seconds:.3f} s")
+            if repetition > 0:
+                blocked[name].append({"seconds": seconds})
         own.run(close, on=WORLD)
-    return [_table(moved, {n: medians(s) for n, s in samples.items()})]
+    return [
+        _table(moved, {n: medians(s) for n, s in samples.items()}),
+        _blocked(moved, {n: medians(s)["seconds"] for n, s in blocked.items()}),
+    ]
 
 
 def _table(nbytes: int, mine: dict[str, dict[str, float]]) -> Finding:
@@ -75,6 +89,22 @@ def _table(nbytes: int, mine: dict[str, dict[str, float]]) -> Finding:
             at_most("push over TCP in plain sockets", over("ckpt tcp", "sockets"), 1.4),
         ],
         notes=("blocked: in publish, on the slowest trainer",),
+    )
+
+
+def _blocked(nbytes: int, seconds: dict[str, float]) -> Finding:
+    over = {name: s / seconds["memcpy"] for name, s in seconds.items()}
+    return Finding(
+        scenario="live-push",
+        title=f"a trainer is blocked while it publishes {nbytes / TRAINERS / 1e6:,.0f} MB on each of {TRAINERS} ranks",
+        columns=("", "s", "/ memcpy"),
+        rows=[(name, f"{s:.3f}", f"{over[name]:.2f}") for name, s in seconds.items()],
+        figures={"bytes": nbytes, "seconds": seconds},
+        checks=[
+            at_most("blocked by an eager publish in copies of memory", over["eager"], 1.15),
+            at_most("blocked by a lazy publish in copies of memory", over["lazy"], 0.15),
+        ],
+        notes=(f"lazy: the call, and what fence() waits for {PAUSE:g} s later; memcpy: each rank copies its part into warm memory",),
     )
 
 
@@ -180,6 +210,33 @@ def push(rank: Rank, *, name: str, step: int) -> RankCost:
     if not trains and name not in ("memcpy", "sockets") and (wrong := side.wrong(step)) is not None:
         raise WrongPushError(f"{name}: {wrong} is not that of step {step}")
     return cost
+
+
+def block(rank: Rank, *, name: str, step: int) -> float:
+    """Seconds that a trainer is blocked; the whole job takes part."""
+    side: Side = rank.kept["side"]
+    groups: Groups = rank.kept["groups"]
+    if rank.number >= TRAINERS:
+        return 0.0
+    if "own copy" not in side.kept:
+        side.kept["own copy"] = {n: t.clone() for n, t in side.tensors.items()}
+    gc.collect()
+    dist.barrier(groups.trainers)
+    began = time.monotonic()
+    if name == "memcpy":
+        for n, tensor in side.tensors.items():
+            side.kept["own copy"][n].copy_(tensor)
+        return time.monotonic() - began
+    publication = side.kept["ckpt"].publish(step, capture=name)
+    seconds = time.monotonic() - began
+    if name == "lazy":
+        time.sleep(PAUSE)
+        began = time.monotonic()
+        publication.fence()
+        seconds += time.monotonic() - began
+    publication.result()
+    dist.barrier(groups.trainers)
+    return seconds
 
 
 def _pushed(kind: str) -> Callable[[Rank, Side, int], dict[str, Any] | None]:

@@ -81,9 +81,9 @@ def source(folder: str, fault: Fault) -> Ending:
             _await(folder, name)
         for name, tensor in values(2):
             state[name].copy_(tensor if fault.copies else tensor[half])
-        _arm(folder, fault, "source")
         if rank == 0:
             _leave(folder, "go")
+        _arm(folder, fault, "source")
         try:
             it.publish(2, capture="eager").result()
             if fault.how == "segment" and fault.victim == ("source", rank):
