@@ -218,6 +218,7 @@ NOT_NAMES = {
     "wait",
     "capture",
     "dtypes",
+    "sections",
     "x",
 }
 """Keys of metadata and metrics that begin with ``ckpt.`` too."""
@@ -237,7 +238,8 @@ def _named() -> Iterator[tuple[str, str]]:
 def _is_public(name: str) -> bool:
     first, *rest = name.split(".")
     if first == "integrations":
-        return not rest or (ROOT / "ckpt" / "integrations" / f"{rest[0]}.py").exists()
+        place = ROOT / "ckpt" / "integrations"
+        return not rest or (place / f"{rest[0]}.py").exists() or (place / rest[0] / "__init__.py").exists()
     if first not in ckpt.FACES:
         return first in ckpt.__all__ or first in NOT_NAMES
     return not rest or rest[0] == "conformance" or rest[0] in getattr(ckpt, first).__all__
