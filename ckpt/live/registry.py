@@ -84,6 +84,9 @@ class VersionRegistry:
             needed = {digest for each in self._versions for digest in each.manifest.blobs()}
             for digest in self._blobs.keys() - needed:
                 del self._blobs[digest]
+            kept = {each.version.digest for each in self._versions}
+            for sink in self._sinks.values():
+                sink.took = {digest: row for digest, row in sink.took.items() if digest in kept}
             self._condition.notify_all()
         return version, [each.manifest.number for each in dropped]
 

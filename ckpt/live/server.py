@@ -190,6 +190,10 @@ class PieceServer:
         try:
             holdings = self._holdings(version)
             base = self._base(base_version) if base_version and not outlet.opened else None
+        except Exception as err:  # noqa: BLE001  a version that is not sealed in time, too: the receiver hears why
+            _send_failure(channel, err)
+            return
+        try:
             for piece in range(len(requests.pieces)):
                 rows = requests.pieces[piece]
                 with self._lock:  # first: who has the last piece may look at it
@@ -203,11 +207,9 @@ class PieceServer:
             outlet.settle(0)
         except (DeadlineError, ConnectionError):
             raise
-        except Exception as err:  # the receiver raises it, with this rank's name
-            if not isinstance(err, CkptError):
-                log.exception("live: a piece for %s could not be packed", channel.peer)
+        except Exception as err:  # noqa: BLE001  the receiver raises it, with this rank's name
             outlet.settle(0)
-            send_error(channel, err)
+            _send_failure(channel, err)
 
     def _base(self, version: str) -> Holdings | None:
         """What a receiver says that it has; None if changes since then cannot be told."""
@@ -217,6 +219,12 @@ class PieceServer:
             return self._holdings(version)
         except NotFoundError:
             return None
+
+
+def _send_failure(channel: Channel, err: Exception) -> None:
+    if not isinstance(err, CkptError):
+        log.error("live: a piece for %s could not be packed", channel.peer, exc_info=err)
+    send_error(channel, err)
 
 
 class _Outlet:

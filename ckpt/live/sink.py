@@ -31,7 +31,7 @@ from .control import split_address
 from .secret import sink_secret
 from .source_connection import SourceConnection
 from .take import FoundVersion, MatchedTake, Puller, SinkCache, StagedTake, TakeReport, match_take, stage_take, switch_take
-from .versions import Manifest, Version
+from .versions import Manifest, Version, digest_of_blob
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -168,27 +168,38 @@ class Sink:
     def _find(self, call: Call, newer_than: Version | None, end: float) -> FoundVersion:
         """The newest version, and all that its manifest refers to; the leader asks, and hands it on."""
         after = None if newer_than is None else newer_than.to_json()
+        row: Row = {"after": after, "blobs": digest_of_blob("".join(sorted(self._blobs)).encode())}
         with call.phase("find"):
             if not call.is_leader:
-                agreed = call.follow({"after": after})
+                agreed = call.follow(row)
                 data = call.fetch(agreed["manifest"])
                 new = {digest: call.fetch(digest) for digest in agreed["blobs"]}
                 holders = json.loads(call.fetch(agreed["holders"]))
             else:
-                answer, data = self._source.newest(newer_than, end, call.heartbeat)
-                new = self._source.blobs([d for d in Manifest.from_bytes(data).blobs() if d not in self._blobs], call.heartbeat)
+                for tries in range(_DROPS):
+                    answer, data = self._source.newest(newer_than, end, call.heartbeat)
+                    needed = Manifest.from_bytes(data).blobs()
+                    try:
+                        new = self._source.blobs([d for d in needed if d not in self._blobs], call.heartbeat)
+                        break
+                    except NotFoundError:  # it was dropped between the two questions
+                        if tries == _DROPS - 1:
+                            raise
                 holders = answer["holders"]
 
                 def hand_on(rows: dict[int, Row]) -> Row:
-                    if any(row["after"] != after for row in rows.values()):
+                    if any(each["after"] != after for each in rows.values()):
                         raise UsageError("the ranks of the sink take versions newer than different ones", hint="give the same newer_than=")
+                    # A rank that lost the others at the end of the last take has what came before: then all get everything.
+                    alike = all(each["blobs"] == row["blobs"] for each in rows.values())
+                    handed = new.values() if alike else [new[d] if d in new else self._blobs[d] for d in needed]
                     return {
                         "manifest": call.leave(data),
-                        "blobs": [call.leave(blob) for blob in new.values()],
+                        "blobs": [call.leave(blob) for blob in handed],
                         "holders": call.leave(json.dumps(holders).encode()),
                     }
 
-                call.lead({"after": after}, hand_on)
+                call.lead(row, hand_on)
         manifest = Manifest.from_bytes(data)
         blobs = {digest: new[digest] if digest in new else self._blobs[digest] for digest in manifest.blobs()}
         try:

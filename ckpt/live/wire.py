@@ -189,7 +189,15 @@ def welcome(sock: socket.socket, secret: bytes, timeout: float, *, peer: str, al
         CkptError, ConnectionError: it is somebody else, or says nothing for some seconds. The socket is closed.
     """
     prepare(sock, timeout)
-    channel = Channel(sock, peer, min(timeout, GREETING_SECONDS), alive)
+    patience = min(timeout, GREETING_SECONDS)
+    end = time.monotonic() + patience
+
+    def going() -> None:
+        alive()
+        if time.monotonic() > end:  # who sends a byte now and then has no more time than who sends none
+            raise DeadlineError(f"{peer} does not prove itself within {patience:g} s")
+
+    channel = Channel(sock, peer, patience, going)
     try:
         magic, protocol, theirs = _CLIENT.unpack(channel.receive(_CLIENT.size))
         if magic != _MAGIC:
@@ -205,7 +213,7 @@ def welcome(sock: socket.socket, secret: bytes, timeout: float, *, peer: str, al
     except BaseException:
         channel.close()
         raise
-    channel.timeout, channel.purpose = timeout, purpose.rstrip(b"\0").decode("ascii", "replace")
+    channel.timeout, channel.alive, channel.purpose = timeout, alive, purpose.rstrip(b"\0").decode("ascii", "replace")
     return channel
 
 

@@ -187,7 +187,7 @@ class AttachedPool:
         # lies outside; the token, so that a process with the same number in another container is not taken for the
         # owner.
         path = f"/proc/{at.pid}/fd/{at.file}"
-        if _NAME not in os.readlink(path):  # before it is opened: to open a device may do something
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # before it is opened: to open a device may do something
             raise OSError(f"{path} is no shared memory of ours")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,6 +25,7 @@ from ckpt.live import client as live_client
 from ckpt.live import server as live_server
 from ckpt.live.client import Holder, PieceClient, Pulled, piece_boxes, pull_all
 from ckpt.live.holdings import HeldBox, HeldTensor, Holdings
+from ckpt.live.publication import not_sealed
 from ckpt.live.pull_messages import PURPOSE
 from ckpt.live.server import PieceServer
 from ckpt.live.wire import dial
@@ -150,6 +152,34 @@ def test_a_version_that_is_gone_is_named_and_the_connection_lives(servers: list[
     client.pull("v1", share.requests, lambda piece, view: came.append(piece))
     client.close()
     assert came == list(range(len(share.requests.pieces)))
+
+
+def test_a_version_that_is_not_sealed_in_time_is_said() -> None:
+    def unsealed(version: str) -> Holdings:
+        raise not_sealed(version, 10.0)
+
+    server = PieceServer(unsealed, SECRET, 5.0)
+    client = PieceClient(holder_of(server, 0), SECRET, 5.0)
+    try:
+        with pytest.raises(DeadlineError, match="rank 0 .*has not sealed version v1 within 10 s"):
+            client.pull("v1", plan_of().shares[0].requests, lambda piece, view: None)
+    finally:
+        client.close()
+        server.close()
+
+
+def test_who_sends_a_byte_now_and_then_is_dropped(servers: list[PieceServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.live.wire.GREETING_SECONDS", 1.0)
+    with socket.create_connection(_near(servers[0])) as sock:
+        sock.settimeout(0.3)
+        began = time.monotonic()
+        with suppress(ConnectionError):
+            for _ in range(20):
+                sock.sendall(b"c")
+                with suppress(TimeoutError):
+                    if not sock.recv(1):
+                        break
+        assert time.monotonic() - began < 4
 
 
 def test_another_secret_is_refused_at_once_on_both_sides(servers: list[PieceServer]) -> None:

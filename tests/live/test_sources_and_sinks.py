@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
+import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,9 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.errors import AccessError, DeadlineError, MismatchError, NotFoundError, UsageError
+from ckpt.errors import AccessError, ConsistencyError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
+from ckpt.live.source_connection import SourceConnection
 from ckpt.rng import Generators
 from tests.distributed.ranks import Ranks
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, wait_for
@@ -109,7 +115,7 @@ def test_a_lazy_version_has_the_values_of_its_call_though_training_goes_on() -> 
         assert moment.abs().sum() > 0 and not torch.equal(moment, optimizer.state[model.inner.weight]["exp_avg"])
 
 
-def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before() -> None:
+def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before(caplog: pytest.LogCaptureFixture) -> None:
     state = {"t": torch.zeros(5_000_000)}
     with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
         before = source.publish(1).result()
@@ -120,7 +126,64 @@ def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before()
         into = {"t": torch.ones(5_000_000)}
         with Sink(source.address, into, timeout=TIMEOUT) as sink:
             assert sink.take() == before and not into["t"].any()
-        assert source.publish(3).result().step == 3
+        files = []
+        for step in range(3, 7):
+            with caplog.at_level(logging.CRITICAL, logger="ckpt"):  # else the record of the error keeps all that it came from
+                publication = source.publish(step)
+                state["t"].add_(1)
+                with pytest.raises(ConsistencyError):
+                    publication.result()
+            del publication
+            for thread in threading.enumerate():
+                if thread.name == "ckpt-publish":
+                    thread.join()
+            gc.collect()
+            files.append(segment_files())
+        assert files[-1] == files[0], "versions that failed keep their memory"
+        assert source.publish(7).result().step == 7
+    gc.collect()
+    assert segment_files() < files[0]
+
+
+def segment_files() -> int:
+    """Open files of this process that keep the memory of a segment."""
+    links = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            links.append(os.readlink(file))
+    return sum("ckpt-segment" in link for link in links)
+
+
+def test_a_version_that_is_dropped_while_its_values_are_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {"t": torch.zeros(1000), "step": 0}
+    into: dict[str, Any] = {"t": torch.ones(1000), "step": -1}
+    with Source("tcp://127.0.0.1:0/a", state, keep=1, timeout=TIMEOUT) as source, Sink(source.address, into, timeout=TIMEOUT) as sink:
+        source.publish(1).result()
+        newest = SourceConnection.newest
+
+        def newest_of_before(*args: Any) -> Any:
+            answer = newest(*args)
+            if state["step"] == 0:
+                state["step"] = 2
+                source.publish(2).result()
+            return answer
+
+        monkeypatch.setattr(SourceConnection, "newest", newest_of_before)
+        assert sink.take().step == 2 and into["step"] == 2
+
+
+def test_what_sinks_took_is_forgotten_with_the_version() -> None:
+    state = {"t": torch.zeros(100)}
+    with (
+        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
+        Sink(source.address, {"t": torch.ones(100)}, timeout=TIMEOUT) as sink,
+    ):
+        for step in range(5):
+            source.publish(step).result()
+            sink.take()
+        assert source._leader is not None
+        (record,) = source._leader._registry._sinks.values()
+        assert len(record.took) == 2
 
 
 def test_old_versions_go_and_their_memory_is_used_again_but_not_while_somebody_reads_it() -> None:

@@ -241,7 +241,11 @@ class _Reshard:
             server = None
             if old and self.group.size > 1:
                 store = self.group.store
-                server = PieceServer(self._holdings, meeting.secret, self.call.timeout, store=None if store is None else store.host)
+                try:
+                    server = PieceServer(self._holdings, meeting.secret, self.call.timeout, store=None if store is None else store.host)
+                except BaseException as err:  # the other ranks wait for what this one offers
+                    self.call.fail("offer", err)
+                    raise
             try:
                 offered = self.offer(meeting, old or {}, layout, server)
                 fitted = self.fit(offered, new or {})

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +110,7 @@ class MemorySegment:
         except (OSError, OverflowError, ValueError) as err:
             os.close(self._file)
             raise _no_memory(size, str(err)) from err
+        self._close = finalize(self, os.close, self._file)  # a publication that fails forgets its segment: the open file is all the memory
         whole = np.frombuffer(self._memory, dtype=np.uint8)
         self._address = whole.ctypes.data
         self._whole = whole
@@ -154,9 +156,8 @@ class MemorySegment:
 
     def close(self) -> None:
         """Let go of the file; the memory goes with the last array that refers to it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._close()
+        self._file = -1
 
     def _protect(self, access: int) -> None:
         """What this process itself may do to the memory: a stray write ends the process instead of changing what is published."""
@@ -177,7 +178,7 @@ class MappedSegment:
         """``digest``: that of the digests of its blocks."""
         path = f"/proc/{at.pid}/fd/{at.file}"
         try:
-            if _NAME not in os.readlink(path):  # before it is opened: to open a device may do something
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # before it is opened: to open a device may do something
                 raise _gone(path)
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as err:
@@ -209,6 +210,7 @@ class SegmentPool:
 
     def __init__(self) -> None:
         self._idle: deque[MemorySegment] = deque()
+        self._closed = False
 
     def take(self, capacity: int) -> MemorySegment:
         """A segment to fill, of just so many bytes.
@@ -229,9 +231,12 @@ class SegmentPool:
     def give(self, segment: MemorySegment) -> None:
         """It belongs to no version any more. Called when the last reference to it goes, which may be anywhere: nothing is locked."""
         self._idle.append(segment)
+        if self._closed:
+            self.close()
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Let go of all of them, and of those that are given later."""
+        self._closed = True
         while self._idle:
             self._idle.popleft().close()
 
