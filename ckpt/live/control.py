@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from ckpt.coordination.remote_errors import error_of, error_to_json
 from ckpt.coordination.rows import Row
-from ckpt.errors import CkptError, FormatError, GroupError, UsageError
+from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, UsageError
 from ckpt.settings import limits
 
 from .wire import Channel, dial, welcome
@@ -50,6 +50,21 @@ def split_address(address: str) -> tuple[str, int, str]:
     if parts.scheme != "tcp" or not host or port is None or parts.query or parts.fragment or parts.username:
         raise _no_address(address)
     return host, port, name
+
+
+def _reached_at(address: str) -> list[tuple[str, int]]:
+    """Where connections to a source go: all addresses of its host, which may be a name.
+
+    Raises:
+        DeadlineError: nobody knows the name.
+    """
+    host, port, _ = split_address(address)
+    try:
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as err:
+        hint = "check the address, or give that of the machine in numbers"
+        raise DeadlineError(f"the name {host!r} of the source's machine leads nowhere: {err}", where=address, hint=hint) from err
+    return list(dict.fromkeys((str(where[0]), port) for *_, where in known))
 
 
 def _no_address(address: object) -> UsageError:
@@ -145,10 +160,10 @@ class ControlClient:
     """
 
     def __init__(self, address: str, secret: bytes, timeout: float, alive: Callable[[], None] = lambda: None) -> None:
-        host, port, _ = split_address(address)
         self.address = address
+        reached_at = _reached_at(address)
         with _naming(address):
-            self._channel = dial([(host, port)], secret, timeout, peer=f"the source at {address}", purpose=PURPOSE, alive=alive)
+            self._channel = dial(reached_at, secret, timeout, peer=f"the source at {address}", purpose=PURPOSE, alive=alive)
 
     def ask(self, question: Row, alive: Callable[[], None] = lambda: None) -> tuple[Row, bytes]:
         """What it answers. ``alive`` is called while it does not.

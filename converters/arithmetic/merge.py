@@ -96,10 +96,13 @@ def merge(
         MismatchError: an element is NaN or infinite, or tensors that cannot be averaged differ. Nothing is left at ``url``.
         Others as for ``convert``.
     """
+    if isinstance(sources, str | os.PathLike):
+        raise UsageError(f"sources is one URL, {url_text(sources)!r}", hint="give a list; `ckpt merge --last N` takes the newest of a run")
     began, url, urls = time.monotonic(), url_text(url), tuple(url_text(source) for source in sources)
     if len(urls) < 2:
         raise UsageError(
-            f"an average is of at least two checkpoints, not {len(urls)}", hint="name more; `ckpt convert` writes a single one"
+            f"an average is of at least two checkpoints, not {len(urls)}",
+            hint="name more, or --last N for the newest of a run; `ckpt convert` writes a single one",
         )
     if not 0 <= values_from < len(urls):
         raise UsageError(f"values come from source {values_from}, of {len(urls)}", hint="count from 0")
@@ -134,7 +137,7 @@ def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
     if count < 2:
         raise UsageError(f"--last {count}: an average is of at least two checkpoints")
     if len(steps) < count:
-        hint = "`ckpt ls` lists them"
+        hint = "`ckpt ls` lists them" if steps else "check the URL: it is that of the run, in which the steps are"
         raise NotFoundError(f"{len(steps)} committed checkpoints, not {count}", where=url_text(run_url), hint=hint)
     return tuple(step.url for step in steps[-count:])
 

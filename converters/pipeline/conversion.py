@@ -168,7 +168,7 @@ class Conversion:
             raise ConflictError(
                 f"something is there already: {', '.join(taken[:5])}",
                 where=self.url,
-                hint="convert to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
+                hint="write to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
             )
 
     def _is_without_files(self, name: str) -> bool:

@@ -221,6 +221,8 @@ def test_the_newest_steps_of_a_run(tmp_path: Path) -> None:
     assert last_steps(tmp_path, 3) == tuple(urls[1:])
     with pytest.raises(NotFoundError, match="4 committed checkpoints, not 5"):
         last_steps(tmp_path, 5)
+    with pytest.raises(UsageError, match="sources is one URL"):
+        ckpt.merge(tmp_path / "out", urls[0])  # type: ignore[arg-type]  # not each of its letters
     ckpt.merge(tmp_path / "out", last_steps(tmp_path, 3), schedule="sqrt")
     check(str(tmp_path / "out"), [model(i) for i in (1, 2, 3)], schedule_weights("sqrt", 3))
     with pytest.raises(UsageError, match=r"step-1 comes after .*step-3, and is not newer"):

@@ -203,6 +203,22 @@ def test_old_versions_go_and_their_memory_is_used_again_but_not_while_somebody_r
             source.report(3)
 
 
+def test_a_source_is_reached_by_the_name_of_its_machine() -> None:
+    state, into = {"t": torch.ones(5)}, {"t": torch.zeros(5)}
+    with Source("tcp://localhost:0/a", state, timeout=TIMEOUT) as source:
+        assert source.address.startswith("tcp://localhost:")
+        source.publish(1).result()
+        with Sink(source.address, into, timeout=TIMEOUT) as sink:
+            assert sink.take().step == 1 and into["t"].all()
+        assert [sink_status.step for sink_status in source.report().sinks] == [1]
+        assert CliRunner().invoke(cli, ["live", "-q", "status", source.address]).output == "1\n"
+    with (
+        Sink("tcp://nobody.invalid:1/a", into, secret="s", timeout=TIMEOUT) as sink,
+        pytest.raises(DeadlineError, match=r"the name 'nobody\.invalid' .* leads nowhere"),
+    ):
+        sink.take()
+
+
 def test_a_sink_that_publishes_what_it_took_serves_the_next() -> None:
     first, second, third = ({"t": torch.full((70_000,), float(i))} for i in range(3))
     with (
