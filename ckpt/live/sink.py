@@ -200,15 +200,15 @@ class Sink:
                     }
 
                 call.lead(row, hand_on)
-        manifest = Manifest.from_bytes(data)
-        blobs = {digest: new[digest] if digest in new else self._blobs[digest] for digest in manifest.blobs()}
-        try:
-            by_rank = {int(row["rank"]): row for row in holders}
-        except (KeyError, TypeError, ValueError) as err:
-            raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=self.address) from err
-        if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
-            raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
-        return FoundVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank)
+            manifest = Manifest.from_bytes(data)
+            blobs = {digest: new[digest] if digest in new else self._blobs[digest] for digest in manifest.blobs()}
+            try:
+                by_rank = {int(row["rank"]): row for row in holders}
+            except (KeyError, TypeError, ValueError) as err:
+                raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=self.address) from err
+            if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
+                raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
+            return FoundVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank)
 
     # ---- take
 

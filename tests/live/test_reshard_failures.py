@@ -179,3 +179,26 @@ def second_time() -> list[str]:
 
 def test_a_second_time_makes_no_plan_and_joins_no_tables(ranks: Ranks) -> None:
     assert ranks.run(4, second_time) == [[]] * 4
+
+
+def without_a_server(victim: int) -> tuple[str, float]:
+    """The error of this rank, where ``victim`` cannot serve, and after how many seconds."""
+    rank = dist.get_rank()
+    old, layout, new, new_layout = halves(rank, (0, 1), (2, 3))
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise CkptError("too many open files")
+
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            patch.setattr(resharding, "PieceServer", refuse)
+        with pytest.raises(CkptError) as caught:
+            live.reshard(old, new, layout=layout, new_layout=new_layout, timeout=60)
+    return str(caught.value), time.monotonic() - began
+
+
+def test_a_rank_that_cannot_serve_ends_the_call_on_all_ranks_at_once(ranks: Ranks) -> None:
+    for text, seconds in ranks.run(4, without_a_server, 1, timeout=40):
+        assert "too many open files" in text and "nothing in the new state was changed" in text
+        assert seconds < 20

@@ -76,6 +76,30 @@ def test_over_the_network_and_in_another_dtype(ranks: Ranks, tmp_path: Path, swi
     assert {step for of_rank in taken for step, _, _ in of_rank} == {1, 2, 3}
 
 
+def forgetful_engine(folder: Path) -> list[int | None]:
+    """As ``engine``, where rank 1 has missed the end of the first take, and with it what the version referred to."""
+    state = tp_state()
+    taken: list[int | None] = []
+    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT) as sink:
+        version: Version | None = None
+        for step in (1, 2):
+            if dist.get_rank() == 0:
+                leave(folder / f"go-{step}", "")
+            version = sink.take(newer_than=version)
+            taken.append(step_of(state))
+            if dist.get_rank() == 1:
+                sink._blobs = {}
+    return taken
+
+
+def test_a_rank_that_missed_the_end_of_a_take_is_given_all_again(ranks: Ranks, tmp_path: Path) -> None:
+    trainer = Job(ranks, 2, train, tmp_path, 2)
+    taken = ranks.run(2, forgetful_engine, tmp_path)
+    leave(tmp_path / "stop", "")
+    trainer.result()
+    assert taken == [[1, 2], [1, 2]]
+
+
 # ---- one process
 
 
