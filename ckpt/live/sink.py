@@ -230,7 +230,10 @@ class Sink:
         staged = self._stage(job, matched, puller, last=last)
         if staged is None:
             return None
-        switched, pulled = self._switch(job, staged, puller)
+        switch = self._switch(job, staged, puller, last=last)
+        if switch is None:
+            return None
+        switched, pulled = switch
         done = time.monotonic()
         call.linger()
         return TakeReport(
@@ -258,15 +261,14 @@ class Sink:
                 if last:
                     raise
                 dropped = True
-
-            def decide(rows: dict[int, Row]) -> Row:
-                return {"dropped": any(row["dropped"] for row in rows.values())}
-
-            agreed = job.agree({"dropped": dropped}, decide)
+            agreed = job.agree({"dropped": dropped}, _whether_dropped)
         return None if agreed["dropped"] else staged
 
-    def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller) -> tuple[float, Pulled]:
-        """All ranks have all of it: bring it into the state. What breaks off here leaves a mix of versions, and that is known."""
+    def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller, *, last: bool) -> tuple[float, Pulled] | None:
+        """All ranks have all of it: bring it into the state. What breaks off here leaves a mix of versions, and that is known.
+
+        None on all ranks if an in-place take lost its version on the way: the state is torn then, and the next try brings another one.
+        """
         version = staged.matched.found.version
         was = "what was there before" if self._version is None or self._torn is not None else str(self._version)
         torn = f"the state is a mix of {was} and {version}, as a take broke off"
@@ -274,13 +276,20 @@ class Sink:
         began = time.monotonic()
         with job.call.phase("switch"):
             self._torn = torn
-            pulled = switch_take(staged, puller, self._cache, setters, self.address)
-            self._version, self._base = version, staged.matched.found.manifest.name
+            pulled: Pulled | None = None
             try:
-                job.agree({}, _nothing)
+                pulled = switch_take(staged, puller, self._cache, setters, self.address)
+                self._version, self._base = version, staged.matched.found.manifest.name
+            except NotFoundError:
+                if last or not self._in_place:
+                    raise
+            try:
+                agreed = job.agree({"dropped": pulled is None}, _whether_dropped)
             except DeadlineError:  # a rank died or hangs, with all that it needs: what is here is whole
                 self._torn = None if not self._in_place else torn
                 raise
+        if pulled is None or agreed["dropped"]:
+            return None
         self._torn = None
         return began, pulled
 
@@ -293,6 +302,11 @@ class Sink:
             setters = accept(matched.binding, job.writes, self.address)
             job.agree({}, _nothing)
         return setters
+
+
+def _whether_dropped(rows: dict[int, Row]) -> Row:
+    """Leader: did a rank find that the version is there no longer."""
+    return {"dropped": any(row["dropped"] for row in rows.values())}
 
 
 def _nothing(rows: dict[int, Row]) -> None:

@@ -80,7 +80,7 @@ class Source:
         secret: str | bytes | None = None,
         timeout: float | None = None,
     ) -> None:
-        if keep < 1:
+        if type(keep) is not int or keep < 1:
             raise UsageError(f"keep={keep!r}: a source keeps one version at least")
         self._state = state
         self._layout = layout
@@ -173,7 +173,7 @@ class Source:
             CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result.
         """
         check_capture(capture, None)
-        if not isinstance(step, int) or step < 0:
+        if type(step) is not int or step < 0:
             raise UsageError(f"a step is a number from 0 on, not {step!r}")
         if self._closed:
             raise UsageError("the source is closed", where=self.address)

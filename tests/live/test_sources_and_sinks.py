@@ -20,6 +20,7 @@ from ckpt.cli.main import cli
 from ckpt.errors import AccessError, ConsistencyError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
 from ckpt.live.source_connection import SourceConnection
+from ckpt.live.take import Puller
 from ckpt.rng import Generators
 from tests.distributed.ranks import Ranks
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, wait_for
@@ -260,6 +261,37 @@ def test_a_sink_that_publishes_what_it_took_serves_the_next() -> None:
             assert version.step == step and bool((third["t"] == step).all())
 
 
+def publish_before(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, state: dict[str, Any], source: Source) -> None:
+    """Before the first call of a method, the source drops all versions that there were by publishing the next one."""
+    original = getattr(owner, method)
+    left = [2.0]
+
+    def late(*args: Any, **options: Any) -> Any:
+        if left:
+            state["n"] = state["t"].fill_(left[0])[0].item()
+            source.publish(int(left.pop()), capture="eager").result()
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, method, late)
+
+
+@pytest.mark.parametrize(("owner", "method"), [(SourceConnection, "blobs"), (Puller, "pull")])
+@pytest.mark.parametrize("switch", ["double", "in-place"])
+def test_a_version_that_is_dropped_while_it_is_taken_makes_room_for_the_next(
+    owner: Any, method: str, switch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_LIVE_LOCAL", "off")
+    state: dict[str, Any] = {"t": torch.ones(1000), "n": 1.0}
+    into: dict[str, Any] = {"t": torch.zeros(1000), "n": 0.0}
+    with Source("tcp://127.0.0.1:0/a", state, keep=1, timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        with Sink(source.address, into, switch=switch, timeout=TIMEOUT) as sink:
+            publish_before(monkeypatch, owner, method, state, source)
+            assert sink.take() == sink.version
+            assert sink.version is not None and sink.version.step == 2
+            assert bool((into["t"] == 2).all()) and into["n"] == 2
+
+
 def test_whoever_has_taken_what_is_reported() -> None:
     state = {"t": torch.zeros(1000)}
     with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
@@ -322,6 +354,10 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
             Sink(source.address, state, switch="other")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="a step is a number"):
             source.publish(-1)
+        with pytest.raises(UsageError, match="a step is a number"):
+            source.publish(True)
+    with pytest.raises(UsageError, match="keeps one version at least"):
+        Source("tcp://127.0.0.1:0/a", state, keep=1.5)  # type: ignore[arg-type]
     with pytest.raises(DeadlineError, match="cannot be reached"):
         Sink(source.address, state, timeout=2).take()
 
