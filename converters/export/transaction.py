@@ -18,6 +18,7 @@ from ckpt.converters.pipeline.target import OutputFile, publish_once
 from ckpt.converters.targets.hf import INDEX
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.conversion import ExportRecord, record_path
+from ckpt.formats.deltas.manifest import MANIFEST
 from ckpt.formats.journal import IntentJournal, WriteJournal
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
@@ -80,12 +81,16 @@ class Destination:
         some of the new ones."""
         others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
         if others or find_format(self.url) not in (None, FORMAT_NAME):
+            if MANIFEST in self._taken():
+                raise _delta_is_there(self.url)
             message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
             raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
 
     def check_free(self, but: Collection[str] = ()) -> None:
         """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""
         taken = [] if self.replace else [n for n in self._taken() if n not in but]
+        if MANIFEST in taken:
+            raise _delta_is_there(self.url)
         if taken:
             message = f"something is there already: {', '.join(taken[:5])}"
             raise ConflictError(message, where=self.url, hint="export to another URL, or replace it: overwrite=True")
@@ -301,3 +306,8 @@ class RankFiles:
         if self.mine is None:
             for one in self._shared.values():
                 one.close()
+
+
+def _delta_is_there(url: str) -> ConflictError:
+    hint = "export to another URL; or remove it first, if no other delta follows it"
+    return ConflictError("a delta is there, and nothing replaces a delta", where=url, hint=hint)

@@ -317,6 +317,9 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
     ckpt.export(tmp_path / "a", state, since=tmp_path / "full")
     with pytest.raises(UsageError, match="lie in several files"):
         import_checkpoint(tmp_path / "a", tmp_path / "imported")
+    for options in ({}, {"overwrite": True}, {"since": tmp_path / "full"}, {"since": tmp_path / "full", "overwrite": True}):
+        with pytest.raises(ConflictError, match="a delta is there, and nothing replaces a delta"):
+            ckpt.export(tmp_path / "a", state, **options)  # type: ignore[arg-type]
 
 
 def test_a_delta_that_was_begun_is_none(chain: tuple[Path, list[State]]) -> None:
