@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import Flat, GlobalShape, Interleaved, Layout, Mesh, OnMesh, PerRank, Replicate, Shard, Stage, Uneven, experts, live, pipeline
-from ckpt.errors import CkptError, CoverageError, MismatchError, NamesError, ShapeError, UsageError
+from ckpt.errors import CkptError, ConsistencyError, CoverageError, MismatchError, NamesError, ShapeError, UsageError
 from ckpt.rng import Generators
 from tests.distributed.ranks import Ranks
 from tests.plan.layout_strategies import numbered
@@ -319,3 +319,23 @@ def test_one_process_alone() -> None:
     into = {name: torch.zeros_like(tensor.resolve_conj()) for name, tensor in odd.items()}
     live.reshard(odd, into)
     assert all(torch.equal(into[name], tensor) for name, tensor in odd.items())
+
+
+def test_an_old_state_that_is_written_to_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt.live.filling import Filling
+
+    kept = torch.ones(3)
+    old = {"w": torch.zeros(8), "kept": kept}
+    copy_own = Filling.copy_own
+
+    def copy_and_write(*args: Any) -> None:
+        copy_own(*args)
+        old["w"].add_(1)
+
+    monkeypatch.setattr(Filling, "copy_own", copy_and_write)
+    with pytest.raises(ConsistencyError, match="tensor w of the old state was changed while it was resharded"):
+        live.reshard(old, {"w": torch.ones(8), "kept": kept})
+    monkeypatch.undo()
+    into = {"w": torch.zeros(8), "kept": kept}
+    live.reshard(old, into)  # memory of both states is no change
+    assert bool((into["w"] == 1).all())

@@ -19,12 +19,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from ckpt import settings, tree
 from ckpt.adapters.binding.bind import bind
@@ -197,8 +199,20 @@ class Offered:
 
     meeting: Meeting
     local: Mapping[str, LocalTensor]
+    written: Sequence[tuple[str, torch.Tensor, int]]
+    """Name, memory and autograd's count of writes of each part."""
     catalog: LiveCatalog
     holders: Mapping[int, Holder]
+
+    def check_unchanged(self, targets: Iterable[LocalTensor]) -> None:
+        """Raise ConsistencyError if the old state was written to since it was offered, but for memory that the new one shares."""
+        shared = {part.memory.untyped_storage().data_ptr() for target in targets for part in target.parts}
+        for name, memory, count in self.written:
+            if memory._version != count and memory.untyped_storage().data_ptr() not in shared:
+                raise ConsistencyError(
+                    f"tensor {name} of the old state was changed while it was resharded, so what came of it may be a mix",
+                    hint="let nothing write to the old state before the call returns, and reshard again",
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -328,7 +342,9 @@ class _Reshard:
             rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
             for rank, addresses, network in json.loads(self.call.fetch(agreed["holders"]))
         }
-        return Offered(meeting=meeting, local=local, catalog=catalog, holders=holders)
+        parts = [(name, part.memory) for name, tensor in local.items() for part in tensor.parts if not part.memory.is_inference()]
+        written = [(name, memory, memory._version) for name, memory in parts]
+        return Offered(meeting=meeting, local=local, written=written, catalog=catalog, holders=holders)
 
     def _lead_offer(self, meeting: Meeting, rows: dict[int, Row]) -> Row:
         """Check that the old states make one, and leave for all ranks what they need to know of it."""
@@ -448,6 +464,8 @@ class _Reshard:
 
     def set_values(self, moved: Moved, server: PieceServer | None) -> dict[int, Traffic]:
         with self.call.phase("set"):
+            binding = moved.fitted.binding
+            moved.fitted.offered.check_unchanged(() if binding is None else (local for local, _ in binding.targets.values()))
             set_all(moved.setters, WHAT)
             plan = moved.fitted.plan
             row = [
