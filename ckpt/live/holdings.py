@@ -19,19 +19,19 @@ Check = Callable[[int, Box], None]
 """Looks whether a box of a tensor is still what it was when it was published; raises CorruptError if not."""
 
 
-class HeldBox(NamedTuple):
+class BoxMemory(NamedTuple):
     """A box of a tensor and its memory: an array of ``box.shape``, or whatever ``Rows`` reads."""
 
     box: Box
     memory: Any
 
 
-class HeldTensor(NamedTuple):
+class TensorParts(NamedTuple):
     """All that this rank has of one tensor of so many ``dimensions``."""
 
     dimensions: int
     itemsize: int
-    parts: Sequence[HeldBox]
+    parts: Sequence[BoxMemory]
 
 
 def array_rows(memory: npt.NDArray[np.generic], slices: tuple[slice, ...]) -> npt.NDArray[np.generic]:
@@ -43,7 +43,7 @@ def array_rows(memory: npt.NDArray[np.generic], slices: tuple[slice, ...]) -> np
 class Holdings:
     """The boxes that this rank has, by number of the tensor in the catalog. ``check`` is called for each box before its bytes leave."""
 
-    tensors: Mapping[int, HeldTensor]
+    tensors: Mapping[int, TensorParts]
     rows: Rows = array_rows
     check: Check | None = None
 

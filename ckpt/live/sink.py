@@ -30,7 +30,7 @@ from .client import Pulled
 from .control import split_address
 from .secret import sink_secret
 from .source_connection import SourceConnection
-from .take import FoundVersion, MatchedTake, Puller, SinkCache, StagedTake, TakeReport, match_take, stage_take, switch_take
+from .take import MatchedTake, OfferedVersion, Puller, SinkCache, StagedTake, TakeReport, match_take, stage_take, switch_take
 from .versions import Manifest, Version, digest_of_blob
 
 if TYPE_CHECKING:
@@ -134,23 +134,23 @@ class Sink:
         for tries in range(_DROPS):
             call = self._group.call("take", self.address, self._options.timeout)
             try:
-                found = self._find(call, newer_than, began + patience)
+                offered = self._find(call, newer_than, began + patience)
             except BaseException:
                 self._source.disconnect()
                 raise
             waited = time.monotonic() - began
             try:
-                taken = self._take(call, found, waited, last=tries == _DROPS - 1)
+                taken = self._take(call, offered, waited, last=tries == _DROPS - 1)
             except BaseException as err:
-                self._source.tell(found.version, "failed", error=f"{type(err).__name__}: {err}")
+                self._source.tell(offered.version, "failed", error=f"{type(err).__name__}: {err}")
                 raise
             if taken is not None:
                 self.report = taken
-                self._blobs = dict(found.blobs)
+                self._blobs = dict(offered.blobs)
                 received = taken.mapped + sum(taken.received.values())
-                self._source.tell(found.version, "taken", bytes=received, seconds=round(taken.seconds, 6))
-                return found.version
-            log.info("live: %s was dropped before it was taken; looking for a newer one", found.version)
+                self._source.tell(offered.version, "taken", bytes=received, seconds=round(taken.seconds, 6))
+                return offered.version
+            log.info("live: %s was dropped before it was taken; looking for a newer one", offered.version)
         raise AssertionError("the last try returns or raises")
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Sink:
 
     # ---- find
 
-    def _find(self, call: Call, newer_than: Version | None, end: float) -> FoundVersion:
+    def _find(self, call: Call, newer_than: Version | None, end: float) -> OfferedVersion:
         """The newest version, and all that its manifest refers to; the leader asks, and hands it on."""
         after = None if newer_than is None else newer_than.to_json()
         row: Row = {"after": after, "blobs": digest_of_blob("".join(sorted(self._blobs)).encode())}
@@ -208,16 +208,16 @@ class Sink:
                 raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=self.address) from err
             if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
                 raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
-            return FoundVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank)
+            return OfferedVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank)
 
     # ---- take
 
-    def _take(self, call: Call, found: FoundVersion, waited: float, *, last: bool) -> TakeReport | None:
-        """Take a version that was found; None if it was dropped meanwhile."""
+    def _take(self, call: Call, offered: OfferedVersion, waited: float, *, last: bool) -> TakeReport | None:
+        """Take the version that is offered; None if it was dropped meanwhile."""
         began = time.monotonic()
-        self._source.tell(found.version, "taking")
+        self._source.tell(offered.version, "taking")
         job = LoadJob(call=call, options=self._options, recorded=None, writes=StateWrites())
-        matched = match_take(job, found, self._state, self._cache)
+        matched = match_take(job, offered, self._state, self._cache)
         puller = Puller(
             secret=self._secret,
             timeout=self._options.timeout,
@@ -237,7 +237,7 @@ class Sink:
         done = time.monotonic()
         call.linger()
         return TakeReport(
-            version=found.version,
+            version=offered.version,
             needed=staged.plan.transfers.needed,
             mapped=sum(staged.plan.transfers.shares[rank].requests.total for rank in staged.mapped),
             received=pulled.received,
@@ -269,7 +269,7 @@ class Sink:
 
         None on all ranks if an in-place take lost its version on the way: the state is torn then, and the next try brings another one.
         """
-        version = staged.matched.found.version
+        version = staged.matched.offered.version
         was = "what was there before" if self._version is None or self._torn is not None else str(self._version)
         torn = f"the state is a mix of {was} and {version}, as a take broke off"
         setters = self._accept(job, staged.matched, torn)
@@ -279,7 +279,7 @@ class Sink:
             pulled: Pulled | None = None
             try:
                 pulled = switch_take(staged, puller, self._cache, setters, self.address)
-                self._version, self._base = version, staged.matched.found.manifest.name
+                self._version, self._base = version, staged.matched.offered.manifest.name
             except NotFoundError:
                 if last or not self._in_place:
                     raise

@@ -61,7 +61,7 @@ class TakeReport:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FoundVersion:
+class OfferedVersion:
     """A version that may be taken: where each rank of the source is, and all that its manifest refers to."""
 
     version: Version
@@ -81,20 +81,20 @@ class SinkCache:
     plan: PlanCache = field(default_factory=PlanCache)
     buffers: list[Bytes] = field(default_factory=list)
 
-    def catalog_of(self, found: FoundVersion) -> LiveCatalog:
+    def catalog_of(self, offered: OfferedVersion) -> LiveCatalog:
         """The catalog of a version. Layouts and plans are forgotten where the tensors are others."""
-        manifest = found.manifest
-        made = catalog_of(manifest, found.blobs, str(found.version), like=self.catalog if manifest.tables == self.tables else None)
+        manifest = offered.manifest
+        made = catalog_of(manifest, offered.blobs, str(offered.version), like=self.catalog if manifest.tables == self.tables else None)
         if self.catalog is None or made.tensors is not self.catalog.tensors:
             self.layouts, self.plan = {}, PlanCache()
         self.tables, self.catalog = manifest.tables, made
         return made
 
-    def layout_of(self, found: FoundVersion, rank: int) -> SegmentLayout:
+    def layout_of(self, offered: OfferedVersion, rank: int) -> SegmentLayout:
         """Where the boxes of one rank of the source lie in its segment."""
         layout = self.layouts.get(rank)
         if layout is None:
-            layout = self.layouts[rank] = SegmentLayout.of(tensors_of(found.manifest, found.blobs, rank), rank)
+            layout = self.layouts[rank] = SegmentLayout.of(tensors_of(offered.manifest, offered.blobs, rank), rank)
         return layout
 
     def buffer(self, length: int) -> Bytes:
@@ -109,7 +109,7 @@ class SinkCache:
 class MatchedTake:
     """A version that fits on every rank."""
 
-    found: FoundVersion
+    offered: OfferedVersion
     catalog: LiveCatalog
     binding: Binding
     missing: tuple[str, ...]
@@ -118,7 +118,7 @@ class MatchedTake:
     """Whether a rank has objects that may refuse their state."""
 
 
-def match_take(job: LoadJob, found: FoundVersion, state: object, cache: SinkCache) -> MatchedTake:
+def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: SinkCache) -> MatchedTake:
     """Bind the state to a version; the leader sees whether it fits everywhere.
 
     Raises:
@@ -126,7 +126,7 @@ def match_take(job: LoadJob, found: FoundVersion, state: object, cache: SinkCach
     """
     group, options = job.call.group, job.options
     with job.call.phase("match"):
-        catalog = cache.catalog_of(found)
+        catalog = cache.catalog_of(offered)
         binding = bind(
             state,
             catalog,
@@ -145,7 +145,7 @@ def match_take(job: LoadJob, found: FoundVersion, state: object, cache: SinkCach
 
         verdict = job.agree(row, decide)
     return MatchedTake(
-        found=found,
+        offered=offered,
         catalog=catalog,
         binding=binding,
         missing=tuple(verdict["missing"]),
@@ -182,15 +182,17 @@ class Puller:
     """The version that the state is, whole; None if it is none."""
     alive: Callable[[], None]
 
-    def pull(self, found: FoundVersion, plan: TransferPlan, filling: Filling, place: Callable[[Share, int, memoryview], None]) -> Pulled:
+    def pull(
+        self, offered: OfferedVersion, plan: TransferPlan, filling: Filling, place: Callable[[Share, int, memoryview], None]
+    ) -> Pulled:
         """Take the pieces of a plan; raises as ``pull_all``. Where the state has the source's dtypes, it is the base of changes."""
         if not plan.shares:
             return Pulled()
         return pull_all(
             plan,
-            {rank: _holder(rank, row) for rank, row in found.holders.items()},
+            {rank: _holder(rank, row) for rank, row in offered.holders.items()},
             place,
-            version=found.manifest.name,
+            version=offered.manifest.name,
             rank=self.receiver,
             secret=self.secret,
             timeout=self.timeout,
@@ -213,16 +215,16 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
         CorruptError: bytes are not what was published.
         RankFailedError, DeadlineError, ExchangeError: a holder is lost, and nobody else has what it had.
     """
-    found, local = matched.found, puller.local
-    near = frozenset(rank for rank, row in found.holders.items() if local is not None and row["machine"] == local)
+    offered, local = matched.offered, puller.local
+    near = frozenset(rank for rank, row in offered.holders.items() if local is not None and row["machine"] == local)
     plan = plan_filling(
-        matched.binding.targets.values(), matched.catalog, rank=puller.receiver, near=near, cache=cache.plan, source=found.manifest.tables
+        matched.binding.targets.values(), matched.catalog, rank=puller.receiver, near=near, cache=cache.plan, source=offered.manifest.tables
     )
     mapped = open_local(
         [rank for rank in plan.transfers.shares if rank in near],
-        found.holders,
-        found.manifest,
-        lambda rank: cache.layout_of(found, rank),
+        offered.holders,
+        offered.manifest,
+        lambda rank: cache.layout_of(offered, rank),
     )
     mapped, wrong = check_local(plan, mapped, puller.threads, puller.alive)
     if wrong and in_place:  # before anything is changed
@@ -238,7 +240,7 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
             pieces.append((share, piece, buffer))
 
     left = _without(plan.transfers, mapped)
-    pulled = Pulled() if in_place else puller.pull(found, left, Filling(plan), keep)
+    pulled = Pulled() if in_place else puller.pull(offered, left, Filling(plan), keep)
     return StagedTake(matched=matched, plan=plan, mapped=mapped, pieces=pieces, pulled=pulled, left=left if in_place else None)
 
 
@@ -268,7 +270,7 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
     for share, piece, data in staged.pieces:
         filling.place(share, piece, data.data)
         cache.buffers.append(data if data.base is None else data.base)
-    pulled = staged.pulled if staged.left is None else puller.pull(matched.found, staged.left, filling, filling.place)
+    pulled = staged.pulled if staged.left is None else puller.pull(matched.offered, staged.left, filling, filling.place)
     settle_devices(devices, where)
     changed([part.memory for target, _ in plan.targets for part in target.parts])
     set_all(setters, where)

@@ -18,7 +18,7 @@ from ckpt.layout.geometry import Box
 from ckpt.live import Sink, Source
 from ckpt.live.client import Holder, PullBase, Pulled, piece_boxes, pull_all
 from ckpt.live.delta import PieceComparer, apply_changes
-from ckpt.live.holdings import HeldBox, HeldTensor, Holdings
+from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
 from ckpt.live.server import PieceServer
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
 from tests.live.test_pieces import RECEIVER, SECRET, SOURCE, want
@@ -46,7 +46,7 @@ def holdings(rank: int, number: int) -> Holdings:
     for n, array in enumerate(version(number)):
         local = local_array(SOURCE, array, rank)
         assert local is not None
-        tensors[n] = HeldTensor(2, 4, [HeldBox(piece.box, np.ascontiguousarray(local))])
+        tensors[n] = TensorParts(2, 4, [BoxMemory(piece.box, np.ascontiguousarray(local))])
     return Holdings(tensors=tensors)
 
 

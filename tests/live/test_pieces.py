@@ -24,7 +24,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.live import client as live_client
 from ckpt.live import server as live_server
 from ckpt.live.client import Holder, PieceClient, Pulled, piece_boxes, pull_all
-from ckpt.live.holdings import HeldBox, HeldTensor, Holdings
+from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
 from ckpt.live.publication import not_sealed
 from ckpt.live.pull_messages import PURPOSE
 from ckpt.live.server import PieceServer
@@ -47,7 +47,7 @@ def held(rank: int, check: Callable[[int, Box], None] | None = None) -> Holdings
         (piece,) = SOURCE.pieces(SHAPE, rank)
         local = local_array(SOURCE, array, rank)
         assert local is not None
-        tensors[number] = HeldTensor(2, 4, [HeldBox(piece.box, np.ascontiguousarray(local))])
+        tensors[number] = TensorParts(2, 4, [BoxMemory(piece.box, np.ascontiguousarray(local))])
     return Holdings(tensors=tensors, check=check)
 
 

@@ -17,7 +17,7 @@ from ckpt.layout.geometry import Box, find_fault
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.live.holdings import HeldBox, HeldTensor, Holdings
+from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
 from ckpt.plan.transfers import ALIGNMENT, RequestList, Share, TransferPlan, Want, plan_transfers
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_shapes, through_pieces
 
@@ -39,8 +39,8 @@ def holdings(layout: TensorLayout, tensors: list[np.ndarray], rank: int) -> Hold
         if local is None:
             continue
         pieces = layout.pieces(array.shape, rank)
-        parts = [HeldBox(p.box, local[p.local.slices].reshape(p.box.shape)) for p in pieces]
-        held[number] = HeldTensor(array.ndim, array.itemsize, parts)
+        parts = [BoxMemory(p.box, local[p.local.slices].reshape(p.box.shape)) for p in pieces]
+        held[number] = TensorParts(array.ndim, array.itemsize, parts)
     return Holdings(tensors=held)
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_list_is_refused_or_finds_nothing(at: int, value: int) -> None
     data = bytearray(LISTED.packed)
     data[at] = value
     array = numbered((4, 6)).astype(np.int32)
-    held = Holdings(tensors={3: HeldTensor(2, 4, [HeldBox(Box.whole((4, 6)), array)])})
+    held = Holdings(tensors={3: TensorParts(2, 4, [BoxMemory(Box.whole((4, 6)), array)])})
     try:
         asked = RequestList.from_bytes(bytes(data))
         for piece in range(len(asked.pieces)):

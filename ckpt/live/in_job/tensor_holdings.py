@@ -10,16 +10,16 @@ import torch
 
 from ckpt.adapters.memory import raw_view, reads_otherwise
 from ckpt.adapters.tensors import LocalTensor
-from ckpt.live.holdings import Check, HeldBox, HeldTensor, Holdings
+from ckpt.live.holdings import BoxMemory, Check, Holdings, TensorParts
 
 
 def holdings_of(tensors: Mapping[int, LocalTensor], check: Check | None = None) -> Holdings:
     """What this rank has, by number of the tensor. The memory stays the state's own: it must not change while it is served."""
-    held = {
-        number: HeldTensor(len(local.info.shape), local.info.dtype.itemsize, [HeldBox(part.box, part.memory) for part in local.parts])
+    parts = {
+        number: TensorParts(len(local.info.shape), local.info.dtype.itemsize, [BoxMemory(part.box, part.memory) for part in local.parts])
         for number, local in tensors.items()
     }
-    return Holdings(tensors=held, rows=tensor_rows, check=check)
+    return Holdings(tensors=parts, rows=tensor_rows, check=check)
 
 
 def tensor_rows(memory: torch.Tensor, slices: tuple[slice, ...]) -> npt.NDArray[np.generic]:

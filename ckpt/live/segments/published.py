@@ -12,7 +12,7 @@ import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.layout.geometry import Box, row_major_strides
-from ckpt.live.holdings import HeldBox, HeldTensor, Holdings
+from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
 from ckpt.plan.ownership import TensorSpec
 
 from .segment import BLOCK, Bytes, Digests, MemorySegment, digest_of_digests
@@ -110,7 +110,7 @@ class PublishedSegment:
         self.numbers: Mapping[str, int] | None = None
         """Of the tensors in the catalog, by name, once all ranks have agreed on it: before, nothing of it is given."""
         self._where = where
-        self._held: dict[int, HeldTensor] = {}
+        self._tensors: dict[int, TensorParts] = {}
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
 
@@ -129,19 +129,19 @@ class PublishedSegment:
         if numbers is None:
             raise NotFoundError("a version that is not complete", where=self._where, hint="take again")
         with self._lock:
-            if not self._held:
-                self._held = {numbers[name]: _held(boxes, self.segment.data) for name, boxes in self.layout.boxes.items()}
+            if not self._tensors:
+                self._tensors = {numbers[name]: _parts_of(boxes, self.segment.data) for name, boxes in self.layout.boxes.items()}
                 self._names = {numbers[name]: name for name in self.layout.boxes}
         check = BlockCheck(self.segment.data, self.digests, self.layout, self._where)
 
         def look(number: int, box: Box, names: Mapping[int, str] = self._names, keep: PublishedSegment = self) -> None:
             check.box(names.get(number, ""), box)
 
-        return Holdings(tensors=self._held, check=look)
+        return Holdings(tensors=self._tensors, check=look)
 
 
-def _held(boxes: Sequence[SegmentBox], data: Bytes) -> HeldTensor:
+def _parts_of(boxes: Sequence[SegmentBox], data: Bytes) -> TensorParts:
     tensor = boxes[0].tensor
     size = tensor.dtype.itemsize
-    parts = [HeldBox(b.box, data[b.start : b.start + b.nbytes].view(_RAW[size]).reshape(b.box.shape)) for b in boxes]
-    return HeldTensor(len(tensor.shape), size, parts)
+    parts = [BoxMemory(b.box, data[b.start : b.start + b.nbytes].view(_RAW[size]).reshape(b.box.shape)) for b in boxes]
+    return TensorParts(len(tensor.shape), size, parts)

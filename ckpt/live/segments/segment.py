@@ -23,9 +23,9 @@ import mmap
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -47,13 +47,6 @@ _MAGIC = b"ckptseg1"
 _NAME = "ckpt-segment"
 _FUTURE_WRITE = 0x10
 """F_SEAL_FUTURE_WRITE of Linux 5.1: whoever maps it from now on cannot write."""
-_RAW: Mapping[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.uint16),
-    4: np.dtype(np.uint32),
-    8: np.dtype(np.uint64),
-    16: np.dtype(np.complex128),
-}
 
 Bytes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.uint64]
