@@ -72,14 +72,13 @@ class VersionRegistry:
     def blob(self, digest: str) -> bytes:
         return self._blobs[digest]
 
-    def add(self, manifest: Manifest, holders: Sequence[Row], blobs: Mapping[str, bytes]) -> tuple[Version, list[int]]:
-        """A version is complete. Which numbers are dropped for it."""
+    def add(self, manifest: Manifest, holders: Sequence[Row], blobs: Mapping[str, bytes]) -> tuple[Version, int]:
+        """A version is complete. The number of the oldest that is kept from now on."""
         data = manifest.to_bytes()
         version = manifest.version(data)
         with self._condition:
             self._blobs.update(blobs)
             self._versions.append(CompleteVersion(version=version, manifest=manifest, data=data, holders=holders, sealed=time.time()))
-            dropped = self._versions[: -self._keep]
             del self._versions[: -self._keep]
             needed = {digest for each in self._versions for digest in each.manifest.blobs()}
             for digest in self._blobs.keys() - needed:
@@ -87,8 +86,9 @@ class VersionRegistry:
             kept = {each.version.digest for each in self._versions}
             for sink in self._sinks.values():
                 sink.took = {digest: row for digest, row in sink.took.items() if digest in kept}
+            oldest = self._versions[0].manifest.number
             self._condition.notify_all()
-        return version, [each.manifest.number for each in dropped]
+        return version, oldest
 
     # ---- for sinks
 

@@ -153,6 +153,20 @@ class Sink:
             log.info("live: %s was dropped before it was taken; looking for a newer one", offered.version)
         raise AssertionError("the last try returns or raises")
 
+    def run_on_all(self, work: Callable[[], object]) -> None:
+        """Run ``work``, which changes the state further, on every rank of the sink; collective. An error of one is an error on all.
+
+        Raises:
+            RankFailedError, DeadlineError: it failed on another rank, which died or hangs.
+            whatever ``work`` raises here.
+        """
+
+        def local() -> Row:
+            work()
+            return {}
+
+        self._group.call("finish", self.address, self._options.timeout).map_reduce("finish", local, _nothing)
+
     def close(self) -> None:
         """End the connection to the source. The state stays as it is."""
         self._source.leave()

@@ -102,6 +102,7 @@ class Source:
         self._numbers: tuple[str, Mapping[str, int]] = "", {}
         """Of the tensors in the catalog of the newest version, with the digest of their names."""
         self._closed = False
+        self._process = os.getpid()
         self._server: PieceServer | None = None
         self._leader: VersionLeader | None = None
         self._control: ControlServer | None = None
@@ -168,6 +169,8 @@ class Source:
 
         Sinks see the version when every rank has sealed its part. Waits for the publication before, which has had a step's time.
 
+        Copies that several ranks hold of a tensor are taken from any of them: they are not compared with each other, as a save does.
+
         Raises:
             UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``.
             CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result.
@@ -177,6 +180,12 @@ class Source:
             raise UsageError(f"a step is a number from 0 on, not {step!r}")
         if self._closed:
             raise UsageError("the source is closed", where=self.address)
+        if self._process != os.getpid():
+            raise UsageError(
+                "this process was forked from the one that made the source, and sinks do not know it",
+                where=self.address,
+                hint="publish in the process that made the source, or make one here",
+            )
         if self._last is not None:
             last, self._last = self._last, None
             last.settle()
@@ -243,8 +252,9 @@ class Source:
                 raise
             with self._lock:
                 self._published[number].numbers = self._numbers[1]
-                for old in agreed["drop"]:
-                    self._published.pop(old, None)
+                # Not only what was dropped this time: a rank whose publication failed late has not heard of the last drop.
+                for old in [each for each in self._published if each < agreed["oldest"]]:
+                    del self._published[old]
                 self._lock.notify_all()
         log.debug("live: rank %d has sealed step %d", rank, step)
         return Version.from_json(agreed["version"])
@@ -293,6 +303,8 @@ class Source:
         if self._closed:
             return
         self._closed = True
+        if self._process != os.getpid():  # the secret's file and the threads that serve are the parent's
+            return
         try:
             if self._last is not None:
                 self._last.settle()

@@ -68,5 +68,5 @@ class VersionLeader:
             segments={rank: SegmentDigest(nbytes=row["segment"][0], digest=row["segment"][1]) for rank, row in rows.items()},
         )
         holders = [{"rank": rank, **self._endpoints[rank], "at": row["at"]} for rank, row in rows.items()]
-        version, dropped = self._registry.add(manifest, holders, blobs)
-        return {"version": version.to_json(), "drop": dropped, "names": self._names}
+        version, oldest = self._registry.add(manifest, holders, blobs)
+        return {"version": version.to_json(), "oldest": oldest, "names": self._names}

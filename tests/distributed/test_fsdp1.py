@@ -201,7 +201,7 @@ def changed_by_hand(url: str, layout: str) -> str:
 def test_in_the_background_tied_and_refused(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks.run(2, more, str(tmp_path)):
         assert told["async"] == [] and told["tied"] == []
-        assert len(told["by hand"]) == 4 and all("changed before the save had captured it" in text for text in told["by hand"])
+        assert len(told["by hand"]) == 4 and all("changed before it was captured" in text for text in told["by hand"])
         assert "summon_full_params" in told["inside"] and "FSDP module" in told["inside"]
 
 

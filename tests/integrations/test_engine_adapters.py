@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt.errors import CkptError, ConflictError, CoverageError, DeadlineError, StateError, TornError, UsageError
+from ckpt.errors import CkptError, ConflictError, CoverageError, DeadlineError, RankFailedError, StateError, TornError, UsageError
 from ckpt.integrations.engines import EngineSink
 from ckpt.live import Source
 from tests.distributed.ranks import Ranks
@@ -123,8 +123,18 @@ def two_ranks(address: str, folder: Path) -> tuple[int, dict[str, bytes]]:
     import torch.distributed as dist
 
     tp = Tp(dist.get_rank(), dist.get_world_size())
-    model = ZooModel(SIZES, tp)
-    with EngineSink(address, model.load_weights, model, folder, secret=SECRET, timeout=20) as sink:
+    model, fail = ZooModel(SIZES, tp), [dist.get_rank() == 1]
+
+    def after() -> None:
+        if fail[0]:
+            raise CoverageError("not now")
+
+    with EngineSink(address, model.load_weights, model, folder, secret=SECRET, timeout=20, after=after) as sink:
+        with pytest.raises(CoverageError if fail[0] else RankFailedError, match="not now"):
+            sink.take()
+        with pytest.raises(TornError):  # on both ranks: an engine with half of a version must not answer
+            _ = sink.version
+        fail[0] = False
         return sink.take(step=1).step, bits(model)
 
 

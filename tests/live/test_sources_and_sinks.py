@@ -146,7 +146,7 @@ def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before(c
         before = source.publish(1).result()
         publication = source.publish(2)
         state["t"].add_(1)
-        with pytest.raises(Exception, match="was changed before the save had captured it"):
+        with pytest.raises(Exception, match="was changed before it was captured"):
             publication.result()
         into = {"t": torch.ones(5_000_000)}
         with Sink(source.address, into, timeout=TIMEOUT) as sink:
@@ -397,3 +397,23 @@ def test_the_helpers_see_a_mix() -> None:
     local_of(state["down"])[3, 3] += 1
     with pytest.raises(AssertionError, match="down: not all of it is of step 2"):
         step_of(state)
+
+
+def test_a_forked_process_can_neither_publish_nor_end_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    state = {"x": torch.arange(4.0)}
+    with Source("tcp://127.0.0.1:0/forked", state, timeout=TIMEOUT) as source:
+        child = os.fork()
+        if not child:
+            try:
+                source.publish(1)
+            except UsageError as err:
+                source.close()
+                os._exit(7 if "forked" in str(err) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        source.publish(2).result()
+        target = {"x": torch.zeros(4)}
+        with Sink(source.address, target, timeout=TIMEOUT) as sink:  # by the secret of the file, which is still there
+            assert sink.take().step == 2
+        assert torch.equal(target["x"], state["x"])

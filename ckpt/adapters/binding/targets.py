@@ -5,7 +5,7 @@ Binding changes nothing: what it finds is in ``Binding``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
 from ckpt.plan.match import Selection, misfit
 from ckpt.plan.nodes import Nodes
 from ckpt.tree import MISSING, Node, join
+
+from .shared_elements import shared_elements
 
 Setter = Callable[[Any], None]
 
@@ -72,12 +74,43 @@ class Binder:
 
     def settle(self) -> None:
         """A tied name that the checkpoint lacks is not missing if the memory is filled under another name. What is missing gets no
-        memory."""
+        memory. Of targets that share elements the later ones are filled beside their memory."""
+        self._separate()
         if not self._absent and not self._meta:
             return
         filled = {id(local) for local, _ in self.binding.targets.values()}
         self.binding.missing += [name for name, local in self._absent if id(local) not in filled]
         self.binding.create += [partial(self.materialise, local, tensor) for local, tensor in self._meta if id(local) in filled]
+
+    def _separate(self) -> None:
+        """Have targets that share elements with an earlier one read beside it, and put into place when the earlier one is filled."""
+        names = list(self.binding.targets)
+        later: dict[int, list[LocalTensor]] = {}
+        for first, second in shared_elements([local for local, _ in self.binding.targets.values()]):
+            later.setdefault(second, []).append(self.binding.targets[names[first]][0])
+        for number in sorted(later, reverse=True):  # apply begins with the last that is inserted: each is put after the earlier ones
+            self._fill_beside(names[number], later[number])
+
+    def _fill_beside(self, name: str, earlier: Sequence[LocalTensor]) -> None:
+        local, entry = self.binding.targets[name]
+        beside = LocalTensor(local.info, [LocalShard(h.box, real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
+        self.binding.targets[name] = (beside, entry)
+
+        def put() -> None:
+            before = [(other, [part.memory.detach().clone() for part in other.parts]) for other in earlier]
+            with torch.no_grad():
+                for part, fresh in zip(local.parts, beside.parts, strict=True):
+                    part.memory.copy_(fresh.memory)
+            for other, values in before:
+                for part, value in zip(other.parts, values, strict=True):
+                    if not torch.equal(raw_view(part.memory.detach().contiguous()), raw_view(value.contiguous())):
+                        raise ShapeError(
+                            "the two share elements in the state, for which the checkpoint has different values",
+                            where=f"tensor {name} and {other.state_name}",
+                            hint="give each of them memory of its own, or leave one out with only=",
+                        )
+
+        self.binding.apply.insert(0, put)
 
     def plain(self, node: Node, path: str, put: Setter) -> None:
         if node is MISSING:

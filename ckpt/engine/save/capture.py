@@ -256,9 +256,9 @@ class Capture:
 def _changed(names: Sequence[str]) -> ConsistencyError:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return ConsistencyError(
-        f"tensor {names[0]}{more} was changed before the save had captured it",
-        hint="call handle.fence() before you change the state by hand (an optimizer's step does so by itself), "
-        'or save with capture="eager"',
+        f"tensor {names[0]}{more} was changed before it was captured",
+        hint="call fence(), of the save's handle or of the publication, before you change the state by hand "
+        '(an optimizer\'s step does so by itself), or capture with capture="eager"',
     )
 
 

@@ -49,8 +49,8 @@ class ChunkSource:
         # So the address is compared on each access, beside the version at the end.
         if self._addresses and self._addresses[name] != _addresses(local):
             raise ConsistencyError(
-                f"the memory of tensor {name} was freed or moved before the save had captured it",
-                hint='call handle.fence() before that, or save with capture="eager"',
+                f"the memory of tensor {name} was freed or moved before it was captured",
+                hint='call fence(), of the save\'s handle or of the publication, before that, or capture with capture="eager"',
             )
         return local
 

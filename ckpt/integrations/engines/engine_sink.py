@@ -87,7 +87,7 @@ class EngineSink:
             timeout: seconds to wait for it.
 
         Raises:
-            CoverageError: as :meth:`Recorded.finish`.
+            CoverageError: as :meth:`Recorded.finish`. If it raises on one rank, the engine is torn on all.
             as ``ckpt.live.Sink.take``.
         """
         end = time.monotonic() + (self._timeout if timeout is None else timeout)
@@ -95,7 +95,7 @@ class EngineSink:
         while version is None or (step is not None and version.step < step):
             version = self._sink.take(newer_than=version, timeout=max(0.0, end - time.monotonic()))
             self._unfinished = True
-        self.recorded.finish()
+        self._sink.run_on_all(self.recorded.finish)
         self._unfinished = False
         return version
 

@@ -129,7 +129,8 @@ def reshard(
 
     Each rank takes the bytes that it wants from a rank that has them, and no others; every piece is verified. Tensors, modules, optimizers,
     ``PerRank`` values and plain values come along as in a :func:`ckpt.load` of a checkpoint of the old state. The old state is only read,
-    and must not change before the call returns.
+    and must not change before the call returns. Copies that several ranks hold of a tensor are taken from any of them: they are not
+    compared with each other, as a save does.
 
     Args:
         old_state: what a rank has; None or ``{}`` on ranks that join. At least one rank has one.
