@@ -20,7 +20,7 @@ class Hurried(deque[Any]):
         found = len(self) > 0
         if not found and self.late:
             self.late = False
-            self.feed.put_slot(3, 4, slot=5, turn=6, digest=7, packed=list, sent=lambda: None)
+            self.feed.put_slot(3, 4, slot=5, generation=6, digest=7, packed=list, sent=lambda: None)
             self.feed.close()
         return found
 

@@ -29,8 +29,8 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
     """Call it with a number of bytes: chunks are at most that large from then on."""
 
     def limit(size: int) -> None:
-        ownership._owned.cache_clear()
+        ownership._assignment.cache_clear()
         monkeypatch.setattr(limits, "CHUNK", size)
 
     yield limit
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()

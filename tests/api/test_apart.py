@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -162,10 +161,10 @@ def test_a_state_comes_back(tmp_path: Path, codec: str | None) -> None:
 def test_an_own_tensor_of_several_chunks_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CHUNK", 96)
     monkeypatch.setattr(datafile, "CODED_CHUNKS", 3)
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
     save(str(tmp_path / "c"), ranks=1, codec="zstd")
     (row,) = rows_of(tmp_path / "c").values()
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
     assert len({*json.loads(row)["tensors"]["rng.large@rank0"]["files"]}) > 1
     assert torch.equal(ckpt.open(str(tmp_path / "c"))["rng.large@rank0"][:], torch.zeros(40, 3))
     assert verify(str(tmp_path / "c")).ok
@@ -323,8 +322,8 @@ def test_long_rows_are_asked_for_all_at_once(tmp_path: Path, monkeypatch: pytest
     """A generator of random numbers is 6 KB of JSON. Each word of the leader is read by all ranks."""
     asked = []
 
-    def say(self: ControlChannel, word: Mapping[str, Any]) -> None:
-        asked.extend(["asks"] if "asks" in word else [])
+    def say(self: ControlChannel, word: bytes) -> None:
+        asked.extend(["asks"] if "asks" in json.loads(word) else [])
         said(self, word)
 
     said = ControlChannel.say

@@ -28,7 +28,7 @@ def test_a_stage_that_has_no_memory_says_what_to_do() -> None:
 
 
 def test_memory_for_a_gpu_is_plain_where_there_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("ckpt.engine.devices._told", False)
+    monkeypatch.setattr("ckpt.engine.devices._warned", False)
     caplog.set_level(logging.WARNING, "ckpt")
     one, two = pinned_bytes(1000), pinned_bytes(2000)
     assert (one.dtype, len(one), len(two)) == (np.uint8, 1000, 2000)

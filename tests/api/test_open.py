@@ -31,13 +31,13 @@ SHAPES = [(), (0,), (1,), (9,), (7, 5), (4, 0, 3), (3, 4, 5), (2, 1, 3, 2)]
 def cut_small() -> Iterator[tuple[ckpt.View, list[torch.Tensor]]]:
     """Tensors that are cut into chunks of a few elements."""
     limit = limits.CHUNK
-    ownership._owned.cache_clear()
+    ownership._assignment.cache_clear()
     limits.CHUNK = 24
     tensors = [pattern(torch.int32, *shape, seed=i) for i, shape in enumerate(SHAPES)]
     with empty_directory() as root:
         ckpt.save(root, {"t": tensors})
         limits.CHUNK = limit
-        ownership._owned.cache_clear()
+        ownership._assignment.cache_clear()
         yield ckpt.open(root), tensors
 
 

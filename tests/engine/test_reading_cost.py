@@ -123,7 +123,10 @@ def test_nothing_is_left_for_the_collector() -> None:
         gc.collect()
         gc.disable()
         try:
-            ckpt.load(f"{root}/c", state)
-            assert gc.collect() < 50
+            left = []
+            for _ in range(3):  # threads of tests before this one may end meanwhile, and leave something once
+                ckpt.load(f"{root}/c", state)
+                left.append(gc.collect())
+            assert min(left) < 50
         finally:
             gc.enable()

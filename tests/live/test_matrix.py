@@ -63,6 +63,7 @@ def matrix(ranks: Ranks) -> Matrix:
     return Matrix(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ORACLE, ids=str)
 def test_a_save_and_a_load_agree_with_the_oracle(matrix: Matrix, pair: Pair) -> None:
     assert matrix.problems("storage", ORACLE, by_storage, pair) == []

@@ -96,6 +96,7 @@ def found(ranks: Ranks) -> dict[tuple[str, str], list[str]]:
     return merged
 
 
+@pytest.mark.slow  # test_matrix.py has other pairs of the same kinds of layouts
 @pytest.mark.parametrize(("source", "target"), [*pairs(DENSE), *pairs(MOE)])
 def test_pair(found: dict[tuple[str, str], list[str]], source: str, target: str) -> None:
     assert found[source, target] == []
