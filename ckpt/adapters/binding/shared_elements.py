@@ -26,7 +26,7 @@ _MOST_WORK = 100_000
 """Steps that numpy may take to find an element of two views; more are needed only by views that nobody makes."""
 
 
-class _Extent(NamedTuple):
+class _AddressRange(NamedTuple):
     start: int
     stop: int
     number: int
@@ -44,7 +44,7 @@ def shared_elements(targets: Sequence[LocalTensor]) -> list[tuple[int, int]]:
     stops = (starts + sizes)[order]
     if not len(order) or not (starts[order][1:] < np.maximum.accumulate(stops)[:-1]).any():
         return []  # as nearly always: then no object is made for any of them
-    return _compared([_Extent(int(starts[i]), int(starts[i] + sizes[i]), *parts[i]) for i in order.tolist()])
+    return _compared([_AddressRange(int(starts[i]), int(starts[i] + sizes[i]), *parts[i]) for i in order.tolist()])
 
 
 def _span(memory: torch.Tensor) -> int:
@@ -54,10 +54,10 @@ def _span(memory: torch.Tensor) -> int:
     return (sum((n - 1) * stride for n, stride in zip(memory.shape, memory.stride(), strict=True)) + 1) * memory.element_size()
 
 
-def _compared(extents: Sequence[_Extent]) -> list[tuple[int, int]]:
+def _compared(extents: Sequence[_AddressRange]) -> list[tuple[int, int]]:
     """``shared_elements`` of extents by increasing start: each is compared with those before it that end after it begins."""
     pairs: dict[tuple[int, int], None] = {}
-    earlier, compared = list[_Extent](), 0
+    earlier, compared = list[_AddressRange](), 0
     for extent in extents:
         earlier = [other for other in earlier if other.stop > extent.start]
         for other in earlier:
