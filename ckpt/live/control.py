@@ -1,19 +1,16 @@
 """What sinks, and ``ckpt live status``, ask the leader of a source: small messages of JSON, each with bytes behind it if it needs some.
 
-A thread of the leader waits for connections, and one serves each. Nobody waits for anybody else: an answer that is not there yet is asked
+Nobody waits for anybody else: an answer that is not there yet is asked
 for again. No torch.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import selectors
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +19,8 @@ from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, UsageError
 from ckpt.settings import limits
 
-from .wire import Channel, dial, welcome
+from .connections import ConnectionServer
+from .wire import Channel, dial
 
 PURPOSE = "versions"
 _FRAME = struct.Struct("<II")
@@ -31,9 +29,6 @@ _MOST_ASKED = limits.MIB
 """Bytes of a question."""
 _MOST_ANSWER = 256 * limits.MIB
 """Bytes of an answer: tables of very many tensors."""
-_MOST_CONNECTIONS = 4096
-
-log = logging.getLogger("ckpt")
 
 
 def split_address(address: str) -> tuple[str, int, str]:
@@ -80,74 +75,21 @@ class ControlServer:
     """Answers questions by ``handle``, on the sockets ``ports``. ``gone`` is called when the connection of a peer has ended."""
 
     def __init__(self, ports: Sequence[socket.socket], secret: bytes, timeout: float, handle: Handle, gone: Callable[[str], None]) -> None:
-        self._ports = ports
-        self._secret = secret
-        self._timeout = timeout
         self._handle = handle
-        self._gone = gone
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="ckpt-versions", daemon=True)
-        self._thread.start()
+        self._connections = ConnectionServer(ports, secret, timeout, purpose=PURPOSE, name="ckpt-versions", serve=self._converse, gone=gone)
 
     def close(self) -> None:
         """Stop listening, and drop who is connected."""
-        self._closing.set()
-        self._thread.join()
-        for port in self._ports:
-            port.close()
-        with self._lock:
-            for sock in self._connections:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        self._connections.close()
 
-    def _accept(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for port in self._ports:
-                port.setblocking(False)
-                selector.register(port, selectors.EVENT_READ, port)
-            while not self._closing.is_set():
-                for key, _ in selector.select(0.1):
-                    with suppress(OSError):  # of that connection alone, or too many files: whoever it is tries again
-                        sock, address = key.data.accept()
-                        self._begin(sock, f"{address[0]}:{address[1]}")
-
-    def _begin(self, sock: socket.socket, peer: str) -> None:
-        with self._lock:
-            full = len(self._connections) >= _MOST_CONNECTIONS
-            if not full:
-                self._connections.add(sock)
-        if full:
-            log.warning("%s is not answered: there are %d connections", peer, _MOST_CONNECTIONS)
-            sock.close()
-            return
-        threading.Thread(target=self._converse, args=(sock, peer), name="ckpt-versions", daemon=True).start()
-
-    def _converse(self, sock: socket.socket, peer: str) -> None:
-        try:
-            channel = welcome(sock, self._secret, self._timeout, peer=peer, alive=self._check_going)
-            if channel.purpose != PURPOSE:
-                raise FormatError(f"it asks for {channel.purpose!r}, and versions are given here", where=peer)
-            while channel.await_next():
-                asked, _ = receive(channel, _MOST_ASKED)
-                try:
-                    answer, views = self._handle(peer, asked)
-                except CkptError as err:
-                    answer, views = {"error": error_to_json(err)}, ()
-                send(channel, answer, views)
-        except (CkptError, OSError) as err:
-            log.debug("live: %s is answered no longer: %s", peer, err)
-        finally:
-            with self._lock:
-                self._connections.discard(sock)
-            with suppress(OSError):
-                sock.close()
-            self._gone(peer)
-
-    def _check_going(self) -> None:
-        if self._closing.is_set():
-            raise ConnectionAbortedError("closing")
+    def _converse(self, channel: Channel) -> None:
+        while channel.await_next():
+            asked, _ = receive(channel, _MOST_ASKED)
+            try:
+                answer, views = self._handle(channel.peer, asked)
+            except CkptError as err:
+                answer, views = {"error": error_to_json(err)}, ()
+            send(channel, answer, views)
 
 
 class ControlClient:

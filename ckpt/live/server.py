@@ -8,13 +8,10 @@ few of them at a time, so one that hangs leaves the others theirs; at the deadli
 from __future__ import annotations
 
 import logging
-import selectors
-import socket
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import xxhash
 
@@ -24,6 +21,7 @@ from ckpt.transport.endpoints import listen, network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 
+from .connections import ConnectionServer
 from .delta import PieceComparer
 from .holdings import Holdings
 from .pull_messages import (
@@ -41,13 +39,12 @@ from .pull_messages import (
     UNKNOWN,
     send_error,
 )
-from .wire import Channel, welcome
+from .wire import Channel
 
 SLOTS = 12
 """Pieces that are packed and not yet taken, of all receivers together: 48 MiB."""
 IN_FLIGHT = 4
 """Of these, what one receiver has at most: one that is being packed, one that waits, one that is copied, and one more."""
-MOST_CONNECTIONS = 2048
 _SIGN_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
 """Between two looks whether a receiver that copies nothing is still there."""
@@ -71,21 +68,16 @@ class PieceServer:
             CkptError: this process has too many files open.
         """
         self._holdings = holdings
-        self._secret = secret
-        self._timeout = timeout
         self._pool = SlotPool(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
         self._lists = _Lists()
         self._comparer = PieceComparer() if delta else None
         self._lock = threading.Lock()
         self._sent = 0
-        self._connections: set[socket.socket] = set()
         self._serving = 0
-        self._closing = threading.Event()
         self.network = network()
-        self._ports = listen(store)
-        self.addresses: list[tuple[str, int]] = [port.getsockname()[:2] for port in self._ports]
-        self._thread = threading.Thread(target=self._accept, name="ckpt-serve", daemon=True)
-        self._thread.start()
+        ports = listen(store)
+        self.addresses: list[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
+        self._connections = ConnectionServer(ports, secret, timeout, purpose=PURPOSE, name="ckpt-serve", serve=self.serve)
 
     @property
     def bytes_sent(self) -> int:
@@ -94,60 +86,9 @@ class PieceServer:
 
     def close(self) -> None:
         """Stop listening, and drop who is connected."""
-        self._closing.set()
         self._pool.stop()
-        self._thread.join()
-        for port in self._ports:
-            port.close()
-        with self._lock:
-            for sock in self._connections:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        self._connections.close()
         self._pool.close()
-
-    # ---- connections
-
-    def _accept(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for port in self._ports:
-                port.setblocking(False)
-                selector.register(port, selectors.EVENT_READ, port)
-            while not self._closing.is_set():
-                for key, _ in selector.select(0.1):
-                    with suppress(OSError):  # of that connection alone, or too many files: whoever it is tries again
-                        sock, address = key.data.accept()
-                        self._begin(sock, f"{address[0]}:{address[1]}")
-
-    def _begin(self, sock: socket.socket, peer: str) -> None:
-        with self._lock:
-            full = len(self._connections) >= MOST_CONNECTIONS
-            if not full:
-                self._connections.add(sock)
-        if full:
-            log.warning("%s is not served: there are %d connections", peer, MOST_CONNECTIONS)
-            sock.close()
-            return
-        threading.Thread(target=self._converse, args=(sock, peer), name="ckpt-serve", daemon=True).start()
-
-    def _converse(self, sock: socket.socket, peer: str) -> None:
-        try:
-            channel = welcome(sock, self._secret, self._timeout, peer=peer, alive=self._check_going)
-            try:
-                if channel.purpose != PURPOSE:
-                    raise FormatError(f"it asks for {channel.purpose!r}, and pieces are given here", where=peer)
-                self.serve(channel)
-            finally:
-                channel.close()
-        except (CkptError, OSError) as err:
-            log.debug("live: %s is served no longer: %s", peer, err)
-        finally:
-            with self._lock:
-                self._connections.discard(sock)
-            sock.close()
-
-    def _check_going(self) -> None:
-        if self._closing.is_set():
-            raise ConnectionAbortedError("closing")
 
     def serve(self, channel: Channel) -> None:
         """Serve one receiver, which has proved itself, until it closes the connection.

@@ -265,9 +265,14 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int, where: str) -> f
         known = patterns if isinstance(patterns, dict) else {}
         return next((value for key, value in known.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
-    configured, alpha = of_module(config.get("rank_pattern"), config.get("r")), of_module(config.get("alpha_pattern"), config.get("lora_alpha"))
+    configured, alpha = (
+        of_module(config.get("rank_pattern"), config.get("r")),
+        of_module(config.get("alpha_pattern"), config.get("lora_alpha")),
+    )
     if configured != rank:
-        raise ShapeError(f"{CONFIG} says rank {configured} of {module}, and its tensors have {rank}", where=where, hint="save the adapter again")
+        raise ShapeError(
+            f"{CONFIG} says rank {configured} of {module}, and its tensors have {rank}", where=where, hint="save the adapter again"
+        )
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
         raise FormatError(f"{CONFIG} says lora_alpha {alpha!r} of {module}", where=where, hint="save the adapter again")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
