@@ -45,8 +45,8 @@ def save(
     Args:
         url: where: a path, or a URL of a known backend. All ranks must see the same storage.
         state: nested dicts, lists and tuples of modules, optimizers, schedulers, anything with ``state_dict``/``load_state_dict``,
-            tensors, DTensors, numbers, strings, bytes, numpy values and :class:`ckpt.PerRank`. What is not sharded and not ``PerRank``
-            must be equal on all ranks that have it.
+            tensors, DTensors, numbers, strings, bytes, numpy values and :class:`ckpt.PerRank`. Values that are neither sharded
+            nor ``PerRank`` must be equal on all ranks that have them.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         check_replicas: compare the bytes of replicated tensors between ranks before committing.
         merge_flat_shards: store flat shards (ZeRO, Megatron's distributed optimizer, FSDP1) as whole rows: ranks send each other
