@@ -27,7 +27,7 @@ FLOORS = (
     ("plan",),
     ("adapters", "coordination", "formats"),
     ("byte_source",),
-    ("data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
+    ("converters.mapping", "converters.select", "data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
     ("engine.load", "engine.save", "observe"),
     ("events", "live", "view"),
     ("api", "converters", "ema", "monitors"),

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .in_job.resharding import ReshardReport as ReshardReport
-    from .in_job.resharding import Traffic as Traffic
+    from .in_job.reshard_report import ReshardReport as ReshardReport
+    from .in_job.reshard_report import Traffic as Traffic
     from .in_job.resharding import reshard as reshard
     from .publication import Publication as Publication
     from .sink import Sink as Sink
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "reshard": "in_job.resharding",
-    "ReshardReport": "in_job.resharding",
-    "Traffic": "in_job.resharding",
+    "ReshardReport": "in_job.reshard_report",
+    "Traffic": "in_job.reshard_report",
     "Source": "source",
     "Publication": "publication",
     "Version": "versions",

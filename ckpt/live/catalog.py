@@ -15,6 +15,7 @@ from ckpt.layout.geometry import IntArray
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined
+from ckpt.plan.views import LogicalTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +33,12 @@ class LiveCatalog(CatalogDefaults):
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     own: Sequence[tuple[int, TensorSpec]] = ()
     """Tensors of single ranks, with their places among the ranks."""
+    views: Mapping[str, LogicalTensor] = field(default_factory=dict)
+    """Of a state in other names: of what each tensor that is no alias is made (``ckpt.live.naming.renaming``)."""
+    sources: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """The tensors of which these are made."""
+    translation: str = ""
+    """A digest of ``views``, by which ranks compare theirs."""
     format: str = "a live state"
 
     @classmethod
@@ -96,4 +103,8 @@ class LiveCatalog(CatalogDefaults):
         return [self.extents(entry, [chunk])[0] for entry, chunk in wanted]
 
     def _refuse(self) -> NoReturn:
-        raise UsageError("the tensors of a live state are in no file", where=self.url)
+        raise UsageError(
+            "the tensors of a live state lie in the memory of ranks: nothing of them can be read before they are moved",
+            where=self.url,
+            hint="where names= makes one parameter of several, leave the optimizer out: nobody can see whether their steps are equal",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,18 +19,24 @@ from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers
 
 from .catalog import LiveCatalog
 from .client import piece_boxes
-
-Target = tuple[LocalTensor, TensorEntry]
-"""Memory of the receiver, and the tensor of the source that goes there."""
+from .naming.renaming import Target, source_targets
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FillPlan:
-    """``targets[i]`` is filled by want i of ``transfers``; the memory in ``padding``, which has more than the source, is zeroed first."""
+    """``targets[i]`` is filled by want i of ``transfers``; the memory in ``padding``, which has more than the source, is zeroed first.
+    ``bound`` are the tensors of the state; ``targets`` are the same, or those that these are made of in other names."""
 
+    bound: Sequence[Target]
+    catalog: LiveCatalog
     targets: Sequence[Target]
     padding: Sequence[torch.Tensor]
     transfers: TransferPlan
+
+    def with_memory(self) -> FillPlan:
+        """The same when tensors that had no memory (meta tensors) have got theirs."""
+        targets, padding, _ = _resolved(self.bound, self.catalog)
+        return replace(self, targets=targets, padding=padding)
 
     @property
     def is_packable(self) -> bool:
@@ -58,12 +64,11 @@ def plan_filling(
     Raises:
         CoverageError: the source has not all of a tensor.
     """
-    targets = list(targets)
-    padding: list[torch.Tensor] = []
-    boxes = [_wanted(target, entry, padding) for target, entry in targets]
+    bound = list(targets)
+    targets, padding, boxes = _resolved(bound, catalog)
     key = (rank, near, *((entry.alias or entry.name, wanted) for (_, entry), wanted in zip(targets, boxes, strict=True)))
     if cache is not None and cache.transfers is not None and source is not None and (cache.source, cache.key) == (source, key):
-        return FillPlan(targets=targets, padding=padding, transfers=cache.transfers)
+        return FillPlan(bound=bound, catalog=catalog, targets=targets, padding=padding, transfers=cache.transfers)
     wants = [
         Want(entry.name, catalog.number(entry), entry.dtype.itemsize, entry.grid, catalog.holders(entry), wanted)
         for (_, entry), wanted in zip(targets, boxes, strict=True)
@@ -71,7 +76,24 @@ def plan_filling(
     transfers = plan_transfers(wants, rank=rank, near=near)
     if cache is not None:
         cache.source, cache.key, cache.transfers = source, key, transfers
-    return FillPlan(targets=targets, padding=padding, transfers=transfers)
+    return FillPlan(bound=bound, catalog=catalog, targets=targets, padding=padding, transfers=transfers)
+
+
+def _resolved(bound: Sequence[Target], catalog: LiveCatalog) -> tuple[list[Target], list[torch.Tensor], list[tuple[Box, ...]]]:
+    """Targets among the tensors of the source, memory that is zeroed first, and the boxes of each target."""
+    targets: list[Target] = []
+    padding: list[torch.Tensor] = []
+    boxes: list[tuple[Box, ...]] = []
+    for target, entry in bound:
+        view = catalog.views.get(entry.alias or entry.name) if catalog.views else None
+        if view is None:
+            targets.append((target, entry))
+            boxes.append(_wanted(target, entry, padding))
+            continue
+        made = source_targets((target, entry), view, catalog, padding)
+        targets += made
+        boxes += [tuple([part.box for part in each.parts]) for each, _ in made]
+    return targets, padding, boxes
 
 
 def _wanted(target: LocalTensor, entry: TensorEntry, padding: list[torch.Tensor]) -> tuple[Box, ...]:

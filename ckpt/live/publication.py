@@ -27,7 +27,7 @@ from ckpt.engine.save.staging import Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import DeadlineError
 from ckpt.plan.ownership import TensorSpec
-from ckpt.plan.tables import Table
+from ckpt.plan.tables import Table, split_tables
 from ckpt.tracing.spans import Spans
 from ckpt.tracing.stall import Stall
 
@@ -54,9 +54,7 @@ class ImagePlan:
         shard_table = collected.shard_table
         infos, own = tuple(t.info for t in shard_table.tensors.values()), frozenset(shard_table.own)
         layout = SegmentLayout.of(infos, rank)
-        shared = Table(
-            tensors=tuple(t for t in infos if t.name not in own), aliases={n: t for n, t in shard_table.aliases.items() if n not in own}
-        )
+        shared, alone = split_tables(infos, shard_table.aliases, own)
         return cls(
             infos=infos,
             aliases=dict(shard_table.aliases),
@@ -64,9 +62,7 @@ class ImagePlan:
             layout=layout,
             plan=plan_image(infos, [(b.tensor.name, b.box) for b in layout.all()]),
             table=shared.to_bytes(),
-            own_table=Table(
-                tensors=tuple(t for t in infos if t.name in own), aliases={n: t for n, t in shard_table.aliases.items() if n in own}
-            ),
+            own_table=alone,
         )
 
     def fits(self, collected: Collected) -> bool:

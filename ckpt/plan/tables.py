@@ -8,7 +8,7 @@ all ranks have, however many kinds of ranks there are.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -91,6 +91,18 @@ class Table:
         ]
         tensors = tuple(TensorSpec(name, *kinds[number]) for name, number in zip(raw["names"], raw["numbers"], strict=True))
         return cls(tensors=tensors, aliases=raw["aliases"])
+
+
+def split_tables(tensors: Iterable[TensorSpec], aliases: Mapping[str, str], own: Collection[str]) -> tuple[Table, Table]:
+    """The table of the tensors that other ranks know too, and that of this rank's own, whose names are in ``own``."""
+    both: tuple[list[TensorSpec], list[TensorSpec]] = [], []
+    for tensor in tensors:
+        both[tensor.name in own].append(tensor)
+    shared, alone = (
+        Table(tensors=tuple(both[is_own]), aliases={name: target for name, target in aliases.items() if (name in own) is is_own})
+        for is_own in (False, True)
+    )
+    return shared, alone
 
 
 @lru_cache(maxsize=1024)

@@ -37,7 +37,7 @@ from ckpt.errors import ConsistencyError, StorageError
 from ckpt.formats.deltas.catalog import Base, open_base
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.layout.layout import Layout
-from ckpt.plan.tables import Table, join_tables
+from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.text import units
@@ -86,8 +86,7 @@ class ExportShare:
     def row(self, job: ExportJob) -> Row:
         """For the leader, which asks for what it does not know yet."""
         shard_table = self.collected.shard_table
-        shared = [t.info for n, t in shard_table.tensors.items() if n not in shard_table.own]
-        table = Table(tensors=tuple(shared), aliases={n: to for n, to in shard_table.aliases.items() if n not in shard_table.own})
+        table, _ = split_tables((t.info for t in shard_table.tensors.values()), shard_table.aliases, shard_table.own)
         return {
             "table": job.call.share(table.to_bytes()),
             "state": job.call.share(tree.text(self.collected.state).encode()),

@@ -306,6 +306,8 @@ def _shown(node: Node | Missing) -> str:
 
 def _numbers(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, str]:
     """Single numbers as texts, by name."""
+    if not entries:
+        return {}  # and whoever has nothing that can be read (a live state) is not asked
     # They are compared, not loaded: digests are not looked at.
     extents = catalog.extents_of([(entry, 0) for entry in entries])
     plain = [(e, x) for e, x in zip(entries, extents, strict=True) if x.codec is None]

@@ -281,10 +281,10 @@ def refusals() -> dict[str, str]:
 def test_what_does_not_fit_changes_nothing_and_is_said_on_all_ranks(ranks: Ranks) -> None:
     expected = {
         "nothing": "no rank has an old state",
-        "names": "missing in the checkpoint (1):",
-        "shape": "shape [8] in the checkpoint, [9] in the state",
-        "dtype": "dtype float32 in the checkpoint, bfloat16 in the state",
-        "one rank": "w: shape [8] in the checkpoint, [7] in the state (rank 0)",
+        "names": "missing in the old state (1):",
+        "shape": "shape [8] in the old state, [9] in the new state",
+        "dtype": "dtype float32 in the old state, bfloat16 in the new state",
+        "one rank": "w: shape [8] in the old state, [7] in the new state (rank 0)",
         "alias": "v: its memory is also that of w in the old state",
         "view": "w: ",
         "hole": "should hold",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ckpt import Layout, Mesh, Shard, live
 from ckpt.errors import CkptError
 from ckpt.live.holdings import Holdings
-from ckpt.live.in_job import resharding
+from ckpt.live.in_job import offering, resharding
 from tests.distributed.ranks import Lost, Ranks
 
 ROWS, COLUMNS, TENSORS = 512, 1024, 4
@@ -148,22 +148,22 @@ def second_time() -> list[str]:
     old, layout, new, new_layout = halves(rank, (0, 1), (2, 3))
     problems = []
     joined = 0
-    real = resharding.join_tables
+    real = offering.join_tables
 
     def join(*args: Any, **options: Any) -> Any:
         nonlocal joined
         joined += 1
         return real(*args, **options)
 
-    resharding.join_tables = join  # type: ignore[assignment]
+    offering.join_tables = join  # type: ignore[assignment]
     plans = []
     for turn in range(3):
         for tensor in old.values():
             tensor.add_(turn)
         state = {**new, "step": -1} if new else new
         live.reshard({**old, "step": turn} if old else old, state, layout=layout, new_layout=new_layout)
-        (memory,) = resharding._memory.values()
-        plans.append(memory.plans.transfers)
+        (cache,) = resharding._memory.values()
+        plans.append(cache.plans.transfers)
         if new and state["step"] != turn:
             problems.append(f"step {state['step']} in turn {turn}")
         whole = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) + sum(range(turn + 1))

@@ -16,7 +16,7 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec, assign
-from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text
+from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text, split_tables
 from tests.plan.layout_strategies import meshes, tensor_lists
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
@@ -51,6 +51,13 @@ def in_parts(said: Sequence[tuple[Sequence[int], Table]]) -> list[tuple[list[int
 
 
 # ------------------------------------------------------------------------------------------------------------ what is right
+
+
+def test_a_table_is_split_in_what_others_know_and_what_is_this_ranks_own() -> None:
+    a, b, c = (tensor(name, EVERYWHERE) for name in "abc")
+    shared, own = split_tables([a, b, c], {"a2": "a", "b2": "b"}, {"b", "b2"})
+    assert (shared.tensors, dict(shared.aliases)) == ((a, c), {"a2": "a"})
+    assert (own.tensors, dict(own.aliases)) == ((b,), {"b2": "b"})
 
 
 @given(meshes().flatmap(tensor_lists))

@@ -25,7 +25,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.flat_fragments import Fragment, fragments
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.reads import group_sizes
-from ckpt.plan.tables import Table
+from ckpt.plan.tables import Table, split_tables
 from ckpt.settings import limits
 
 NO_ID = "0" * 16
@@ -131,7 +131,7 @@ class _Key:
 
 
 def make_plan(key: _Key, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None) -> RankPlan:
-    shared, own = split_own(key)
+    shared, own = split_tables(key.infos, key.aliases, key.own)
     assignments = assign(shared.tensors, merge_flat_shards=merge_flat_shards) | assign(own.tensors)
     sends, receives = fragments(shared.tensors, assignments, rank) if merge_flat_shards else ([], [])
     compared = {id(o): _replicated(o, rank) for o in _distinct(assignments) if o.replicas > 1}
@@ -233,15 +233,6 @@ def _coded_batches(number: int, group: slice, specs: Sequence[ChunkSpec]) -> lis
         batches.append(Batch(number, at, specs[i].nbytes, [i], [specs[i].nbytes]))
         at += -(-specs[i].nbytes // _ALIGN) * _ALIGN
     return batches
-
-
-def split_own(key: _Key) -> tuple[Table, Table]:
-    """The table of tensors that other ranks know too, and that of this rank's own."""
-    shared = Table(
-        tensors=tuple(t for t in key.infos if t.name not in key.own), aliases={n: t for n, t in key.aliases.items() if n not in key.own}
-    )
-    own = Table(tensors=tuple(t for t in key.infos if t.name in key.own), aliases={n: t for n, t in key.aliases.items() if n in key.own})
-    return shared, own
 
 
 def chunks_of(assignments: Mapping[str, ChunkAssignment], rank: int) -> list[Chunk]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.adapters.tensors import LocalShard, LocalTensor
-from ckpt.live.filling import Target
+from ckpt.live.naming.renaming import Target
 
 
 class _Extent(NamedTuple):

@@ -17,24 +17,19 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
-
-from ckpt import settings, tree
+from ckpt import settings
 from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
-from ckpt.adapters.collect import collect
-from ckpt.adapters.shard_cache import ShardCache
-from ckpt.adapters.tensors import LocalTensor
 from ckpt.concurrency.gc_paused import gc_paused
+from ckpt.converters.select.selection import Views
 from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
@@ -46,21 +41,21 @@ from ckpt.engine.load.reader import changed
 from ckpt.engine.load.setting import accept, run_each, set_all
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.engine.save.background import wait_for_pending_save
-from ckpt.engine.save.leader import grouped
-from ckpt.errors import CkptError, ConsistencyError, MismatchError, NotFoundError, UsageError
+from ckpt.errors import CkptError, MismatchError, NotFoundError
 from ckpt.live.catalog import LiveCatalog
-from ckpt.live.client import Holder, Pulled, pull_all
-from ckpt.live.filling import Filling, FillPlan, PlanCache, plan_filling
+from ckpt.live.client import Pulled, pull_all
+from ckpt.live.filling import Filling, FillPlan, plan_filling
 from ckpt.live.holdings import Holdings
+from ckpt.live.naming.renaming import check_alike, in_other_names, views_of
+from ckpt.live.naming.wording import worded
 from ckpt.live.server import PieceServer
-from ckpt.plan import machines
 from ckpt.plan.match import Selection, several
-from ckpt.plan.tables import Table, join_tables
-from ckpt.plan.values import join_values
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
-from ckpt.transport.shm_pool import machine
 
 from .aliasing import shared_memory
+from .offering import ReshardCache, meet, offer
+from .reshard_phases import Fitted, Meeting, Moved, Offered
+from .reshard_report import ReshardReport, Traffic
 from .tensor_holdings import holdings_of
 
 if TYPE_CHECKING:
@@ -76,39 +71,6 @@ _THREADS = 4
 log = logging.getLogger("ckpt")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Bytes of one rank: ``needed`` by its new state as the old one has them, ``sent`` to others, ``copied`` within its own memory,
-    ``received`` from others."""
-
-    needed: int
-    sent: int
-    copied: int
-    received: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReshardReport:
-    """What a reshard did on this rank; ``ranks`` has the bytes of all.
-
-    ``missing``, ``unexpected``, ``renamed`` and ``cast`` are as in a :class:`ckpt.LoadReport`. ``bytes_needed`` by the tensors of the new
-    state, as the old one has them: ``bytes_copied`` of them within this rank, ``bytes_received`` from others. ``bytes_sent`` to others.
-    ``seconds`` of wall time.
-    """
-
-    tensors: int
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    renamed: Mapping[str, str]
-    cast: tuple[str, ...]
-    bytes_needed: int
-    bytes_sent: int
-    bytes_copied: int
-    bytes_received: int
-    seconds: float
-    ranks: Mapping[int, Traffic]
-
-
 def reshard(
     old_state: Mapping[str, Any] | None,
     new_state: Mapping[str, Any] | None,
@@ -119,6 +81,9 @@ def reshard(
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     cast: bool = False,
+    names: str | os.PathLike[str] | None = None,
+    convention: str | None = None,
+    numbers: Mapping[str, int] | None = None,
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -140,13 +105,15 @@ def reshard(
             ``new_layout`` for those that have a new one.
         only: globs of names in the new state to fill; all others are left alone.
         rename, strict, cast: as for :func:`ckpt.load`, with the old state in the place of the checkpoint.
+        names, convention, numbers: as for :func:`ckpt.translated`: the old state in other names, where fused tensors come apart and others
+            are put together. ``rename`` and ``only`` speak of the new names.
         timeout: seconds without a sign of life after which a rank counts as dead.
         threads: ranks that this one takes bytes from at once.
         process_group: all ranks that take part; by default the world.
         progress: as for :func:`ckpt.load`.
 
     Raises:
-        UsageError: no rank has an old state.
+        UsageError: no rank has an old state; or there is no such translation.
         StateError, LayoutError, ConsistencyError, CoverageError: the old states do not make one.
         NamesError, ShapeError, MismatchError: the old state does not fit the new one, or they share memory; nothing was changed.
         RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message says
@@ -164,87 +131,28 @@ def reshard(
         threads=settings.threads(threads) if threads is not None else _THREADS,
         progress=callback_of(progress=progress, leads=group.rank == group.leader, title="reshard"),
     )
+    views = views_of(names, convention, numbers)
+    translation = names if names is None else os.fspath(names), convention, sorted((numbers or {}).items())
+    asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, translation])
     call = group.call("reshard", WHAT, options.timeout)
     job = LoadJob(call=call, options=options, recorded=None, writes=StateWrites())
     with gc_paused():
-        return _Reshard(job, group, _memory.setdefault(group, _Memory())).run(old_state, layout, new_state)
+        return _Reshard(job, group, _memory.setdefault(group, ReshardCache()), views, asked).run(old_state, layout, new_state)
 
 
-@dataclass(eq=False)
-class _Memory:
-    """What the last reshard of a group found: between the same layouts the next one joins no tables and makes no plan."""
-
-    old_shards: ShardCache = field(default_factory=ShardCache)
-    new_shards: ShardCache = field(default_factory=ShardCache)
-    key: tuple[object, ...] = ()
-    catalog: LiveCatalog | None = None
-    plans: PlanCache = field(default_factory=PlanCache)
-
-
-_memory: WeakKeyDictionary[Members, _Memory] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Meeting:
-    """Which ranks have an old state, which a new one, and which are on this rank's machine."""
-
-    old: tuple[int, ...]
-    new: tuple[int, ...]
-    near: Set[int]
-    secret: bytes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Offered:
-    """The old states of all ranks as one catalog, and this rank's part of it."""
-
-    meeting: Meeting
-    local: Mapping[str, LocalTensor]
-    written: Sequence[tuple[str, torch.Tensor, int]]
-    """Name, memory and autograd's count of writes of each part."""
-    catalog: LiveCatalog
-    holders: Mapping[int, Holder]
-
-    def check_unchanged(self, targets: Iterable[LocalTensor]) -> None:
-        """Raise ConsistencyError if the old state was written to since it was offered, but for memory that the new one shares."""
-        shared = {part.memory.untyped_storage().data_ptr() for target in targets for part in target.parts}
-        for name, memory, count in self.written:
-            if memory._version != count and memory.untyped_storage().data_ptr() not in shared:
-                raise ConsistencyError(
-                    f"tensor {name} of the old state was changed while it was resharded, so what came of it may be a mix",
-                    hint="let nothing write to the old state before the call returns, and reshard again",
-                )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Fitted:
-    """The old state fits the new ones of all ranks; ``binding`` and ``plan`` are None on a rank that leaves."""
-
-    offered: Offered
-    binding: Binding | None
-    plan: FillPlan | None
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Moved:
-    """All tensors have their bytes; ``setters`` give the new state its values."""
-
-    fitted: Fitted
-    setters: Sequence[Callable[[], None]]
-    copied: int
-    pulled: Pulled
+_memory: WeakKeyDictionary[Members, ReshardCache] = WeakKeyDictionary()
 
 
 class _Reshard:
     """One rank's side of one reshard."""
 
-    def __init__(self, job: LoadJob, group: Group, memory: _Memory) -> None:
+    def __init__(self, job: LoadJob, group: Group, cache: ReshardCache, views: Views | None, asked: str) -> None:
         self.job = job
         self.call = job.call
         self.group = group
-        self.memory = memory
+        self.cache = cache
+        self.views = views
+        self.asked = asked
         self.version = f"reshard {job.call.number}"
         self.served: dict[str, Holdings] = {}
         """What the server gives, once the numbers of the tensors are known."""
@@ -252,7 +160,7 @@ class _Reshard:
     def run(self, old: Mapping[str, Any] | None, layout: Layout | None, new: Mapping[str, Any] | None) -> ReshardReport:
         began = time.perf_counter()
         with _telling_whether_changed(self.job.writes):
-            meeting = self.meet(has_old=bool(old), has_new=bool(new))
+            meeting = meet(self.call, self.asked, has_old=bool(old), has_new=bool(new))
             server = None
             if old and self.group.size > 1:
                 store = self.group.store
@@ -262,7 +170,9 @@ class _Reshard:
                     self.call.fail("offer", err)
                     raise
             try:
-                offered = self.offer(meeting, old or {}, layout, server)
+                offered = offer(self.call, meeting, old or {}, layout, server, self.cache)
+                numbers = offered.catalog.numbers
+                self.served[self.version] = holdings_of({numbers[name]: tensor for name, tensor in offered.local.items()})
                 fitted = self.fit(offered, new or {})
                 moved = self.move(fitted)
                 traffic = self.set_values(moved, server)
@@ -277,123 +187,17 @@ class _Reshard:
             raise NotFoundError(f"there is no {version} here")
         return self.served[version]
 
-    # ---- meet: who has what
-
-    def meet(self, *, has_old: bool, has_new: bool) -> Meeting:
-        options = self.job.options
-        asked = json.dumps([options.selection.only, options.selection.rename, options.strict, options.cast])
-
-        def local() -> Row:
-            return {"old": has_old, "new": has_new, "machine": machine(), "options": asked}
-
-        agreed: Row = self.call.map_reduce("meet", local, self._lead_meeting)
-        place = self.group.ranks.index(self.group.rank)
-        return Meeting(
-            old=tuple(agreed["old"]),
-            new=tuple(agreed["new"]),
-            near=machines.neighbours(agreed["machines"], place, self.group.ranks),
-            secret=bytes.fromhex(agreed["secret"]),
-        )
-
-    def _lead_meeting(self, rows: dict[int, Row]) -> Row:
-        old = [rank for rank in self.group.ranks if rows[rank]["old"]]
-        if not old:
-            raise UsageError("no rank has an old state: all are empty", hint="pass the state that the job has as old_state")
-        if len({row["options"] for row in rows.values()}) > 1:
-            raise ConsistencyError(
-                "the ranks reshard with different options", hint="give the same only=, rename=, strict= and cast= everywhere"
-            )
-        return {
-            "old": old,
-            "new": [rank for rank in self.group.ranks if rows[rank]["new"]],
-            "machines": machines.spell([rows[rank]["machine"] for rank in self.group.ranks]),
-            "secret": secrets.token_hex(32),
-        }
-
-    # ---- offer: the old states make one catalog
-
-    def offer(self, meeting: Meeting, state: Mapping[str, Any], layout: Layout | None, server: PieceServer | None) -> Offered:
-        local: dict[str, LocalTensor] = {}
-
-        def collected() -> Row:
-            if self.group.rank not in meeting.old:
-                return {}
-            if layout is not None:
-                layout.check_ranks(meeting.old)
-            mine = collect(state, rank=self.group.rank, ranks=meeting.old, layout=layout, shards=self.memory.old_shards)
-            table = mine.shard_table
-            local.update(table.tensors)
-            settle_devices(devices_of(table.tensors.values()), WHAT)
-            row: Row = {
-                "table": self.call.share(_part(mine.shard_table.tensors, table.aliases, lambda n: n not in table.own).to_bytes()),
-                "state": self.call.share(tree.text(mine.state).encode()),
-            }
-            if mine.own or table.own:
-                own = _part(table.tensors, table.aliases, lambda n: n in table.own)
-                row["own"] = self.call.share(json.dumps({"values": mine.own, "table": own.to_bytes().decode()}).encode())
-            if server is not None:
-                row |= {"addresses": server.addresses, "network": server.network}
-            return row
-
-        agreed: Row = self.call.map_reduce("offer", collected, partial(self._lead_offer, meeting))
-        catalog = self._catalog(meeting, agreed)
-        if server is not None:
-            self.served[self.version] = holdings_of({catalog.numbers[name]: tensor for name, tensor in local.items()})
-        holders = {
-            rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
-            for rank, addresses, network in json.loads(self.call.fetch(agreed["holders"]))
-        }
-        parts = [(name, part.memory) for name, tensor in local.items() for part in tensor.parts if not part.memory.is_inference()]
-        written = [(name, memory, memory._version) for name, memory in parts]
-        return Offered(meeting=meeting, local=local, written=written, catalog=catalog, holders=holders)
-
-    def _lead_offer(self, meeting: Meeting, rows: dict[int, Row]) -> Row:
-        """Check that the old states make one, and leave for all ranks what they need to know of it."""
-        offers = {rank: rows[rank] for rank in meeting.old}
-        call = self.call
-        call.fetch_all(row[key] for row in offers.values() for key in ("table", "state", "own") if key in row)
-        own = {meeting.old.index(rank): json.loads(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
-        state = join_values([(ranks, json.loads(call.fetch(digest))) for digest, ranks in grouped(offers, "state")])
-        agreed = {
-            "tables": [[call.leave(call.fetch(digest)), ranks] for digest, ranks in grouped(offers, "table")],
-            "state": call.leave(json.dumps(state).encode()),
-            "own": call.leave(json.dumps(own).encode()),
-            "holders": call.leave(
-                json.dumps([[rank, row["addresses"], row["network"]] for rank, row in offers.items() if "addresses" in row]).encode()
-            ),
-        }
-        self._catalog(meeting, agreed)
-        return agreed
-
-    def _catalog(self, meeting: Meeting, agreed: Row) -> LiveCatalog:
-        """The catalog of all old states. Its tensors are those of the last reshard where all tables are."""
-        call, memory = self.call, self.memory
-        own = json.loads(call.fetch(agreed["own"]))
-        own_tables = {int(place): Table.from_bytes(row["table"].encode()) for place, row in own.items()}
-        key = (meeting.old, json.dumps(agreed["tables"]), *(row["table"] for row in own.values()))
-        state = json.loads(call.fetch(agreed["state"]))
-        ranks = {int(place): row["values"] for place, row in own.items()}
-        if memory.catalog is None or memory.key != key:
-            joined = join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]])
-            aliases = joined.aliases | {n: to for table in own_tables.values() for n, to in table.aliases.items()}
-            memory.catalog = LiveCatalog.of(
-                replace(joined, aliases=aliases),
-                state,
-                url=WHAT,
-                world_size=len(meeting.old),
-                own=[(place, tensor) for place, table in own_tables.items() for tensor in table.tensors],
-            )
-            memory.key = key
-        return memory.catalog.with_values(state, ranks)
-
     # ---- fit: all problems of all ranks, before anything changes
 
     def fit(self, offered: Offered, state: Mapping[str, Any]) -> Fitted:
         meeting, catalog, options, call = offered.meeting, offered.catalog, self.job.options, self.call
         binding: Binding | None = None
         plan: FillPlan | None = None
-        with call.phase("fit"):
+        with call.phase("fit"), worded(stored=WHAT, state="the new state", layout="new_layout="):
             row: Row = {}
+            if self.views is not None:
+                catalog = in_other_names(catalog, self.views, strict=options.strict)
+                row["translation"] = catalog.translation
             if self.group.rank in meeting.new:
                 if options.layout is not None:
                     options.layout.check_ranks(meeting.new)
@@ -405,20 +209,26 @@ class _Reshard:
                     layout=options.layout,
                     selection=options.selection,
                     cast=options.cast,
-                    shards=self.memory.new_shards,
+                    shards=self.cache.new_shards,
                 )
-                targets = list(binding.targets.values())
-                binding.misfits += shared_memory(offered.local.values(), targets)
                 plan = plan_filling(
-                    targets, catalog, rank=self.group.rank, near=meeting.near, cache=self.memory.plans, source=self.memory.key
+                    binding.targets.values(),
+                    catalog,
+                    rank=self.group.rank,
+                    near=meeting.near,
+                    cache=self.cache.plans,
+                    source=self.cache.key,
                 )
-                row = row_of_match(self.job, catalog, binding, SharedReads.of((), self.group.rank, parts=False, piece=1, wanted=False))
+                binding.misfits += shared_memory(offered.local.values(), plan.targets)
+                row |= row_of_match(self.job, catalog, binding, SharedReads.of((), self.group.rank, parts=False, piece=1, wanted=False))
             verdict = self.job.agree(row, partial(self._lead_fit, meeting, catalog))
         return Fitted(
             offered=offered, binding=binding, plan=plan, missing=tuple(verdict["missing"]), unexpected=tuple(verdict["unexpected"])
         )
 
     def _lead_fit(self, meeting: Meeting, catalog: LiveCatalog, rows: dict[int, Row]) -> Row:
+        if self.views is not None:
+            check_alike(rows)
         takers = {rank: rows[rank] for rank in meeting.new}
         return verdict_of(self.job, catalog, takers) if takers else {"missing": [], "unexpected": []}
 
@@ -432,7 +242,7 @@ class _Reshard:
                 setters = accept(fitted.binding, self.job.writes, WHAT)
                 self.job.writes.begun = bool(fitted.binding.create or fitted.binding.objects)
                 run_each(fitted.binding.create)
-                copied, pulled = self._fill(fitted, fitted.plan)
+                copied, pulled = self._fill(fitted, fitted.plan.with_memory() if fitted.binding.create else fitted.plan)
             self.job.agree({}, _nothing)
         return Moved(fitted=fitted, setters=setters, copied=copied, pulled=pulled)
 
@@ -501,11 +311,6 @@ class _Reshard:
 
 def _sides(fitted: Fitted) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return fitted.offered.meeting.old, fitted.offered.meeting.new
-
-
-def _part(tensors: Mapping[str, LocalTensor], aliases: Mapping[str, str], taken: Callable[[str], bool]) -> Table:
-    """The table of the tensors whose names are ``taken``."""
-    return Table(tensors=tuple(t.info for n, t in tensors.items() if taken(n)), aliases={n: to for n, to in aliases.items() if taken(n)})
 
 
 def _nothing(rows: dict[int, Row]) -> None:

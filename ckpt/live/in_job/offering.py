@@ -1,0 +1,165 @@
+"""Who has what: the old states of all ranks become one catalog, whose chunks lie in their memory.
+
+every rank   collect: names, shapes, layouts, values ──► a row of digests ──► leader
+leader       fetch each table once, join them; leave them for all, with the addresses of the ranks that serve
+every rank   tables ──► LiveCatalog, the same everywhere
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpt import tree
+from ckpt.adapters.collect import collect
+from ckpt.adapters.shard_cache import ShardCache
+from ckpt.adapters.tensors import LocalTensor
+from ckpt.coordination.call import Call
+from ckpt.coordination.rows import Row
+from ckpt.engine.devices import devices_of, settle_devices
+from ckpt.engine.save.leader import grouped
+from ckpt.errors import ConsistencyError, UsageError
+from ckpt.live.catalog import LiveCatalog
+from ckpt.live.client import Holder
+from ckpt.live.filling import PlanCache
+from ckpt.live.server import PieceServer
+from ckpt.live.versions import own_blob
+from ckpt.plan import machines
+from ckpt.plan.tables import Table, join_tables, split_tables
+from ckpt.plan.values import join_values
+from ckpt.transport.shm_pool import machine
+
+from .reshard_phases import Meeting, Offered
+
+if TYPE_CHECKING:
+    from ckpt.layout.layout import Layout
+
+
+@dataclass(eq=False)
+class ReshardCache:
+    """What the last reshard of a group found: between the same layouts the next one joins no tables and makes no plan."""
+
+    old_shards: ShardCache = field(default_factory=ShardCache)
+    new_shards: ShardCache = field(default_factory=ShardCache)
+    key: tuple[object, ...] = ()
+    catalog: LiveCatalog | None = None
+    plans: PlanCache = field(default_factory=PlanCache)
+
+
+def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
+    """Which ranks have what. Collective. ``options``: what all must have asked for alike.
+
+    Raises:
+        UsageError: no rank has an old state.
+        ConsistencyError: the ranks have different options.
+    """
+    ranks = call.group.ranks
+
+    def local() -> Row:
+        return {"old": has_old, "new": has_new, "machine": machine(), "options": options}
+
+    def lead(rows: dict[int, Row]) -> Row:
+        old = [rank for rank in ranks if rows[rank]["old"]]
+        if not old:
+            raise UsageError("no rank has an old state: all are empty", hint="pass the state that the job has as old_state")
+        if len({row["options"] for row in rows.values()}) > 1:
+            hint = "give the same only=, rename=, strict=, cast=, check_replicas= and names= everywhere"
+            raise ConsistencyError("the ranks reshard with different options", hint=hint)
+        return {
+            "old": old,
+            "new": [rank for rank in ranks if rows[rank]["new"]],
+            "machines": machines.spell([rows[rank]["machine"] for rank in ranks]),
+            "secret": secrets.token_hex(32),
+        }
+
+    agreed: Row = call.map_reduce("meet", local, lead)
+    return Meeting(
+        old=tuple(agreed["old"]),
+        new=tuple(agreed["new"]),
+        near=machines.neighbours(agreed["machines"], ranks.index(call.group.rank), ranks),
+        secret=bytes.fromhex(agreed["secret"]),
+    )
+
+
+def offer(
+    call: Call, meeting: Meeting, state: Mapping[str, Any], layout: Layout | None, server: PieceServer | None, cache: ReshardCache
+) -> Offered:
+    """Say what this rank has, and hear what all have. Collective. ``server``: what gives this rank's part, if it serves.
+
+    Raises:
+        StateError, LayoutError, ConsistencyError, CoverageError: the old states do not make one.
+    """
+    rank = call.group.rank
+    local: dict[str, LocalTensor] = {}
+
+    def collected() -> Row:
+        if rank not in meeting.old:
+            return {}
+        if layout is not None:
+            layout.check_ranks(meeting.old)
+        mine = collect(state, rank=rank, ranks=meeting.old, layout=layout, shards=cache.old_shards)
+        table = mine.shard_table
+        local.update(table.tensors)
+        settle_devices(devices_of(table.tensors.values()), call.url)
+        shared, own = split_tables((t.info for t in table.tensors.values()), table.aliases, table.own)
+        row: Row = {"table": call.share(shared.to_bytes()), "state": call.share(tree.text(mine.state).encode())}
+        if mine.own or table.own:
+            row["own"] = call.share(own_blob(mine.own, own))
+        if server is not None:
+            row |= {"addresses": server.addresses, "network": server.network}
+        return row
+
+    agreed: Row = call.map_reduce("offer", collected, partial(_lead_offer, call, meeting, cache))
+    holders = {
+        rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
+        for rank, addresses, network in json.loads(call.fetch(agreed["holders"]))
+    }
+    parts = [(name, part.memory) for name, tensor in local.items() for part in tensor.parts if not part.memory.is_inference()]
+    return Offered(
+        meeting=meeting,
+        local=local,
+        written=[(name, memory, memory._version) for name, memory in parts],
+        catalog=_catalog(call, meeting, agreed, cache),
+        holders=holders,
+    )
+
+
+def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[int, Row]) -> Row:
+    """Leader: check that the old states make one, and leave for all ranks what they need to know of it."""
+    offers = {rank: rows[rank] for rank in meeting.old}
+    call.fetch_all(row[key] for row in offers.values() for key in ("table", "state", "own") if key in row)
+    own = {meeting.old.index(rank): json.loads(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
+    state = join_values([(ranks, json.loads(call.fetch(digest))) for digest, ranks in grouped(offers, "state")])
+    serving = [[rank, row["addresses"], row["network"]] for rank, row in offers.items() if "addresses" in row]
+    agreed = {
+        "tables": [[call.leave(call.fetch(digest)), ranks] for digest, ranks in grouped(offers, "table")],
+        "state": call.leave(json.dumps(state).encode()),
+        "own": call.leave(json.dumps(own).encode()),
+        "holders": call.leave(json.dumps(serving).encode()),
+    }
+    _catalog(call, meeting, agreed, cache)
+    return agreed
+
+
+def _catalog(call: Call, meeting: Meeting, agreed: Row, cache: ReshardCache) -> LiveCatalog:
+    """The catalog of all old states. Its tensors are those of the last reshard where all tables are."""
+    own = json.loads(call.fetch(agreed["own"]))
+    own_tables = {int(place): Table.from_bytes(row["table"].encode()) for place, row in own.items()}
+    key = (meeting.old, json.dumps(agreed["tables"]), *(row["table"] for row in own.values()))
+    if cache.catalog is None or cache.key != key:
+        joined = join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]])
+        aliases = joined.aliases | {n: to for table in own_tables.values() for n, to in table.aliases.items()}
+        cache.catalog = LiveCatalog.of(
+            replace(joined, aliases=aliases),
+            None,
+            url=call.url,
+            world_size=len(meeting.old),
+            own=[(place, tensor) for place, table in own_tables.items() for tensor in table.tensors],
+        )
+        cache.key = key
+    ranks = {int(place): row["values"] for place, row in own.items()}
+    return cache.catalog.with_values(json.loads(call.fetch(agreed["state"])), ranks)
