@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, TypeVar
 
@@ -50,8 +50,9 @@ SPARE = 512
 
 
 class DigestReader:
-    """Reads from one source. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``waits`` how often a
-    thread gave up its core during the first reads, ``PROBE`` bytes.
+    """Reads from one source. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``requests`` counts
+    reads, ``paths`` the files read from, ``memory`` bytes of scratch memory; ``waits`` how often a thread gave up its core during the
+    first reads, ``PROBE`` bytes.
 
     ``crc32``: chunks without a digest are compared with the CRC-32 that another format has of them.
     """
@@ -72,6 +73,9 @@ class DigestReader:
         self.stretch = max(limits.DIRECT_READ, self.piece, source.io_hints.split_read_size)
         self.read = 0
         self.verified = 0
+        self.requests = 0
+        self.paths: set[str] = set()
+        self.memory = 0
         self.waits = 0
         self.beat = beat
         self.allocate: Callable[[int], npt.NDArray[np.uint8]] = _plain
@@ -115,6 +119,8 @@ class DigestReader:
         self._local.unchecked = self._unchecked() + len(memory)
         with self._lock:
             self.read += len(memory)
+            self.requests += 1
+            self.paths.add(path)
             self.waits += waits_so_far() - before if before is not None else 0
         self.beat()
 
@@ -143,9 +149,13 @@ class DigestReader:
             StorageError: the storage failed.
         """
         digest = ChunkDigest(self, chunk)
-        for at in range(0, len(memory), self.stretch):
-            self.fill(chunk.extent.path, chunk.extent.offset + at, memory[at : at + self.stretch], digest)
+        for at, length in self.stretches(len(memory)):
+            self.fill(chunk.extent.path, chunk.extent.offset + at, memory[at : at + length], digest)
         digest.end()
+
+    def stretches(self, length: int) -> Iterator[tuple[int, int]]:
+        """Where the reads of one long range begin, and how long they are."""
+        return ((at, min(self.stretch, length - at)) for at in range(0, length, self.stretch))
 
     def pass_over(self, chunk: ChunkName, digest: ChunkDigest) -> None:
         """Read the stored bytes of a chunk only to hash them. Within :meth:`reread`.
@@ -270,13 +280,19 @@ class DigestReader:
 
     # ---- memory
 
+    def scratch_bytes(self, size: int) -> int:
+        """Memory that :meth:`scratch` takes for ``size`` bytes."""
+        return max(size, self.piece) + SPARE
+
     def scratch(self, size: int, use: str = "read") -> npt.NDArray[np.uint8]:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
         memory: npt.NDArray[np.uint8] | None = getattr(self._local, use, None)
         if memory is None or len(memory) < size:
             # One buffer per thread and use, as long as the longest request so far: memory that is new for each chunk
             # would be faulted in page by page each time.
-            raw = self.allocate(max(size, self.piece) + SPARE)
+            raw = self.allocate(wanted := self.scratch_bytes(size))
+            with self._lock:
+                self.memory += wanted - (0 if memory is None else self.scratch_bytes(len(memory)))
             start = -raw.ctypes.data % SPARE
             memory = raw[start : start + max(size, self.piece)]
             setattr(self._local, use, memory)

@@ -53,6 +53,8 @@ class Binding:
     options: list[StatefulObject] = field(default_factory=list)
     """Of optimizers' groups: set before ``objects`` are asked, since a scheduler may set the learning rate when it takes its state."""
     create: list[Callable[[], None]] = field(default_factory=list)
+    without_memory: list[tuple[LocalTensor, str | torch.device]] = field(default_factory=list)
+    """What ``create`` gives memory to, and on which device."""
     apply: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -80,7 +82,9 @@ class Binder:
             return
         filled = {id(local) for local, _ in self.binding.targets.values()}
         self.binding.missing += [name for name, local in self._absent if id(local) not in filled]
-        self.binding.create += [partial(self.materialise, local, tensor) for local, tensor in self._meta if id(local) in filled]
+        wanted = [(local, tensor) for local, tensor in self._meta if id(local) in filled]
+        self.binding.create += [partial(self.materialise, local, tensor) for local, tensor in wanted]
+        self.binding.without_memory += [(local, real_device(tensor)) for local, tensor in wanted]
 
     def _separate(self) -> None:
         """Have targets that share elements with an earlier one read beside it, and put into place when the earlier one is filled."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -39,10 +39,13 @@ from ckpt.tracing.progress_callback import reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.peers import peers_of
 
+from .dry_run import dry_run
 from .fitting import renamed, row_of_match, verdict_of
+from .forecast import as_if_created
 from .job import LoadJob, StateWrites, tells_whether_written
 from .opening import open_together
 from .options import LoadOptions, LoadReport
+from .phases import Divided, Filled, Matched
 from .read_exchange import ReadExchange
 from .reader import Reader, TensorLoad, changed
 from .setting import accept, run_each, set_all
@@ -67,6 +70,8 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
         job = LoadJob(call=group.call("load", url, options.timeout), options=options, recorded=recorded.get(), writes=StateWrites())
         try:
             matched = match(job, state)
+            if options.dry_run:
+                return dry_run(matched, partial(_exchange, matched))
             with tells_whether_written(job.writes):
                 filled = read(matched)
                 set_values(filled)
@@ -89,26 +94,6 @@ _TRIES = 5
 
 
 # ---- open and match: every rank opens the same checkpoint, and it fits the states of all
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Matched:
-    """A checkpoint that fits on every rank. ``sharing``: what this rank may share with others; ``refused``: the rank sets that do not
-    share after all, None if nobody does; ``machines`` says which ranks are on one machine (``ckpt.plan.machines``)."""
-
-    job: LoadJob
-    catalog: Catalog
-    binding: Binding
-    sharing: SharedReads
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    refused: Sequence[str] | None
-    machines: Any
-
-    @property
-    def jobs(self) -> list[TensorLoad]:
-        """What goes into which target."""
-        return list(map(TensorLoad._make, self.binding.targets.values()))
 
 
 def match(job: LoadJob, state: object) -> Matched:
@@ -155,6 +140,10 @@ def _bind(job: LoadJob, state: object, catalog: Catalog) -> Binding:
             cast=options.cast,
             shards=shards,
         )
+    if options.dry_run:  # nothing is created, and what a later load finds in ``shards`` must not change
+        created = {id(local): device for local, device in binding.without_memory}
+        jobs = {name: TensorLoad(*pair) for name, pair in binding.targets.items()}
+        binding.targets |= {n: as_if_created(one, created[id(one.target)]) for n, one in jobs.items() if id(one.target) in created}
     if len(shards.known) > 4 * len(binding.targets) + 1000:
         shards.known.clear()  # of states that are not loaded any more
     return binding
@@ -171,17 +160,6 @@ def _sharing(job: LoadJob, catalog: Catalog, binding: Binding) -> SharedReads:
 # ---- divide: who reads which chunk for whom
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Divided:
-    """Which chunks this rank reads itself. ``exchange`` moves those that several ranks want, None if nobody shares; ``setters`` give the
-    state its values."""
-
-    matched: Matched
-    reader: Reader
-    exchange: ReadExchange | None
-    setters: Sequence[Callable[[], None]]
-
-
 def divide(matched: Matched) -> Divided:
     """Have the objects of the state accept theirs, give memory to tensors that have none, and divide the reads among the ranks."""
     job, binding = matched.job, matched.binding
@@ -189,30 +167,24 @@ def divide(matched: Matched) -> Divided:
     reader = job.reader(matched.catalog, job.options.verify)
     job.writes.begun = bool(binding.create or binding.objects)
     run_each(binding.create)
-    exchange = None if matched.refused is None else _exchange(matched, matched.refused, reader)
+    exchange = _exchange(matched, reader)
     return Divided(matched=matched, reader=reader, exchange=exchange, setters=setters)
 
 
-def _exchange(matched: Matched, refused: Sequence[str], reader: Reader) -> ReadExchange:
+def _exchange(matched: Matched, reader: Reader) -> ReadExchange | None:
+    if matched.refused is None:
+        return None
     job, sharing = matched.job, matched.sharing
     group, options = job.call.group, job.options
     for entry in sharing.entries():
         reader.check_tiling(entry)
     near = machines.neighbours(matched.machines, group.ranks.index(group.rank), group.ranks)
     worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
-    sharing.divide(refused, near if options.exchange == "parts" else None, worth)
+    sharing.divide(matched.refused, near if options.exchange == "parts" else None, worth)
     return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), job.call)
 
 
 # ---- read: every tensor gets its bytes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Filled:
-    """All tensors have their bytes, but for chunks that were ``handed_out_wrong``: these are read again."""
-
-    divided: Divided
-    handed_out_wrong: Sequence[tuple[str, int]]
 
 
 def read(matched: Matched) -> Filled:
@@ -318,6 +290,9 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
         bytes_unverified=reader.bytes_unverified,
         bytes_received=0 if exchange is None else exchange.received,
         seconds=seconds,
+        requests=reader.fetch.requests,
+        files=len(reader.fetch.paths),
+        memory=reader.fetch.memory + (exchange.pool_bytes if exchange is not None else 0),
     )
 
 

@@ -53,6 +53,7 @@ from .receiver import SharedReadReceiver, direct_view, is_checked, pack, packed_
 from .shared_reads import ReadSlice, SharedRead, SharedReadItem, SharedReads
 from .whole_chunks import SLICE
 
+_ON_THEIR_WAY = 2
 _Digest = xxhash.xxh3_64
 _Fill = Callable[[npt.NDArray[np.uint8], _Digest | None], None]
 """Fills memory with bytes of a shared read, and gives them to the digest that goes with them to other ranks, if one does."""
@@ -93,6 +94,10 @@ class ReadExchange:
 
     def tasks(self, catalog: Catalog) -> list[Callable[[], None]]:
         """What to run to read the shared reads, in any order and on any threads."""
+        return [partial(self._read, shared_read, extents) for shared_read, extents in self.own_reads(catalog)]
+
+    def own_reads(self, catalog: Catalog) -> list[tuple[SharedRead, list[Extent]]]:
+        """The shared reads of this rank, with where their chunks are stored."""
         # Extents may need headers of data files. They are fetched before the first byte is moved, in slices, so that
         # a damaged header is an error while the state is still as it was, and other ranks hear of progress meanwhile.
         reads = self._sharing.reads
@@ -104,7 +109,12 @@ class ReadExchange:
         ends = accumulate(len(shared_read.items) for shared_read in reads)
         own_reads = [(shared_read, extents[end - len(shared_read.items) : end]) for shared_read, end in zip(reads, ends, strict=True)]
         self.coded = max((p.items[0].nbytes + e[0].length for p, e in own_reads if len(e) == 1 and e[0].codec is not None), default=0)
-        return [partial(self._read, shared_read, its) for shared_read, its in own_reads]
+        return own_reads
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of the slots that shared reads are handed out in: one for each thread to fill, and two that are on their way meanwhile."""
+        return (self._threads + _ON_THEIR_WAY) * self._sharing.piece if self._feeds else 0
 
     # ---- both directions
 
@@ -151,13 +161,12 @@ class ReadExchange:
                 feed.wake = lambda: None
 
     def _make_pool(self) -> None:
-        """A slot for each thread to fill, and two that are on their way meanwhile."""
         # Slots are needed only for what is handed out; what is received lies in other ranks' slots or goes straight
         # into the tensors.
         if not self._feeds:
             return
         near = self._near.intersection(self._feeds)
-        self._made_pool = SlotPool(self._threads + 2, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
+        self._made_pool = SlotPool(self._threads + _ON_THEIR_WAY, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
         for rank in near:
             self._feeds[rank].announcement = self._pool.announcement().pack()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -23,7 +23,7 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CorruptError
 from ckpt.formats.native.coding.codec import CHUNK_LIMIT
 from ckpt.layout.geometry import Box
-from ckpt.plan.cache_blocks import pieces
+from ckpt.plan.cache_blocks import CacheBlock, pieces
 from ckpt.plan.match import common_box
 from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.reads import Part, RangeGroup, group_ranges, parts_of
@@ -38,7 +38,7 @@ __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class CopyStep:
     """One copy of one job: from a chunk to a box of the target."""
 
     job: TensorLoad
@@ -63,7 +63,7 @@ class ReadPlan:
     """
 
     exact: WholeChunks
-    steps: Sequence[_Step]
+    steps: Sequence[CopyStep]
     parts: Sequence[Part]
     reads: Sequence[RangeGroup]
     padding: Sequence[torch.Tensor]
@@ -163,7 +163,7 @@ class Reader:
         padding: list[torch.Tensor] = []
         wanted = [(job, self.wanted(job, padding)) for job in rest]
         catalog = by_file(self.catalog) if self.verify == "full" else None
-        sweep, files, steps = None, list[FilePlan](), list[_Step]()
+        sweep, files, steps = None, list[FilePlan](), list[CopyStep]()
         if catalog is None:
             for job, boxes in wanted:
                 steps += self.steps(job, boxes, left_out.get(id(job.target), ()))
@@ -172,13 +172,13 @@ class Reader:
         elif wanted:
             sweep = Sweep(catalog, cohorts_of(wanted, left_out), self.fetch, self.max_read)
             files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
-            steps = [step for file in files for step in _steps_of(file)]
+            steps = [step for file in files for step in steps_of(file)]
             self.bytes_needed += sum(file.needed for file in files)
         parts, reads = self.reads(steps)
         filled = [part.memory for target, _ in jobs for part in target.parts]
         return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled, sweep=sweep, files=files)
 
-    def reads(self, steps: Sequence[_Step]) -> tuple[list[Part], list[RangeGroup]]:
+    def reads(self, steps: Sequence[CopyStep]) -> tuple[list[Part], list[RangeGroup]]:
         """What to read for these copies."""
         parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
         return parts, group_ranges(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_bytes=self.max_read)
@@ -188,7 +188,7 @@ class Reader:
         file = sweep.look_up(number)
         for task in sweep.tasks(file):
             task()
-        parts, reads = self.reads(steps := _steps_of(file))
+        parts, reads = self.reads(steps := steps_of(file))
         for read in reads:
             self.read(read, parts, steps)
         with self._lock:
@@ -209,10 +209,10 @@ class Reader:
                 boxes.append((number, box))
         return tuple(boxes)
 
-    def steps(self, job: TensorLoad, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[_Step]:
+    def steps(self, job: TensorLoad, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[CopyStep]:
         """What to copy for one tensor, but for chunks that are left out."""
         copies = [copy for _, box in boxes for copy in overlapping_chunks(job.entry.grid, box) if copy.chunk not in left_out]
-        return [_Step(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
+        return [CopyStep(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
 
     def check_tiling(self, entry: TensorEntry) -> None:
         """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was.
@@ -232,7 +232,7 @@ class Reader:
             )
         self._tiled.add(key)
 
-    def parts(self, number: int, step: _Step) -> list[Part]:
+    def parts(self, number: int, step: CopyStep) -> list[Part]:
         itemsize, copy = step.job.entry.dtype.itemsize, step.copy
         if self.fetch.needs_whole(step.extent):
             return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
@@ -243,23 +243,27 @@ class Reader:
 
     # ---- one read
 
-    def read(self, read: RangeGroup, parts: Sequence[Part], steps: Sequence[_Step]) -> None:
+    def read(self, read: RangeGroup, parts: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         mine = [parts[i] for i in read.members]
-        if read.length <= self.max_read and len(mine) > 1:
+        if self.at_once(read):
             extent = Extent(read.path, read.offset, read.length, None)
             self.fetch.reread(extent, partial(self._together, read, mine, steps))
         else:
-            for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):  # what lies in a longer part comes after it
+            for _, group in groupby(mine, lambda p: same_chunk(p, steps)):  # what lies in a longer part comes after it
                 members = list(group)
                 self.fetch.reread(steps[members[0].copy].extent, partial(self._alone, members, steps))
 
-    def _together(self, read: RangeGroup, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+    def at_once(self, read: RangeGroup) -> bool:
+        """Whether the parts of a group are read by one call."""
+        return read.length <= self.max_read and len(read.members) > 1
+
+    def _together(self, read: RangeGroup, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         """Several parts at once, from the cache."""
         # Offsets keep their alignment in the file, so that chunks keep that to their item size.
         shift = read.offset % PAGE
         buffer = self.fetch.scratch(shift + read.length)
         self.fetch.fill(read.path, read.offset, buffer.data[shift : shift + read.length])
-        for _, group in groupby(mine, lambda p: _same_chunk(p, steps)):
+        for _, group in groupby(mine, lambda p: same_chunk(p, steps)):
             members = list(group)
             step, offset, length = steps[members[0].copy], members[0].offset, members[0].length
             at = shift + offset - read.offset
@@ -270,36 +274,40 @@ class Reader:
             else:
                 self._decoded(codec, data.data, members, steps)
 
-    def _alone(self, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+    def _alone(self, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         """Parts that are the same bytes, piece by piece: straight into the target where they are contiguous there."""
         step = steps[mine[0].copy]
         if (codec := step.extent.codec) is not None:
             blob = self.fetch.scratch(step.extent.length, "blob")[: step.extent.length]
             self.fetch.read_chunk(step.chunk, blob.data)
             self._decoded(codec, blob.data, mine, steps)
-        elif (target := self._straight(mine, step)) is not None:
+        elif (target := self.straight(mine, step)) is not None:
             self._pour(mine[0], step, target)
         else:
             self._strew(mine, step, steps)
 
-    def _pour(self, part: Part, step: _Step, target: memoryview) -> None:
+    def _pour(self, part: Part, step: CopyStep, target: memoryview) -> None:
         check = ChunkDigest(self.fetch, step.chunk)
-        for at in range(0, part.length, self.fetch.stretch):
-            self.fetch.fill(part.path, part.offset + at, target[at : at + self.fetch.stretch], check)
+        for at, length in self.fetch.stretches(part.length):
+            self.fetch.fill(part.path, part.offset + at, target[at : at + length], check)
         check.end()
 
-    def _strew(self, mine: Sequence[Part], step: _Step, steps: Sequence[_Step]) -> None:
-        size, copy = step.job.entry.dtype.itemsize, step.copy
+    def _strew(self, mine: Sequence[Part], step: CopyStep, steps: Sequence[CopyStep]) -> None:
+        size = step.job.entry.dtype.itemsize
         buffer, check = self.fetch.scratch(self.fetch.piece), ChunkDigest(self.fetch, step.chunk)
-        all_of_it = mine[0].length == step.extent.length
-        for piece in pieces(copy.chunk_box, copy.chunk_box if all_of_it else mine[0].box, self.fetch.piece // size):
+        for piece in self.pieces_of(mine[0], step):
             data = buffer[: piece.length * size]
             self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data, check)
             inside = [replace(p, box=box) for p in mine if (box := p.box.intersect(piece.box)) is not None]
             self._place(data, piece.start * size, inside, steps)
         check.end()
 
-    def _straight(self, mine: Sequence[Part], step: _Step) -> memoryview | None:
+    def pieces_of(self, part: Part, step: CopyStep) -> Iterator[CacheBlock]:
+        """The reads of a part that is copied into its places."""
+        copy, all_of_it = step.copy, part.length == step.extent.length
+        return pieces(copy.chunk_box, copy.chunk_box if all_of_it else part.box, self.fetch.piece // step.job.entry.dtype.itemsize)
+
+    def straight(self, mine: Sequence[Part], step: CopyStep) -> memoryview | None:
         """The target's own memory, where the elements of the only part can be put into it as they are."""
         entry, target = step.job.entry, step.job.target
         if len(mine) > 1 or entry.dtype != target.info.dtype:
@@ -309,9 +317,9 @@ class Reader:
             return None
         return writable_bytes(target.view(mine[0].box))
 
-    def _decoded(self, codec: str, blob: memoryview, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+    def _decoded(self, codec: str, blob: memoryview, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         step = steps[mine[0].copy]
-        target = self._straight(mine, step)
+        target = self.straight(mine, step)
         if target is not None:
             self.fetch.decode(step.chunk, codec, blob, target, step.job.entry.dtype.itemsize)
             return
@@ -319,7 +327,7 @@ class Reader:
         self.fetch.decode(step.chunk, codec, blob, out.data, step.job.entry.dtype.itemsize)
         self._place(out, 0, mine, steps)
 
-    def _place(self, data: npt.NDArray[np.uint8], start: int, mine: Sequence[Part], steps: Sequence[_Step]) -> None:
+    def _place(self, data: npt.NDArray[np.uint8], start: int, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         """Copy the boxes of parts out of bytes that begin ``start`` bytes into their chunk."""
         with self.fetch.span("copy", len(data)):
             for part in mine:
@@ -327,12 +335,12 @@ class Reader:
                 copy_box(Stored(data, start, step.copy.chunk_box, step.job.entry.dtype), part.box, step.job.target)
 
 
-def _steps_of(file: FilePlan) -> list[_Step]:
+def steps_of(file: FilePlan) -> list[CopyStep]:
     """The copies of its chunks that go by themselves."""
-    return [_Step(job, part.copy, extent) for job, parts, extent in file.others for part in parts]
+    return [CopyStep(job, part.copy, extent) for job, parts, extent in file.others for part in parts]
 
 
-def _same_chunk(part: Part, steps: Sequence[_Step]) -> Hashable:
+def same_chunk(part: Part, steps: Sequence[CopyStep]) -> Hashable:
     """Equal for parts that are the same bytes of the same chunk."""
     # A virtual checkpoint may have chunks of other boxes, or whose elements lie in another order, over the same
     # bytes.

@@ -111,6 +111,15 @@ def _number(grid: Grid, box: Box) -> int | None:
 
 def tasks_of(exact: WholeChunks, fetch: DigestReader) -> Iterator[Callable[[], None]]:
     """What to run, in any order and on any threads."""
+    groups, large = small_and_large(exact, fetch)
+    for group in groups:
+        yield partial(_move, fetch, exact, group)
+    for i in large:
+        yield partial(_fill, fetch, exact, i)
+
+
+def small_and_large(exact: WholeChunks, fetch: DigestReader) -> tuple[Iterator[RangeGroup], Sequence[int]]:
+    """Chunks that are read together, and those that are read in place."""
     hints = fetch.source.io_hints
     # Small chunks are read together into a buffer that stays in the cache and copied from there: one system call for
     # hundreds of tensors. For chunks longer than that the extra copy costs more than the calls it saves.
@@ -119,10 +128,7 @@ def tasks_of(exact: WholeChunks, fetch: DigestReader) -> Iterator[Callable[[], N
     large: list[int] = []
     for i, extent in enumerate(exact.extents):
         (small if extent[2] <= longest else large).append(i)
-    for group in small_reads(exact, small, most):
-        yield partial(_move, fetch, exact, group)
-    for i in large:
-        yield partial(_fill, fetch, exact, i)
+    return small_reads(exact, small, most), large
 
 
 def small_reads(exact: WholeChunks, small: Sequence[int], max_bytes: int) -> Iterator[RangeGroup]:

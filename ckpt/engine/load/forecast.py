@@ -1,0 +1,241 @@
+"""What a planned load would read, without reading it: the ranges of every task, in the cuts in which the tasks read.
+
+A dry run goes through the phases of a load as far as the plan (``load.py``). Here each part of the plan is asked for its reads:
+
+    whole chunks    small neighbours together, large ones in stretches        (``whole_chunks.tasks_of``)
+    sweep           rows of a file that follow one another                    (``Sweep.runs``)
+    parts           groups of neighbours, or stretches and pieces of one      (``Reader.read``)
+    shared reads    slices                                                    (``ReadExchange._read``)
+
+Nothing of the state is touched. Tensors without memory get addresses that no memory is behind, so that they are planned as in the load.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from ckpt.adapters.tensors import LocalShard, LocalTensor
+from ckpt.byte_source.digest_reader import PAGE, DigestReader
+from ckpt.catalog import Extent
+from ckpt.concurrency.workers import run_tasks
+from ckpt.plan.reads import Part, RangeGroup, group_ranges
+from ckpt.settings import limits
+
+from .read_exchange import ReadExchange
+from .reader import CopyStep, Reader, ReadPlan, same_chunk, steps_of
+from .shared_reads import SharedRead, SharedReads
+from .sweep import FilePlan, Sweep
+from .whole_chunks import TensorLoad, WholeChunks, small_and_large
+
+_SAMPLE = 64
+"""Reads that are kept for a probe: so many to twice as many, spread evenly."""
+_PROBED = 4 << 20
+"""Most bytes of one read that a probe reads."""
+_SECONDS = 0.25
+"""After this a probe begins no other read."""
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class PlannedRead(NamedTuple):
+    """One read. ``verified``: bytes that are compared with digests afterwards; ``scratch``: memory of the reading thread, by use."""
+
+    path: str
+    offset: int
+    length: int
+    verified: int
+    scratch: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(eq=False)
+class ReadForecast:
+    """The sum of all reads of one rank. ``memory``: the most that the load takes beside the state, in bytes."""
+
+    needed: int
+    received: int
+    read: int = 0
+    verified: int = 0
+    requests: int = 0
+    memory: int = 0
+    paths: set[str] = field(default_factory=set)
+    sample: list[PlannedRead] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, reader: Reader, jobs: Sequence[TensorLoad], sharing: SharedReads, exchange: ReadExchange | None) -> ReadForecast:
+        """What ``reader`` would read for ``jobs``, and for other ranks.
+
+        Raises:
+            CorruptError: a file is missing or truncated, or a header does not fit the index.
+        """
+        plan = reader.plan([job for job in jobs if id(job.target) not in sharing.complete], sharing.left_out)
+        forecast = cls(needed=0, received=_received(sharing))
+        scratch: dict[str, int] = {}
+        coded, stride = plan.coded, 1
+        for one in _planned(reader, plan, exchange):
+            if forecast.requests % stride == 0:
+                forecast.sample.append(one)
+            if len(forecast.sample) == 2 * _SAMPLE:  # every other one stays
+                forecast.sample, stride = forecast.sample[::2], 2 * stride
+            forecast.requests += 1
+            forecast.read += one.length
+            forecast.verified += one.verified
+            forecast.paths.add(one.path)
+            for use, size in one.scratch:
+                scratch[use] = max(scratch.get(use, 0), size)
+        forecast.needed = reader.bytes_needed + sharing.needed
+        coded = max(coded, exchange.coded if exchange is not None else 0)
+        threads = min(reader.threads, max(1, limits.SCRATCH // coded)) if coded else reader.threads
+        forecast.memory = (threads + 1) * sum(map(reader.fetch.scratch_bytes, scratch.values()))  # the caller's thread may read too
+        forecast.memory += exchange.pool_bytes + len(sharing.takes) * sharing.piece if exchange is not None else 0
+        return forecast
+
+    def seconds(self, rate: float) -> float:
+        """How long these reads take at so many bytes a second."""
+        return self.read / max(rate, 1.0)
+
+    def probe(self, reader: Reader) -> float:
+        """Bytes a second at which a sample of the reads goes: read and hashed, by as many threads as in the load, for a quarter of a second
+        at most."""
+        ends, done = time.perf_counter() + _SECONDS, list[int]()
+
+        def take(read: PlannedRead) -> None:
+            if time.perf_counter() < ends or not done:
+                memory = memoryview(bytearray(min(read.length, _PROBED)))
+                reader.source.read_into(read.path, read.offset, memory)
+                if reader.verify != "off":
+                    xxhash.xxh3_64_intdigest(memory)
+                done.append(len(memory))
+                reader.beat()
+
+        began = time.perf_counter()
+        run_tasks([partial(take, read) for read in self.sample], reader.threads, "ckpt-probe")
+        return sum(done) / max(time.perf_counter() - began, 1e-9)
+
+
+# ---- the reads of each part of a plan
+
+
+def _planned(reader: Reader, plan: ReadPlan, exchange: ReadExchange | None) -> Iterator[PlannedRead]:
+    fetch = reader.fetch
+    for shared_read, extents in exchange.own_reads(reader.catalog) if exchange is not None else ():
+        yield from _shared(fetch, shared_read, extents)
+    yield from _whole(fetch, plan.exact)
+    for read in plan.reads:
+        yield from _grouped(reader, read, plan.parts, plan.steps)
+    if plan.sweep is None:
+        return
+    for file in plan.files or map(plan.sweep.look_up, plan.sweep.files):
+        yield from _rows(fetch, plan.sweep, file)
+        if not plan.files:
+            parts, reads = reader.reads(steps := steps_of(file))
+            for read in reads:
+                yield from _grouped(reader, read, parts, steps)
+            reader.bytes_needed += file.needed
+
+
+def _whole(fetch: DigestReader, exact: WholeChunks) -> Iterator[PlannedRead]:
+    groups, large = small_and_large(exact, fetch)
+    for group in groups:
+        yield _together(fetch, group, [exact.extents[i] for i in group.members])
+    for i in large:
+        yield from _stretches(fetch, exact.extents[i])
+
+
+def _rows(fetch: DigestReader, sweep: Sweep, file: FilePlan) -> Iterator[PlannedRead]:
+    alike = file.stored.alike
+    for first, last, stop in sweep.runs(alike):
+        start = int(alike.offsets[first])
+        rows = set(zip(alike.offsets[first:last].tolist(), alike.lengths[first:last].tolist(), strict=True))
+        verified = 0 if fetch.verify == "off" else sum(length for _, length in rows)
+        yield PlannedRead(file.path, file.stored.start + start, stop - start, verified, (("read", stop - start),))
+
+
+def _grouped(reader: Reader, read: RangeGroup, parts: Sequence[Part], steps: Sequence[CopyStep]) -> Iterator[PlannedRead]:
+    fetch, mine = reader.fetch, [parts[i] for i in read.members]
+    chunks = [list(members) for _, members in groupby(mine, lambda part: same_chunk(part, steps))]
+    if reader.at_once(read):
+        touched = [(steps[members[0].copy], members[0]) for members in chunks]
+        whole = [step.extent for step, part in touched if part.length == step.extent.length]
+        decoded = max((step.nbytes for step, _ in touched if step.extent.codec is not None), default=0)
+        yield _together(fetch, read, whole, ("decoded", decoded), shift=PAGE)
+        return
+    for members in chunks:
+        part, step = members[0], steps[members[0].copy]
+        extent, at_offset = step.extent, members[0].offset
+        verified = extent.length if part.length == extent.length and _is_compared(fetch, extent) else 0
+        if extent.codec is not None:
+            yield from _stretches(fetch, extent, ("blob", extent.length), ("decoded", step.nbytes))
+        elif reader.straight(members, step) is not None:
+            for at, length in fetch.stretches(part.length):
+                yield PlannedRead(part.path, at_offset + at, length, verified and length)
+        else:
+            size = step.job.entry.dtype.itemsize
+            for piece in reader.pieces_of(part, step):
+                length = piece.length * size
+                yield PlannedRead(part.path, extent.offset + piece.start * size, length, verified and length, (("read", fetch.piece),))
+
+
+def _shared(fetch: DigestReader, shared_read: SharedRead, extents: Sequence[Extent]) -> Iterator[PlannedRead]:
+    slices, item, extent = shared_read.slices(), shared_read.items[0], extents[0]
+    if len(shared_read.items) > 1:
+        for group in group_ranges(extents):
+            yield _together(fetch, group, [extents[i] for i in group.members], ("piece", slices[0].nbytes))
+    elif extent.codec is not None:
+        yield from _stretches(fetch, extent, ("blob", extent.length), ("decoded", item.nbytes), ("piece", fetch.piece))
+    elif len(slices) == 1:
+        yield from _stretches(fetch, extent, ("piece", extent.length))
+    else:
+        compared = _is_compared(fetch, extent)
+        for cut in slices:
+            verified = cut.nbytes if compared else 0
+            yield PlannedRead(extent.path, extent.offset + cut.start, cut.nbytes, verified, (("piece", cut.nbytes),))
+
+
+def _together(fetch: DigestReader, group: RangeGroup, extents: Iterable[Extent], *uses: tuple[str, int], shift: int = 0) -> PlannedRead:
+    """One read of neighbours; ``extents`` are those that it has all bytes of. What several want is compared once."""
+    compared = {(e.offset, e.length) for e in extents if _is_compared(fetch, e)}
+    verified = sum(length for _, length in compared)
+    return PlannedRead(group.path, group.offset, group.length, verified, (("read", group.length + shift), *uses))
+
+
+def _stretches(fetch: DigestReader, extent: Extent, *uses: tuple[str, int]) -> Iterator[PlannedRead]:
+    """A whole chunk."""
+    compared = _is_compared(fetch, extent)
+    for at, length in fetch.stretches(extent.length):
+        yield PlannedRead(extent.path, extent.offset + at, length, length if compared else 0, uses)
+
+
+def _is_compared(fetch: DigestReader, extent: Extent) -> bool:
+    return fetch.verify != "off" and extent.digest is not None
+
+
+def _received(sharing: SharedReads) -> int:
+    """Bytes that other ranks read for the tensors of this one."""
+    items = (item for shared_reads in sharing.takes.values() for shared_read in shared_reads for item in shared_read.items)
+    return sum(len(item.jobs) * item.itemsize * box.numel for item in items for box in item.boxes(sharing.rank))
+
+
+# ---- tensors without memory
+
+
+def as_if_created(job: TensorLoad, device: str | torch.device) -> TensorLoad:
+    """The load of a tensor that has no memory yet, planned as if it had some on ``device``."""
+    target = job.target
+    if torch.device(device).type != "cpu":
+        return job  # memory of the meta device is planned as that of any other device but the host
+    parts = [LocalShard(part.box, _address_space(part.memory)) for part in target.parts]
+    return TensorLoad(LocalTensor(target.info, parts, target.state_name), job.entry)
+
+
+def _address_space(like: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor whose pages nobody touches: it takes addresses, and no memory."""
+    pages = mmap.mmap(-1, max(like.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=like.nbytes).view(like.dtype).view(like.shape) if like.nbytes else like

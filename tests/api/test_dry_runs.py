@@ -1,0 +1,126 @@
+"""A dry run says what the load does then: the same bytes, reads and files, names and errors; and it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpt
+from ckpt.byte_source.digest_reader import DigestReader
+from ckpt.engine.load import sweep
+from ckpt.errors import NamesError, ShapeError
+
+
+def model(*, meta: bool = False) -> nn.Module:
+    with torch.device("meta" if meta else "cpu"):
+        net = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 40))
+    return net if meta else _filled(net)
+
+
+def _filled(net: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    for tensor in net.parameters():
+        tensor.data = torch.randn(tensor.shape, generator=generator)
+    return net
+
+
+def job() -> dict[str, Any]:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(3, 300)).sum().backward()
+    optimizer.step()
+    return {"model": net, "optimizer": optimizer, "step": 7}
+
+
+def forecast_and_load(url: str, state: dict[str, Any], **options: Any) -> tuple[ckpt.LoadReport, ckpt.LoadReport]:
+    """The report of a dry run, and that of the load, which a count of what storage was asked for confirms."""
+    before = {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
+    dry = ckpt.load(url, state, dry_run=True, **options)
+    for name, tensor in state["model"].state_dict().items():
+        assert tensor.is_meta == before[name].is_meta and (tensor.is_meta or torch.equal(tensor, before[name]))
+    asked: list[tuple[str, int, int]] = []
+
+    def counted(self: DigestReader, path: str, offset: int, memory: memoryview, *more: Any) -> None:
+        asked.append((path, offset, len(memory)))
+        fill(self, path, offset, memory, *more)
+
+    fill = DigestReader.fill
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DigestReader, "fill", counted)
+        real = ckpt.load(url, state, **options)
+    assert (real.requests, real.bytes_read, real.files) == (len(asked), sum(n for _, _, n in asked), len({p for p, *_ in asked}))
+    return dry, real
+
+
+def check(dry: ckpt.LoadReport, real: ckpt.LoadReport) -> None:
+    assert dry.dry_run and dry.estimated_from is not None and dry.seconds >= 0
+    assert not real.dry_run and real.estimated_from is None
+    assert real.memory <= dry.memory
+    unsure = {"seconds": 0.0, "memory": 0, "dry_run": False, "estimated_from": None}
+    assert replace(dry, **unsure) == replace(real, **unsure)
+    assert dry.bytes_read > 0 and dry.requests > 0
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("chunk", [1 << 10, 64 << 20])
+def test_a_load_does_what_its_dry_run_said(url: str, chunks_of: Callable[[int], None], chunk: int, codec: str | None) -> None:
+    chunks_of(chunk)
+    ckpt.save(url, job(), codec=codec)
+    for verify in ("full", "partial", "off"):
+        for net in (model(), model(meta=True), model().double()):
+            check(*forecast_and_load(url, {"model": net}, only="model.*", cast=True, verify=verify))
+    net = model()
+    state = {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "step": 0}
+    check(*forecast_and_load(url, state))
+    assert state["step"] == 7
+
+
+@pytest.mark.parametrize("ahead", [0, 256])
+def test_tensors_that_are_filled_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """Memory in another order than the stored one, planned file by file or all at once."""
+    monkeypatch.setattr(sweep, "AHEAD", ahead)
+    url = str(tmp_path / "a")
+    full = torch.arange(6000 * 128, dtype=torch.float32).view(6000, 128)
+    ckpt.save(url, {"w": full, "b": torch.ones(5)})
+    net = nn.Module()
+    net.register_buffer("w", torch.zeros(128, 6000).t())
+    dry, real = forecast_and_load(url, {"model": net}, rename={"w": "model.w"}, only="model.w")
+    check(dry, real)
+    assert torch.equal(net.w, full)
+
+
+def test_another_format(tmp_path: Path) -> None:
+    """No digests: what is read is not verified, and the report says so before."""
+    save_file({name: t.contiguous() for name, t in model().state_dict().items()}, tmp_path / "m.safetensors")
+    dry, real = forecast_and_load(str(tmp_path / "m.safetensors"), {"model": model(meta=True)}, rename={"*": "model.*"})
+    check(dry, real)
+    assert dry.bytes_unverified == dry.bytes_read
+
+
+def test_what_does_not_fit_is_an_error_of_the_dry_run(url: str) -> None:
+    ckpt.save(url, {"model": model()})
+    with pytest.raises(NamesError, match="missing"):
+        ckpt.load(url, {"model": model(), "more": torch.ones(2)}, dry_run=True)
+    with pytest.raises(ShapeError, match=r"shape \[200, 300\] in the checkpoint, \[2, 3\]"):
+        ckpt.load(url, {"model": nn.Linear(3, 2)}, dry_run=True, only=["model.weight", "model.bias"], rename={"model.0.*": "model.*"})
+    report = ckpt.load(url, {"model": model(), "more": torch.ones(2)}, dry_run=True, strict=False)
+    assert report.missing == ("more",)
+
+
+def test_seconds_come_from_the_log_of_the_run(root: str) -> None:
+    """Once a Checkpointer has loaded a step, its spans say how fast that was."""
+    state = job()
+    with ckpt.Checkpointer(root) as c:
+        c.save(1, state)
+    assert "probe" in str(ckpt.load(f"{root}/step-00000001", state, dry_run=True).estimated_from)
+    with ckpt.Checkpointer(root) as c:
+        assert c.restore(state) is not None
+    (step,) = ckpt.list_steps(root)
+    assert "the run's log: a load by 1 rank" in str(ckpt.load(step.url, state, dry_run=True).estimated_from)

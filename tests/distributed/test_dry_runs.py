@@ -1,0 +1,53 @@
+"""Dry runs of several ranks: each says what it would do, shared reads included, and then does just that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_exchange import apart, in_small_pieces
+from tests.distributed.test_shared_reads import save_in, state_in
+
+EACH: list[dict[str, Any]] = [
+    {},
+    {"exchange": True},
+    {"exchange": True, "verify": "partial"},
+    {"exchange": False, "verify": "off"},
+    {"exchange": True, "pieces": True},
+    {"exchange": True, "threads": 4, "apart": True},
+]
+"""One after another in one process, in which small pieces and being apart stay."""
+
+
+def forecast_and_load(url: str, kind: str) -> list[tuple[ckpt.LoadReport, ckpt.LoadReport]]:
+    reports = []
+    for each in EACH:
+        options = dict(each)
+        if options.pop("pieces", False):
+            in_small_pieces()
+        if options.pop("apart", False):
+            apart()
+        state = state_in(kind, empty=True)
+        dry = ckpt.load(url, state, dry_run=True, **options)
+        assert not any(bool(t.to_local().ne(0).any()) for t in state.values())
+        reports.append((dry, ckpt.load(url, state, **options)))
+    return reports
+
+
+@pytest.mark.parametrize(("kind", "size", "codec"), [("columns", 3, None), ("fsdp-tp", 4, "zstd"), ("whole", 2, None)])
+def test_each_rank_reads_what_it_said(ranks: Ranks, tmp_path: Path, kind: str, size: int, codec: str | None) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(2, save_in, url, "rows", codec)
+    unsure = {"seconds": 0.0, "memory": 0, "dry_run": False, "estimated_from": None}
+    for options, reports in zip(EACH, zip(*ranks.run(size, forecast_and_load, url, kind), strict=True), strict=True):
+        for dry, real in reports:
+            assert replace(dry, **unsure) == replace(real, **unsure), options
+            assert real.memory <= dry.memory, options
+        assert len({dry.seconds for dry, _ in reports}) == 1, "the slowest rank's, on all ranks"
+        if options.get("exchange") and kind != "whole":
+            assert sum(dry.bytes_received for dry, _ in reports) > 0, options
