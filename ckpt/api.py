@@ -36,6 +36,7 @@ def save(
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
     progress: bool | ProgressCallback | None = None,
+    dry_run: bool = False,
 ) -> SaveReport:
     """Save a state as one checkpoint. Collective: every rank of the job calls it; without torch.distributed, one process does.
 
@@ -57,6 +58,8 @@ def save(
         process_group: the ranks that take part, if not all.
         progress: a function that is called with the bytes that this rank has done and has to do in all, ten times a second at most, in a
             thread of its own; or True for a bar on the terminal of the leading rank. If it raises, it is not called again.
+        dry_run: plan the save on all ranks and write nothing: raise what cannot be saved, and report what would be written. Replicas are
+            not compared. The estimate of seconds comes from the spans of the checkpoint at ``url`` or of a step beside it.
 
     Raises:
         StateError: a value cannot be stored.
@@ -68,6 +71,7 @@ def save(
         ExchangeError: what another rank sent came damaged.
     """
     url = url_text(url)
+    from .engine.save import dry_run as rehearsal
     from .engine.save.background import wait_for_pending_save
     from .engine.save.save import save_state
 
@@ -83,6 +87,8 @@ def save(
             timeout=timeout,
             threads=threads,
         )
+    if dry_run:
+        return rehearsal.dry_run(url, state, group, options)
     return save_state(url, state, group, options, partial(_note_failure, group, url))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import nn
 import ckpt
 from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.engine.load import sweep
-from ckpt.errors import NamesError, ShapeError
+from ckpt.errors import NamesError, ShapeError, StateError
+from ckpt.io_backends.posix.writer import PosixWriter
 
 
 def model(*, meta: bool = False) -> nn.Module:
@@ -124,3 +126,41 @@ def test_seconds_come_from_the_log_of_the_run(root: str) -> None:
         assert c.restore(state) is not None
     (step,) = ckpt.list_steps(root)
     assert "the run's log: a load by 1 rank" in str(ckpt.load(step.url, state, dry_run=True).estimated_from)
+
+
+# ------------------------------------------------------------------------------------------------------------------- saves
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_save_writes_what_its_dry_run_said(url: str, codec: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, writes = job(), list[str]()
+    Path(url).parent.mkdir(parents=True)
+    dry = ckpt.save(url, state, codec=codec, dry_run=True)
+    assert not any(Path(url).parent.iterdir()), "nothing is written, and no directory is made"
+    assert dry.dry_run and dry.id == "" and math.isnan(dry.seconds) and dry.estimated_from is None
+
+    def write(self: PosixWriter, offset: int, parts: Sequence[memoryview | bytes]) -> None:
+        writes.append(self._file)
+        write_parts(self, offset, parts)
+
+    def write_hashed(self: PosixWriter, offset: int, data: memoryview, update: Callable[[memoryview], object]) -> None:
+        writes.append(self._file)
+        write_and_hash(self, offset, data, update)
+
+    write_parts, write_and_hash = PosixWriter.write, PosixWriter.write_hashed
+    monkeypatch.setattr(PosixWriter, "write", write)
+    monkeypatch.setattr(PosixWriter, "write_hashed", write_hashed)
+    real = ckpt.save(url, state, codec=codec)
+    monkeypatch.undo()
+    files = list((Path(url) / "data").iterdir())
+    assert real.rank_bytes == sum(file.stat().st_size for file in files)
+    assert (dry.tensor_bytes, dry.requests, dry.files) == (real.tensor_bytes, real.requests, len(files))
+    assert real.requests == sum("/data/" in path for path in writes)
+    assert dry.rank_bytes == real.rank_bytes if codec is None else dry.rank_bytes >= real.rank_bytes
+    again = ckpt.save(f"{Path(url).parent}/step-2", state, dry_run=True)
+    assert again.seconds >= 0 and again.estimated_from == f"the spans of {url}"
+
+
+def test_what_cannot_be_saved_is_an_error_of_the_dry_run(url: str) -> None:
+    with pytest.raises(StateError, match="has no name"):
+        ckpt.save(url, {"optimizer": torch.optim.SGD(model().parameters())}, dry_run=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import ckpt
 from tests.distributed.ranks import Ranks
@@ -51,3 +53,28 @@ def test_each_rank_reads_what_it_said(ranks: Ranks, tmp_path: Path, kind: str, s
         assert len({dry.seconds for dry, _ in reports}) == 1, "the slowest rank's, on all ranks"
         if options.get("exchange") and kind != "whole":
             assert sum(dry.bytes_received for dry, _ in reports) > 0, options
+
+
+def forecast_and_save(url: str) -> tuple[ckpt.SaveReport, ckpt.SaveReport]:
+    """Flat shards that end in the middle of rows, replicas and values of single ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    length = 40 * 37 // size
+    state = {
+        "flat": torch.arange(rank * length, (rank + 1) * length, dtype=torch.float32),
+        "same": torch.ones(100, 300),
+        "own": ckpt.PerRank(rank),
+    }
+    layout = ckpt.Layout({"dp": size}, [("flat", ckpt.Flat("dp"), ckpt.GlobalShape((40, 37))), ("*", ckpt.Replicate())])
+    dry = ckpt.save(url, state, layout=layout, dry_run=True)
+    dist.barrier()
+    assert not Path(url).exists()
+    dist.barrier()
+    return dry, ckpt.save(url, state, layout=layout)
+
+
+def test_each_rank_writes_what_it_said(ranks: Ranks, tmp_path: Path) -> None:
+    reports = ranks.run(4, forecast_and_save, str(tmp_path / "a"))
+    for dry, real in reports:
+        unsure = {"id": "", "seconds": 0.0, "memory": 0, "dry_run": False, "estimated_from": None}
+        assert replace(dry, **unsure) == replace(real, **unsure)
+    assert sum(dry.sent_bytes for dry, _ in reports) > 0

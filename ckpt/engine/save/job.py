@@ -30,8 +30,14 @@ from .staging import Arena
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveReport:
-    """What a save did. ``tensor_bytes`` is the whole checkpoint's, ``rank_bytes`` what this rank wrote (headers included),
-    ``sent_bytes`` what it sent to other ranks to merge flat shards, ``seconds`` wall time from the call to the commit."""
+    """What a save did, or with ``dry_run`` would do. ``tensor_bytes`` is the whole checkpoint's, ``rank_bytes`` what this rank wrote
+    (headers included) in ``requests`` writes, which storage may split, to ``files`` files; ``sent_bytes`` what it sent to other ranks to
+    merge flat shards, ``seconds`` wall time from the call to the commit.
+
+    Of a dry run, ``id`` is empty, ``rank_bytes`` is what it is before coding, and ``memory`` the most that writing takes beside the state,
+    in bytes. ``seconds`` is an estimate for the slowest rank, from what ``estimated_from`` says; NaN if no earlier save says how fast the
+    storage is.
+    """
 
     url: str
     id: str
@@ -39,6 +45,11 @@ class SaveReport:
     rank_bytes: int
     sent_bytes: int
     seconds: float
+    requests: int = 0
+    files: int = 0
+    memory: int | None = None
+    dry_run: bool = False
+    estimated_from: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,29 @@ class Leader:
             ConflictError: the URL is a symbolic link.
             StorageError: nothing can be written here.
         """
+        first = not self.known
+        opened = self.open_tables(self._compared(rows), rows, first=first)
+        key = opened.values_key
+        if not any(cache.state is not None and cache.values == key for _, cache in opened.tables.index.values()):
+            _ = opened.values  # they may contradict each other
+        return opened
+
+    def forecast(self, rows: Mapping[int, Row]) -> int:
+        """Bytes of all tensors of the checkpoint that these tables and values make. Nothing is written.
+
+        Raises:
+            ConsistencyError, CoverageError: they do not make one.
+            ConflictError: the URL is a symbolic link.
+        """
+        check_no_link(self.backend)
+        tables = self._compared(rows)
+        _ = OpenSave(leader=self, id="", abilities=None, previous=None, tables=tables, rows=rows, first=True).values
+        tensors = [*tables.joined.tensors.values(), *(t for table in tables.own.values() for t in table.tensors)]
+        apart: int = sum(row.get("own_bytes", 0) for row in rows.values())
+        return apart + sum(t.nbytes for t in tensors)
+
+    def _compared(self, rows: Mapping[int, Row]) -> Tables:
+        """The tables of all ranks, which were saved with the same options."""
         # Options decide where chunks are cut and who writes them. Ranks with different ones would write files that do
         # not fit together, so this is checked before anything else.
         by_options = grouped(rows, "options")
@@ -89,12 +112,7 @@ class Leader:
             raise ConsistencyError(
                 f"the ranks save with different options: {each}", hint="give merge_flat_shards= and codec= alike on every rank"
             )
-        first = not self.known
-        opened = self.open_tables(self._join(rows), rows, first=first)
-        key = opened.values_key
-        if not any(cache.state is not None and cache.values == key for _, cache in opened.tables.index.values()):
-            _ = opened.values  # they may contradict each other
-        return opened
+        return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
         """Make ready to save these tensors.

@@ -83,6 +83,11 @@ class RankPlan:
         """Bytes of all chunks, before coding."""
         return sum(batch.length for batches in self.batches for batch in batches)
 
+    @property
+    def requests(self) -> int:
+        """Ranges that are handed to the storage: each batch, and the header of each file."""
+        return sum(len(batches) + 1 for batches in self.batches)
+
 
 @dataclass(eq=False)
 class Plans:

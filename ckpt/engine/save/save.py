@@ -156,7 +156,7 @@ def begin(prepared: Prepared) -> Begun:
     """Agree on what is saved; the id of the save."""
     job, backend = prepared.job, prepared.backend
     call, options = job.call, job.options
-    row = _begin_row(prepared)
+    row = begin_row(prepared)
     opened: OpenSave | None = None
     if call.is_leader:
         leader = Leader(
@@ -180,7 +180,7 @@ def begin(prepared: Prepared) -> Begun:
     return Begun(prepared=prepared, id=id, writer=_make_writer(prepared, id), opened=opened)
 
 
-def _begin_row(prepared: Prepared) -> Row:
+def begin_row(prepared: Prepared) -> Row:
     """This rank's tables and values, which stay here until the leader asks for them."""
     call, collected, plan = prepared.job.call, prepared.collected, prepared.plan
     row: Row = {
@@ -337,6 +337,8 @@ def _report(written: Written, tensor_bytes: int) -> SaveReport:
         rank_bytes=written.rank_bytes,
         sent_bytes=prepared.fragments.moved if prepared.fragments is not None else 0,
         seconds=time.perf_counter() - prepared.job.began,
+        requests=prepared.plan.requests,
+        files=len(prepared.plan.batches),
     )
 
 

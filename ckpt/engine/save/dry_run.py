@@ -1,0 +1,88 @@
+"""A dry run of a save: its first phases, which write nothing, and in place of the others what they would write."""
+
+from __future__ import annotations
+
+import math
+
+from ckpt.concurrency.gc_paused import gc_paused
+from ckpt.coordination.group import Group
+from ckpt.coordination.rows import Row
+from ckpt.formats.native.datafiles.datafile import plan_coded_file
+from ckpt.maintenance.transfer_rates import rate_of_saves
+from ckpt.settings import limits
+
+from .job import SaveJob, SaveOptions, SaveReport
+from .leader import Leader
+from .phases import Prepared
+from .plan import NO_ID, RankPlan
+from .save import begin_row, prepare
+
+
+def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> SaveReport:
+    """What a save of ``state`` would write on this rank; collective over ``group``. Nothing is written.
+
+    Raises:
+        as ``ckpt.save`` does for a state that cannot be saved.
+    """
+    job = SaveJob.begin(group.call("save", url, options.timeout), options)
+    call = job.call
+    with gc_paused(), call.phase("plan"):
+        prepared = prepare(job, state)
+        row = begin_row(prepared) | {"bytes": _rank_bytes(prepared.plan)}
+
+        def decide(rows: dict[int, Row]) -> Row:
+            leader = Leader(
+                call=call,
+                backend=prepared.backend,
+                known=list(job.cache.tables),  # a copy: the next save is still the first one, if it is
+                merge_flat_shards=options.merge_flat_shards,
+            )
+            rate = rate_of_saves(url)
+            longest = max(row["bytes"] for row in rows.values())
+            return {
+                "tensor_bytes": leader.forecast(rows),
+                "seconds": None if rate is None else longest / max(rate.bytes_per_second, 1.0),
+                "measured": None if rate is None else rate.measured,
+            }
+
+        decision: Row = call.lead(row, decide) if call.is_leader else call.follow(row)
+    call.linger()
+    return SaveReport(
+        url=url,
+        id="",
+        tensor_bytes=decision["tensor_bytes"],
+        rank_bytes=row["bytes"],
+        sent_bytes=_moved(prepared.plan)[0],
+        seconds=math.nan if decision["seconds"] is None else decision["seconds"],
+        requests=prepared.plan.requests,
+        files=len(prepared.plan.batches),
+        memory=_memory(prepared),
+        dry_run=True,
+        estimated_from=decision["measured"],
+    )
+
+
+def _rank_bytes(plan: RankPlan) -> int:
+    """Bytes of this rank's files. With a codec: if no chunk shrinks."""
+    sizes = [file.size for file in plan.files]
+    for number, group in enumerate(plan.groups):
+        specs = plan.specs[group]
+        stored = plan_coded_file(specs, [None] * len(specs), [s.nbytes for s in specs], id=NO_ID, rank=0, number=number)
+        sizes.append(stored.size)
+    return sum(sizes)
+
+
+def _moved(plan: RankPlan) -> tuple[int, int]:
+    """Bytes of the fragments of flat shards that this rank sends, and of those that it receives."""
+    sizes = {t.name: t.dtype.itemsize for t in plan.key.infos}
+    sent, received = (sum((f.stop - f.start) * sizes[f.name] for f in fragments) for fragments in (plan.sends, plan.receives))
+    return sent, received
+
+
+def _memory(prepared: Prepared) -> int:
+    """A block for each thread, the fragments, and with a codec the coded chunks of one file."""
+    plan, options = prepared.plan, prepared.job.options
+    threads = max(options.threads, prepared.backend.io_hints.concurrency)
+    small = any(len(batch.numbers) > 1 for batches in plan.batches for batch in batches)
+    coded = max((sum(batch.length for batch in batches) for batches in plan.batches), default=0) if plan.groups else 0
+    return (threads * limits.CACHE_BLOCK if small else 0) + sum(_moved(plan)) + coded
