@@ -71,7 +71,7 @@ def save(
         ExchangeError: what another rank sent came damaged.
     """
     url = url_text(url)
-    from .engine.save import dry_run as rehearsal
+    from .engine.dry_run import save as rehearsal
     from .engine.save.background import wait_for_pending_save
     from .engine.save.save import save_state
 
@@ -226,6 +226,7 @@ def load(
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
     url = url_text(url)
+    from .engine.dry_run import load as rehearsal
     from .engine.load.load import load_state
     from .engine.load.options import LoadOptions
     from .engine.save.background import wait_for_pending_save
@@ -252,7 +253,7 @@ def load(
             progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
             dry_run=dry_run,
         )
-    return load_state(url, state, group, options)
+    return rehearsal.dry_run(url, state, group, options) if dry_run else load_state(url, state, group, options)
 
 
 def open(url: str | os.PathLike[str], *, sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None) -> View:

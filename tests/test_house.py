@@ -29,7 +29,7 @@ FLOORS = (
     ("byte_source",),
     ("converters.mapping", "converters.select", "data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
     ("engine.load", "engine.save", "observe"),
-    ("events", "live", "view"),
+    ("engine.dry_run", "events", "live", "view"),
     ("api", "converters", "ema", "monitors"),
     ("cli", "training"),
     ("integrations",),

@@ -39,9 +39,7 @@ from ckpt.tracing.progress_callback import reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.peers import peers_of
 
-from .dry_run import dry_run
 from .fitting import renamed, row_of_match, verdict_of
-from .forecast import as_if_created
 from .job import LoadJob, StateWrites, tells_whether_written
 from .opening import open_together
 from .options import LoadOptions, LoadReport
@@ -50,6 +48,7 @@ from .read_exchange import ReadExchange
 from .reader import Reader, TensorLoad, changed
 from .setting import accept, run_each, set_all
 from .shared_reads import SharedReads, worth_all, worth_parts, worth_replicas
+from .without_memory import as_if_created
 
 log = logging.getLogger("ckpt")
 R = TypeVar("R")
@@ -70,8 +69,6 @@ def _load(url: str, state: object, group: Group, options: LoadOptions) -> LoadRe
         job = LoadJob(call=group.call("load", url, options.timeout), options=options, recorded=recorded.get(), writes=StateWrites())
         try:
             matched = match(job, state)
-            if options.dry_run:
-                return dry_run(matched, partial(_exchange, matched))
             with tells_whether_written(job.writes):
                 filled = read(matched)
                 set_values(filled)
@@ -167,11 +164,11 @@ def divide(matched: Matched) -> Divided:
     reader = job.reader(matched.catalog, job.options.verify)
     job.writes.begun = bool(binding.create or binding.objects)
     run_each(binding.create)
-    exchange = _exchange(matched, reader)
+    exchange = exchange_of(matched, reader)
     return Divided(matched=matched, reader=reader, exchange=exchange, setters=setters)
 
 
-def _exchange(matched: Matched, reader: Reader) -> ReadExchange | None:
+def exchange_of(matched: Matched, reader: Reader) -> ReadExchange | None:
     if matched.refused is None:
         return None
     job, sharing = matched.job, matched.sharing

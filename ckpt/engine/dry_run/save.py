@@ -7,15 +7,14 @@ import math
 from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
+from ckpt.engine.save.job import SaveJob, SaveOptions, SaveReport
+from ckpt.engine.save.leader import Leader
+from ckpt.engine.save.phases import Prepared
+from ckpt.engine.save.plan import NO_ID, RankPlan
+from ckpt.engine.save.save import begin_row, prepare
 from ckpt.formats.native.datafiles.datafile import plan_coded_file
 from ckpt.maintenance.transfer_rates import rate_of_saves
 from ckpt.settings import limits
-
-from .job import SaveJob, SaveOptions, SaveReport
-from .leader import Leader
-from .phases import Prepared
-from .plan import NO_ID, RankPlan
-from .save import begin_row, prepare
 
 
 def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> SaveReport:

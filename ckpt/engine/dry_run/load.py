@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from ckpt.concurrency.gc_paused import gc_paused
+from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
+from ckpt.engine.load.fitting import renamed
+from ckpt.engine.load.job import LoadJob, StateWrites
+from ckpt.engine.load.load import exchange_of, match
+from ckpt.engine.load.options import LoadOptions, LoadReport
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.maintenance.transfer_rates import rate_of_loads
 
-from .fitting import renamed
 from .forecast import ReadForecast
-from .options import LoadReport
-from .phases import Matched
-from .read_exchange import ReadExchange
-from .reader import Reader
 
 
-def dry_run(matched: Matched, divided: Callable[[Reader], ReadExchange | None]) -> LoadReport:
-    """What the load would do on this rank; nothing in the state changes. ``divided`` divides the reads among the ranks, as for the load.
+def dry_run(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:
+    """What a load into ``state`` would do on this rank; collective over ``group``. Nothing in the state changes.
 
     Objects of the state are not asked whether they take their values: to ask them is to change them.
+
+    Raises:
+        as ``ckpt.load`` does for a checkpoint that does not fit, or whose index or headers are damaged.
     """
-    job, call = matched.job, matched.job.call
+    with gc_paused():
+        return _dry_run(LoadJob(call=group.call("load", url, options.timeout), options=options, recorded=None, writes=StateWrites()), state)
+
+
+def _dry_run(job: LoadJob, state: object) -> LoadReport:
+    call, matched = job.call, match(job, state)
     with call.phase("plan"), replacement_noticed(matched.catalog):
         reader = job.reader(matched.catalog, job.options.verify)
-        forecast = ReadForecast.of(reader, matched.jobs, matched.sharing, divided(reader))
+        forecast = ReadForecast.of(reader, matched.jobs, matched.sharing, exchange_of(matched, reader))
         known: Row = job.agree({}, lambda _: _known_rate(call.url))
     with call.phase("probe"):
         rate = known.get("rate") or forecast.probe(reader)

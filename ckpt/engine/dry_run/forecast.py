@@ -1,18 +1,17 @@
 """What a planned load would read, without reading it: the ranges of every task, in the cuts in which the tasks read.
 
-A dry run goes through the phases of a load as far as the plan (``load.py``). Here each part of the plan is asked for its reads:
+A dry run goes through the phases of a load as far as the plan (``engine/load``). Here each part of the plan is asked for its reads:
 
     whole chunks    small neighbours together, large ones in stretches        (``whole_chunks.tasks_of``)
     sweep           rows of a file that follow one another                    (``Sweep.runs``)
     parts           groups of neighbours, or stretches and pieces of one      (``Reader.read``)
     shared reads    slices                                                    (``ReadExchange._read``)
 
-Nothing of the state is touched. Tensors without memory get addresses that no memory is behind, so that they are planned as in the load.
+Nothing of the state is touched.
 """
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +19,18 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
 import xxhash
 
-from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.byte_source.digest_reader import PAGE, DigestReader
 from ckpt.catalog import Extent
 from ckpt.concurrency.workers import run_tasks
+from ckpt.engine.load.read_exchange import ReadExchange
+from ckpt.engine.load.reader import CopyStep, Reader, ReadPlan, same_chunk, steps_of
+from ckpt.engine.load.shared_reads import SharedRead, SharedReads
+from ckpt.engine.load.sweep import FilePlan, Sweep
+from ckpt.engine.load.whole_chunks import TensorLoad, WholeChunks, small_and_large
 from ckpt.plan.reads import Part, RangeGroup, group_ranges
 from ckpt.settings import limits
-
-from .read_exchange import ReadExchange
-from .reader import CopyStep, Reader, ReadPlan, same_chunk, steps_of
-from .shared_reads import SharedRead, SharedReads
-from .sweep import FilePlan, Sweep
-from .whole_chunks import TensorLoad, WholeChunks, small_and_large
 
 _SAMPLE = 64
 """Reads that are kept for a probe: so many to twice as many, spread evenly."""
@@ -42,7 +38,6 @@ _PROBED = 4 << 20
 """Most bytes of one read that a probe reads."""
 _SECONDS = 0.25
 """After this a probe begins no other read."""
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class PlannedRead(NamedTuple):
@@ -221,21 +216,3 @@ def _received(sharing: SharedReads) -> int:
     """Bytes that other ranks read for the tensors of this one."""
     items = (item for shared_reads in sharing.takes.values() for shared_read in shared_reads for item in shared_read.items)
     return sum(len(item.jobs) * item.itemsize * box.numel for item in items for box in item.boxes(sharing.rank))
-
-
-# ---- tensors without memory
-
-
-def as_if_created(job: TensorLoad, device: str | torch.device) -> TensorLoad:
-    """The load of a tensor that has no memory yet, planned as if it had some on ``device``."""
-    target = job.target
-    if torch.device(device).type != "cpu":
-        return job  # memory of the meta device is planned as that of any other device but the host
-    parts = [LocalShard(part.box, _address_space(part.memory)) for part in target.parts]
-    return TensorLoad(LocalTensor(target.info, parts, target.state_name), job.entry)
-
-
-def _address_space(like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor whose pages nobody touches: it takes addresses, and no memory."""
-    pages = mmap.mmap(-1, max(like.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=like.nbytes).view(like.dtype).view(like.shape) if like.nbytes else like
