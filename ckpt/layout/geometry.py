@@ -54,6 +54,17 @@ class Box:
         shape = tuple(min(a, b) - s for a, b, s in zip(self.end, other.end, start, strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
+    def joined(self, other: Box) -> Box | None:
+        """The box of both where ``other`` comes right after this one along one dimension, and is as wide in all others; else None."""
+        apart = [d for d, (a, b) in enumerate(zip(self.offset, other.offset, strict=True)) if a != b]
+        if len(apart) != 1:
+            return None
+        (dim,) = apart
+        shape = (*self.shape[:dim], other.shape[dim], *self.shape[dim + 1 :])
+        if shape != other.shape or self.offset[dim] + self.shape[dim] != other.offset[dim]:
+            return None
+        return self.narrowed(dim, self.offset[dim], other.offset[dim] + other.shape[dim])
+
     def contains(self, other: Box) -> bool:
         return all(a <= b for a, b in zip(self.offset, other.offset, strict=True)) and all(
             a >= b for a, b in zip(self.end, other.end, strict=True)

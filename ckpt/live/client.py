@@ -64,9 +64,17 @@ class PieceClient:
     """
 
     def __init__(
-        self, holder: Holder, secret: bytes, timeout: float, *, alive: Callable[[], None] = lambda: None, shared: bool = True
+        self,
+        holder: Holder,
+        secret: bytes,
+        timeout: float,
+        *,
+        alive: Callable[[], None] = lambda: None,
+        shared: bool = True,
+        room: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """``shared``: whether the holder's shared memory is used where it can be."""
+        """``shared``: whether the holder's shared memory is used where it can be. ``room`` gives memory for so many bytes of a piece, which
+        is then the caller's; without it, pieces come into memory of this connection."""
         self.holder = holder
         with _naming(holder):
             self._channel = dial(
@@ -86,6 +94,7 @@ class PieceClient:
             except BaseException:
                 self._channel.close()
                 raise
+        self._room = room
         self._buffer = bytearray()
         self._changes = bytearray()
         self.transferred = 0
@@ -95,8 +104,9 @@ class PieceClient:
         self._channel.close()
 
     def pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None = None) -> None:
-        """Take all pieces of a list: ``place`` gets the number and the bytes of each, which it must not keep. With a ``base`` the holder
-        may send what changed since. Where the base turns out not to be that version any more, the piece itself is taken afterwards.
+        """Take all pieces of a list: ``place`` gets the number and the bytes of each, which it must not keep if they are not in a ``room``.
+        With a ``base`` the holder may send what changed since. Where the base turns out not to be that version any more, the piece itself
+        is taken afterwards.
 
         Raises:
             ExchangeError: a piece came damaged.
@@ -137,31 +147,42 @@ class PieceClient:
         if number != piece or (slot == IN_STREAM and count != length and not as_changes):
             raise FormatError(f"piece {number} of {count} bytes came in the place of piece {piece} of {length}", where=str(self.holder))
         if slot == IN_STREAM:
-            if len(self._buffer) < length:
-                self._buffer, self._changes = bytearray(length), bytearray(length)
-            view = memoryview(self._changes if as_changes else self._buffer)[:count]
+            whole = self._memory(length)
+            if as_changes and len(self._changes) < length:
+                self._changes = bytearray(length)
+            view = memoryview(self._changes)[:count] if as_changes else whole
             self._channel.receive_into(view)
             self.transferred += count
             self._check(view, digest)
             if as_changes and base is not None:
-                whole = memoryview(self._buffer)[:length]
                 base.fill(piece, whole)
                 if not apply_changes(view, whole, requests, piece, str(self.holder)):
                     return False
-                view = whole
-            place(view)
+            place(whole)
             return True
         slots = self._slots
         if slots is None or not slots.has(slot):
             raise FormatError(f"slot {slot} of memory that is not open", where=str(self.holder))
         view = slots.data(slot).data[:length]
         self.transferred += length
+        if self._room is not None:
+            kept = self._room(length)
+            kept[:] = view
+            view = kept
         self._check(view, digest)
         place(view)
         if slots.generation(slot) != count:
             raise ConnectionAbortedError("this rank was taken for dead while it copied")
         slots.done(slot, 0)
         return True
+
+    def _memory(self, length: int) -> memoryview:
+        """For the bytes of a piece."""
+        if self._room is not None:
+            return self._room(length)
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        return memoryview(self._buffer)[:length]
 
     def _check(self, view: memoryview, digest: int) -> None:
         if xxhash.xxh3_64_intdigest(view) != digest:
@@ -241,9 +262,10 @@ def pull_all(
     alive: Callable[[], None] = lambda: None,
     shared: bool = True,
     base: PullBase | None = None,
+    room: Callable[[int], memoryview] | None = None,
 ) -> Pulled:
     """Take every share of a plan; ``base`` is what the receiver has of an earlier version. ``place`` gets share, number and bytes of each
-    piece, from several threads. ``alive`` is called often, from this one.
+    piece, from several threads; it may keep them if ``room`` gave the memory for them. ``alive`` is called often, from this thread.
 
     Raises:
         RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError: a holder is lost, and nobody else has what it had.
@@ -268,7 +290,7 @@ def pull_all(
                 pulled.received[holder] = pulled.received.get(holder, 0) + int(share.requests.nbytes[rows.start : rows.stop].sum())
 
         try:
-            client = PieceClient(holders[holder], secret, timeout, alive=going, shared=shared)
+            client = PieceClient(holders[holder], secret, timeout, alive=going, shared=shared, room=room)
             try:
                 client.pull(version, share.requests, placed, None if base is None else base.of(share))
             finally:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ckpt.errors import NotFoundError
 from ckpt.layout.geometry import Box
 from ckpt.plan.transfers import RequestList
+from ckpt.settings import limits
 
 Rows = Callable[[Any, tuple[slice, ...]], npt.NDArray[np.generic]]
 """The elements of a box of some memory, as an array of a plain dtype of the same item size; a view where that can be."""
@@ -46,6 +47,8 @@ class Holdings:
     tensors: Mapping[int, TensorParts]
     rows: Rows = array_rows
     check: Check | None = None
+    is_sealed: bool = False
+    """Whether the memory cannot change any more: then it is sent as it lies, where that can be."""
 
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
         """Pack the boxes of a piece into ``out``, row-major, each at its place; how many bytes that is.
@@ -56,15 +59,52 @@ class Holdings:
         """
         places, length = requests.places(piece)
         for request, place in zip(requests.pieces[piece], places, strict=True):
-            number, nbytes = int(requests.numbers[request]), int(requests.nbytes[request])
-            tensor = self.tensors.get(number)
-            if tensor is None or tensor.dimensions > requests.offsets.shape[1]:
-                raise _not_here(f"nothing of tensor number {number}")
-            box = requests.box(request, tensor.dimensions)
-            if box.numel * tensor.itemsize != nbytes:
-                raise _not_here(f"{box.numel * tensor.itemsize} bytes in {box} of tensor number {number}, not {nbytes}")
+            number, nbytes, box = self._asked(requests, request)
             self.gather(number, box, out[place : place + nbytes])
         return length
+
+    def _asked(self, requests: RequestList, request: int) -> tuple[int, int, Box]:
+        """Number of the tensor, bytes and box of a request, if this rank has anything of the kind."""
+        number, nbytes = int(requests.numbers[request]), int(requests.nbytes[request])
+        tensor = self.tensors.get(number)
+        if tensor is None or tensor.dimensions > requests.offsets.shape[1]:
+            raise _not_here(f"nothing of tensor number {number}")
+        box = requests.box(request, tensor.dimensions)
+        if box.numel * tensor.itemsize != nbytes:
+            raise _not_here(f"{box.numel * tensor.itemsize} bytes in {box} of tensor number {number}, not {nbytes}")
+        return number, nbytes, box
+
+    def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
+        """The bytes of a piece as views, in order: of this rank's memory where long boxes lie in it as they are asked for and it is sealed,
+        and of ``out``, into which everything else is packed.
+
+        Raises:
+            NotFoundError, CorruptError: as ``pack``.
+        """
+        places, length = requests.places(piece)
+        views: list[memoryview] = []
+        packed = 0
+        for request, place in zip(requests.pieces[piece], places, strict=True):
+            number, nbytes, box = self._asked(requests, request)
+            view = self._in_place(number, box) if self.is_sealed and nbytes >= limits.WORTH_A_CALL else None
+            if view is None:
+                self.gather(number, box, out[place : place + nbytes])
+                continue
+            views += [out[packed:place], view] if place > packed else [view]
+            packed = place + nbytes
+        return [*views, out[packed:length]] if length > packed else views
+
+    def _in_place(self, number: int, box: Box) -> memoryview | None:
+        """The memory of a box, if that is row-major; it has been checked."""
+        for part, memory in self.tensors[number].parts:
+            if part.contains(box):
+                rows = self.rows(memory, box.relative_to(part.offset).slices)
+                if not rows.flags.c_contiguous:
+                    return None
+                if self.check is not None:
+                    self.check(number, box)
+                return rows.reshape(-1).view(np.uint8).data
+        return None
 
     def gather(self, number: int, box: Box, out: memoryview) -> None:
         """Pack the row-major elements of a box of tensor ``number``, which may lie in several parts, into ``out``.

@@ -185,14 +185,17 @@ class _Outlet:
         slot = self._pool.take(self._wait)
         try:
             view = self._pool.data(slot).data
-            view = view[: holdings.pack(requests, piece, view)]
-            digest = xxhash.xxh3_64_intdigest(view)
             if self.opened:
+                digest = xxhash.xxh3_64_intdigest(view[: holdings.pack(requests, piece, view)])
                 self._lent.append(slot)
                 generation = self._pool.lend(slot, (), (0,))
                 self._channel.send(RECORD.pack(0, piece, slot, generation, digest))
             else:
-                self._channel.send(RECORD.pack(0, piece, IN_STREAM, len(view), digest), view)
+                views = holdings.views(requests, piece, view)
+                of_all = xxhash.xxh3_64()
+                for each in views:
+                    of_all.update(each)
+                self._channel.send(RECORD.pack(0, piece, IN_STREAM, sum(map(len, views)), of_all.intdigest()), *views)
         finally:
             if slot not in self._lent:
                 self._pool.release(slot)

@@ -28,11 +28,12 @@ from ckpt.engine.load.reader import changed
 from ckpt.engine.load.setting import run_each, set_all
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.plan.transfers import Share, TransferPlan
+from ckpt.settings import limits
 
 from .catalog import LiveCatalog
 from .client import Holder, PullBase, Pulled, pull_all
 from .filling import Filling, FillPlan, PlanCache, plan_filling
-from .segments.mapped import LocalHolder, check_local, copy_local, open_local
+from .segments.mapped import LocalHolder, SegmentShare, check_local, copy_local, open_local
 from .segments.published import SegmentLayout
 from .versions import Manifest, Version, catalog_of, tensors_of
 
@@ -79,6 +80,10 @@ class SinkCache:
     catalog: LiveCatalog | None = None
     layouts: dict[int, SegmentLayout] = field(default_factory=dict)
     plan: PlanCache = field(default_factory=PlanCache)
+    shared: dict[int, SegmentShare] = field(default_factory=dict)
+    """What is taken from the segment of each rank,"""
+    shared_under: TransferPlan | None = None
+    """under this plan."""
     buffers: list[Bytes] = field(default_factory=list)
 
     def catalog_of(self, offered: OfferedVersion) -> LiveCatalog:
@@ -97,12 +102,21 @@ class SinkCache:
             layout = self.layouts[rank] = SegmentLayout.of(tensors_of(offered.manifest, offered.blobs, rank), rank)
         return layout
 
+    def share_of(self, plan: FillPlan, rank: int, layout: SegmentLayout) -> SegmentShare:
+        """What is taken from the segment of one rank of the source."""
+        if self.shared_under is not plan.transfers:
+            self.shared, self.shared_under = {}, plan.transfers
+        share = self.shared.get(rank)
+        if share is None:
+            share = self.shared[rank] = SegmentShare.of(plan, rank, layout)
+        return share
+
     def buffer(self, length: int) -> Bytes:
-        """Memory for a piece, of an earlier take if there is some."""
-        for number, known in enumerate(self.buffers):
-            if len(known) >= length:
-                return self.buffers.pop(number)[:length]
-        return np.empty(length, dtype=np.uint8)
+        """Memory for a piece of so many bytes, of an earlier take if there is some; it may have more."""
+        for number in range(len(self.buffers) - 1, -1, -1):
+            if len(self.buffers[number]) >= length:
+                return self.buffers.pop(number)
+        return np.empty(max(length, limits.CACHE_BLOCK), dtype=np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,7 +175,7 @@ class StagedTake:
     matched: MatchedTake
     plan: FillPlan
     mapped: Mapping[int, LocalHolder]
-    pieces: Sequence[tuple[Share, int, Bytes]]
+    pieces: Sequence[tuple[Share, int, memoryview]]
     pulled: Pulled
     left: TransferPlan | None
     """What comes during the switch, in place."""
@@ -183,9 +197,14 @@ class Puller:
     alive: Callable[[], None]
 
     def pull(
-        self, offered: OfferedVersion, plan: TransferPlan, filling: Filling, place: Callable[[Share, int, memoryview], None]
+        self,
+        offered: OfferedVersion,
+        plan: TransferPlan,
+        filling: Filling,
+        place: Callable[[Share, int, memoryview], None],
+        room: Callable[[int], memoryview] | None = None,
     ) -> Pulled:
-        """Take the pieces of a plan; raises as ``pull_all``. Where the state has the source's dtypes, it is the base of changes."""
+        """Take the pieces of a plan; as ``pull_all``. Where the state has the source's dtypes, it is the base of changes."""
         if not plan.shares:
             return Pulled()
         return pull_all(
@@ -199,6 +218,7 @@ class Puller:
             threads=self.threads,
             alive=self.alive,
             shared=self.local is not None,
+            room=room,
             base=PullBase(version=self.base, fill=filling.pack) if self.base is not None and filling.plan.is_packable else None,
         )
 
@@ -225,22 +245,23 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
         offered.holders,
         offered.manifest,
         lambda rank: cache.layout_of(offered, rank),
+        lambda rank: cache.share_of(plan, rank, cache.layout_of(offered, rank)),
     )
-    mapped, wrong = check_local(plan, mapped, puller.threads, puller.alive)
+    mapped, wrong = check_local(mapped, puller.threads, puller.alive)
     if wrong and in_place:  # before anything is changed
         raise wrong[0]
-    pieces: list[tuple[Share, int, Bytes]] = []
+    pieces: list[tuple[Share, int, memoryview]] = []
     lock = threading.Lock()
 
+    def room(length: int) -> memoryview:
+        with lock:
+            return cache.buffer(length).data[:length]
+
     def keep(share: Share, piece: int, view: memoryview) -> None:
-        with lock:
-            buffer = cache.buffer(len(view))
-        buffer[:] = np.frombuffer(view, dtype=np.uint8)
-        with lock:
-            pieces.append((share, piece, buffer))
+        pieces.append((share, piece, view))
 
     left = _without(plan.transfers, mapped)
-    pulled = Pulled() if in_place else puller.pull(offered, left, Filling(plan), keep)
+    pulled = Pulled() if in_place else puller.pull(offered, left, Filling(plan), keep, room)
     return StagedTake(matched=matched, plan=plan, mapped=mapped, pieces=pieces, pulled=pulled, left=left if in_place else None)
 
 
@@ -268,8 +289,8 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
     filling.zero_padding()
     copy_local(plan, staged.mapped, puller.threads)
     for share, piece, data in staged.pieces:
-        filling.place(share, piece, data.data)
-        cache.buffers.append(data if data.base is None else data.base)
+        filling.place(share, piece, data)
+        cache.buffers.append(np.frombuffer(memoryview(data.obj), dtype=np.uint8))  # all of what the view is a part of
     pulled = staged.pulled if staged.left is None else puller.pull(matched.offered, staged.left, filling, filling.place)
     settle_devices(devices, where)
     changed([part.memory for target, _ in plan.targets for part in target.parts])

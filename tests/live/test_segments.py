@@ -13,15 +13,25 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 import xxhash
 
+from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.layout.geometry import Box
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.live.catalog import LiveCatalog
+from ckpt.live.filling import plan_filling
+from ckpt.live.segments.mapped import LocalHolder, SegmentShare
 from ckpt.live.segments.published import BlockCheck, PublishedSegment, SegmentLayout
 from ckpt.live.segments.segment import BLOCK, MappedSegment, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
 from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.tables import Joined
+from ckpt.plan.transfers import Want, plan_transfers
+from ckpt.settings import limits
 from tests.plan.layout_strategies import placed_tensors
 
 
@@ -171,3 +181,71 @@ def test_a_flipped_byte_is_found_where_it_is_needed_and_nowhere_else(at: int) ->
                 check.box("weight", row)
         else:
             check.box("weight", row)
+
+
+ROWS, COLUMNS = 24, 40
+SPLIT = TensorLayout(Mesh(("dp",), (2,), range(2)), (Shard(0, "dp"),))
+
+
+def drawn_box(draw: st.DrawFn) -> Box:
+    offset = draw(st.integers(0, ROWS - 1)), draw(st.integers(0, COLUMNS - 1))
+    return Box(offset, (draw(st.integers(1, ROWS - offset[0])), draw(st.integers(1, COLUMNS - offset[1]))))
+
+
+@st.composite
+def wanted_parts(draw: st.DrawFn) -> list[Box]:
+    """Boxes of a receiver: one, or two that are neighbours and lie in different memory."""
+    box = drawn_box(draw)
+    if box.shape[0] == 1 or draw(st.booleans()):
+        return [box]
+    middle = draw(st.integers(1, box.shape[0] - 1))
+    return [box.narrowed(0, box.offset[0], box.offset[0] + middle), box.narrowed(0, box.offset[0] + middle, box.end[0])]
+
+
+@hypothesis.given(boxes=wanted_parts(), piece=st.sampled_from([8, 64, 160, 1000, 1 << 20]))
+def test_requests_for_a_mapped_segment_are_joined_and_bring_all_that_is_wanted(boxes: list[Box], piece: int) -> None:
+    info = TensorSpec("w", DTYPES["int32"], (ROWS, COLUMNS), SPLIT)
+    whole = torch.arange(ROWS * COLUMNS, dtype=torch.int32).view(ROWS, COLUMNS)
+    catalog = LiveCatalog.of(Joined(tensors={"w": info}, assignments={}, aliases={}), {}, url="live", world_size=2)
+    target = LocalTensor(info, [LocalShard(box, torch.full(box.shape, -1, dtype=torch.int32)) for box in boxes], "w")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "CACHE_BLOCK", piece)
+        plan = plan_filling([(target, catalog.tensors["w"])], catalog, rank=7, near=frozenset())
+    copies = 0
+    for rank in plan.transfers.shares:
+        layout = SegmentLayout.of([info], rank)
+        segment = MemorySegment(layout.nbytes)
+        (mine,) = (part.box for part in SPLIT.pieces((ROWS, COLUMNS), rank))
+        segment.data[:] = whole[mine.slices].contiguous().view(torch.uint8).numpy().ravel()
+        digest = digest_of_digests(segment.seal())
+        holder = LocalHolder(rank, MappedSegment(segment.address(), digest), layout, SegmentShare.of(plan, rank, layout))
+        holder.check(lambda: None)
+        holder.copy(plan)
+        copies += len(holder.share.copies)
+    assert all(torch.equal(part.memory, whole[part.box.slices]) for part in target.parts)
+    assert copies <= 2 * len(boxes), "one for each box of the receiver and each of the source, however small the pieces are"
+
+
+@hypothesis.given(boxes=st.lists(st.composite(drawn_box)(), min_size=1, max_size=6), at_least=st.sampled_from([1, 200, 1000, 1 << 20]))
+def test_what_is_sent_as_it_lies_is_what_would_be_packed(boxes: list[Box], at_least: int) -> None:
+    tensor = TensorSpec("w", DTYPES["int16"], (ROWS, COLUMNS), TensorLayout.replicated((0,)))
+    layout = SegmentLayout.of([tensor], 0)
+    segment = MemorySegment(layout.nbytes)
+    segment.data.view(np.int16)[:] = np.arange(ROWS * COLUMNS)
+    published = PublishedSegment(segment, layout, segment.seal(), "here")
+    published.numbers = {"w": 0}
+    catalog = LiveCatalog.of(Joined(tensors={"w": tensor}, assignments={}, aliases={}), {}, url="live", world_size=1)
+    entry = catalog.tensors["w"]
+    want = Want("w", 0, 2, entry.grid, catalog.holders(entry), tuple(boxes))
+    requests = plan_transfers([want], rank=7, piece=4096).shares[0].requests
+    holdings = published.holdings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "WORTH_A_CALL", at_least)
+        for piece in range(len(requests.pieces)):
+            packed, sent = bytearray(4096), bytearray(4096)
+            length = holdings.pack(requests, piece, memoryview(packed))
+            assert b"".join(holdings.views(requests, piece, memoryview(sent))) == bytes(packed[:length])
+    damaged = PublishedSegment(segment, layout, published.digests ^ np.uint64(1), "here")
+    damaged.numbers = {"w": 0}
+    with pytest.raises(CorruptError, match="tensor w"):
+        damaged.holdings().views(requests, 0, memoryview(bytearray(4096)))

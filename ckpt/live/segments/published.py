@@ -34,6 +34,14 @@ class SegmentBox(NamedTuple):
     def nbytes(self) -> int:
         return self.box.numel * self.tensor.dtype.itemsize
 
+    def span(self, part: Box) -> tuple[int, int]:
+        """The bytes of the segment's boxes from the first to the last element of a part of this one, and what lies between."""
+        inside, strides = part.relative_to(self.box.offset), row_major_strides(self.box.shape)
+        first = sum(o * s for o, s in zip(inside.offset, strides, strict=True))
+        last = sum((e - 1) * s for e, s in zip(inside.end, strides, strict=True)) + 1
+        size = self.tensor.dtype.itemsize
+        return self.start + first * size, self.start + last * size
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentLayout:
@@ -78,13 +86,8 @@ class BlockCheck:
         """
         for part in self._layout.boxes.get(name, ()):
             common = part.box if part.box == wanted else part.box.intersect(wanted)
-            if common is None:
-                continue
-            inside, strides = common.relative_to(part.box.offset), row_major_strides(part.box.shape)
-            first = sum(o * s for o, s in zip(inside.offset, strides, strict=True))
-            last = sum((e - 1) * s for e, s in zip(inside.end, strides, strict=True)) + 1
-            size = part.tensor.dtype.itemsize
-            self.range(part.start + first * size, part.start + last * size, name)
+            if common is not None:
+                self.range(*part.span(common), name)
 
     def range(self, start: int, stop: int, name: str) -> None:
         """Check bytes from ``start`` to ``stop``, in which tensor ``name`` lies."""
@@ -137,7 +140,7 @@ class PublishedSegment:
         def look(number: int, box: Box, names: Mapping[int, str] = self._names, keep: PublishedSegment = self) -> None:
             check.box(names.get(number, ""), box)
 
-        return Holdings(tensors=self._tensors, check=look)
+        return Holdings(tensors=self._tensors, check=look, is_sealed=True)
 
 
 def _parts_of(boxes: Sequence[SegmentBox], data: Bytes) -> TensorParts:
