@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+from ckpt.errors import UsageError
+
 from .checks import check_prefix, too_large
 from .shared_object import SharedObject
 
@@ -134,6 +136,19 @@ class Writer(Protocol):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abort()  # does nothing after commit
+
+
+class LentMemory(Protocol):
+    """Memory of a storage in which the bytes of an object are put before the object has a name; ``Backend.lend`` gives it."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Its bytes, of just the object's size, to be filled; what they are before is open. It begins at a page."""
+        ...
+
+    def close(self) -> None:
+        """Give it back. Nothing happens if it became an object, or was given back before."""
+        ...
 
 
 class Backend(Protocol):
@@ -293,6 +308,16 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def lend(self, size: int) -> LentMemory | None:
+        """Memory of the storage itself for an object of ``size`` bytes, which ``create_in`` then makes of it without a copy; None where it
+        has none. NoSpaceError if it is full."""
+        return None
+
+    def create_in(self, path: str, memory: LentMemory) -> Writer:
+        """``create`` an object whose bytes are put into ``memory``. Its Writer still is given all bytes; those that lie where they belong
+        cost nothing. The Writer's end gives the memory back."""
+        raise UsageError("this storage lends no memory", where=f"{self.url}/{path}", hint="please report this")
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
         """Begin an object of ``size`` bytes that several processes write together, or join the one of this ``token``; None where the

@@ -46,7 +46,14 @@ def _s3(url: str, options: Mapping[str, Any]) -> Backend:
     return S3Backend(url, options=s3_options(options))
 
 
-_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend}
+def _mem(url: str) -> Backend:
+    from .mem.backend import MemBackend  # late: few need it
+    from .mem.remote import RemoteMemBackend, is_remote
+
+    return RemoteMemBackend(url) if is_remote(url) else MemBackend(url)
+
+
+_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend, "mem": _mem}
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
@@ -55,7 +62,7 @@ _through_s3fs: set[str] = set()
 
 
 def is_file_system(url: str) -> bool:
-    """Whether a URL is a path of a file system, or of this process's memory: what is read there need not be sent."""
+    """Whether a URL is a path of a file system, or of this machine's memory: what is read there need not be sent."""
     return _scheme(url) in LOCAL
 
 

@@ -21,7 +21,7 @@ from ckpt import settings
 from ckpt.errors import UsageError
 from ckpt.text.urls import url_text
 
-LOCAL = ("", "file", "memory")
+LOCAL = ("", "file", "mem", "memory")
 """Schemes whose backends take no options."""
 ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 """Scheme → the one that means the same storage."""

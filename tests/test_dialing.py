@@ -12,7 +12,8 @@ import pytest
 from ckpt.transport import dialing, listener
 from ckpt.transport.dialing import Dialer
 from ckpt.transport.listener import Listener
-from ckpt.transport.sockets import Hello, Sending, Views, prepare
+from ckpt.transport.sockets import Hello, Sending, Views
+from ckpt.transport.tcp import prepare
 
 SECRET = bytes(range(16))
 HELLO = Hello(number=1, rank=7, size=3, announcement=b"")

@@ -22,6 +22,11 @@ FLOORS = (
     ("_version", "concurrency", "needs", "text.__init__", "text.printable", "text.suggest", "text.urls"),
     ("errors",),
     ("dtypes", "layout", "policies", "reread", "settings", "text.units", "tracing"),
+    ("transport.interfaces",),
+    ("transport.endpoints", "transport.tcp"),
+    ("live.wire",),
+    ("live.connections",),
+    ("memory",),
     ("io_backends", "tree"),
     ("catalog",),
     ("plan",),
@@ -74,6 +79,7 @@ TORCH_WHEN_ASKED = ("ckpt.tree.decoding", "ckpt.monitors.tensorboard")
 WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.maintenance", "ckpt.engine.verify", "ckpt.concurrency"),
     "ckpt.byte_source",
+    *("ckpt.memory", "ckpt.live.wire", "ckpt.live.connections"),
     *("ckpt.observe", "ckpt.monitors", "ckpt.events.event", "ckpt.events.event_threads", "ckpt.events.alerts"),
     *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pull_messages", "server", "wire")),
     *(

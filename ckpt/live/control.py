@@ -6,12 +6,9 @@ for again. No torch.
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt.coordination.remote_errors import error_of, error_to_json
@@ -20,11 +17,9 @@ from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, Usage
 from ckpt.settings import limits
 
 from .connections import ConnectionServer
-from .wire import Channel, dial
+from .wire import Channel, dial, receive, send
 
 PURPOSE = "versions"
-_FRAME = struct.Struct("<II")
-"""Bytes of JSON, and of what follows."""
 _MOST_ASKED = limits.MIB
 """Bytes of a question."""
 _MOST_ANSWER = 256 * limits.MIB
@@ -138,27 +133,3 @@ def _naming(address: str) -> Iterator[None]:
     except OSError as err:
         hint = "look whether the trainer still runs, and take again"
         raise GroupError(f"the leader of the source is gone: {err}", where=address, hint=hint) from err
-
-
-def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:
-    """One message; raises as ``Channel.send``."""
-    text = json.dumps(message).encode()
-    channel.send(_FRAME.pack(len(text), sum(map(len, views))), text, *views)
-
-
-def receive(channel: Channel, most: int) -> tuple[Row, bytes]:
-    """The next message, of at most so many bytes.
-
-    Raises:
-        FormatError: it is longer, or no message of ours; else as ``Channel.receive``.
-    """
-    length, behind = _FRAME.unpack(channel.receive(_FRAME.size))
-    if length > most or behind > most:
-        raise FormatError(f"a message of {length + behind} bytes", where=channel.peer)
-    try:
-        message = json.loads(channel.receive(length))
-    except (ValueError, RecursionError) as err:
-        raise FormatError(f"a message that cannot be read: {err}", where=channel.peer) from err
-    if not isinstance(message, dict):
-        raise FormatError("a message that is no mapping", where=channel.peer)
-    return message, channel.receive(behind)

@@ -13,23 +13,27 @@ comes is unpickled, and every length is compared with a limit before memory is a
 from __future__ import annotations
 
 import hmac
+import json
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
 from ckpt.text.printable import printable
 from ckpt.transport.endpoints import from_here
-from ckpt.transport.sockets import prepare
+from ckpt.transport.tcp import prepare
 
 Address = tuple[str, int]
 
 PROTOCOL = 1
+_FRAME = struct.Struct("<II")
+"""Bytes of JSON, and of what follows."""
 _MAGIC = b"ckl1"
 _NONCE = 32
 _CLIENT = struct.Struct(f"<4sH{_NONCE}s")
@@ -215,6 +219,30 @@ def welcome(sock: socket.socket, secret: bytes, timeout: float, *, peer: str, al
         raise
     channel.timeout, channel.alive, channel.purpose = timeout, alive, purpose.rstrip(b"\0").decode("ascii", "replace")
     return channel
+
+
+def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:
+    """One message; raises as ``Channel.send``."""
+    text = json.dumps(message).encode()
+    channel.send(_FRAME.pack(len(text), sum(map(len, views))), text, *views)
+
+
+def receive(channel: Channel, most: int) -> tuple[dict[str, Any], bytes]:
+    """The next message, of at most so many bytes.
+
+    Raises:
+        FormatError: it is longer, or no message of ours; else as ``Channel.receive``.
+    """
+    length, behind = _FRAME.unpack(channel.receive(_FRAME.size))
+    if length > most or behind > most:
+        raise FormatError(f"a message of {length + behind} bytes", where=channel.peer)
+    try:
+        message = json.loads(channel.receive(length))
+    except (ValueError, RecursionError) as err:
+        raise FormatError(f"a message that cannot be read: {err}", where=channel.peer) from err
+    if not isinstance(message, dict):
+        raise FormatError("a message that is no mapping", where=channel.peer)
+    return message, channel.receive(behind)
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:

@@ -22,6 +22,11 @@
 ``CKPT_LIVE_SECRET``            what sources and sinks of live state prove to each other that they know; by default
                        none     a file of the source's account on its machine has one
 ``CKPT_LIVE_LOCAL``    on       ``off``: sinks take live state over the network also from ranks of their machine
+``CKPT_MEMORY_DIR``             the folder of the memory daemon, one daemon for each; by default one of the account
+``CKPT_MEMORY_BUDGET`` half     bytes that a memory daemon holds at most; by default half of what is available
+``CKPT_MEMORY_IDLE``   3600     seconds after which a memory daemon ends that has neither objects nor clients
+``CKPT_MEMORY_SECRET``          what memory daemons and their peers on other machines prove to each other that they
+                       none     know; by default a file in the daemon's folder has one
 ``CKPT_STORAGE_OPTIONS``        a JSON file: URL → the storage options of what lies below it, as
                        none     ``ckpt.configure_storage`` takes them
 =====================  =======  ==============================================================================
@@ -143,3 +148,20 @@ def live_local() -> bool:
     if text not in ("on", "off"):
         raise UsageError(f"memory of the same machine is read directly or not: on or off, not {text!r}", where="CKPT_LIVE_LOCAL")
     return text == "on"
+
+
+def memory_dir() -> str | None:
+    return os.environ.get("CKPT_MEMORY_DIR") or None
+
+
+def memory_secret() -> str | None:
+    return os.environ.get("CKPT_MEMORY_SECRET") or None
+
+
+def memory_budget() -> str | None:
+    """A size, such as ``64GiB``; None: half of what is available."""
+    return os.environ.get("CKPT_MEMORY_BUDGET") or None
+
+
+def memory_idle() -> float:
+    return _positive("idle time", None, "CKPT_MEMORY_IDLE", 3600.0)

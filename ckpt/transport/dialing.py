@@ -14,7 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from .endpoints import EXHAUSTED
-from .sockets import Outgoing, Sending, prepare
+from .sockets import Outgoing, Sending
+from .tcp import prepare
 
 Address = tuple[str, int]
 

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from .endpoints import EXHAUSTED
-from .sockets import Greeting, Hello, prepare
+from .sockets import Greeting, Hello
+from .tcp import prepare
 
 MOST_GREETINGS = 64
 """Connections that have not said who they are; with more, the oldest is dropped."""

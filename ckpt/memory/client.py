@@ -1,0 +1,466 @@
+"""What a process asks of the memory daemon of its machine. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import finalize
+
+from ckpt.errors import AccessError, CkptError, FormatError, NoSpaceError, NotFoundError, StorageError
+
+from . import place
+from .mappings import Bytes, FileMapping, MappingCache
+from .messages import PROTOCOL, Message, Packet, close_all, error_from, receive, send
+from .objects import MemoryObject
+from .remote import split_host
+
+TIMEOUT = 60.0
+"""Seconds without an answer after which the daemon counts as dead."""
+_START_SECONDS = 40.0
+
+_clients: dict[Path, MemoryClient] = {}
+_clients_lock = threading.Lock()
+_secrets: dict[str, str] = {}
+
+
+def connect(*, start: bool = True, folder: str | os.PathLike[str] | None = None) -> MemoryClient:
+    """The client of this process for the daemon of ``folder``; by default ``CKPT_MEMORY_DIR`` or that of the account.
+
+    ``start``: start the daemon if none runs.
+
+    Raises:
+        NotFoundError: none runs, and ``start`` is false.
+        FormatError: it is of another release, whose messages this one does not know.
+        AccessError: it is another account's.
+        StorageError: it does not answer, or cannot be started.
+    """
+    where = place.folder() if folder is None else Path(folder).absolute()
+    with _clients_lock:
+        client = _clients.get(where)
+        if client is None:
+            client = _clients[where] = MemoryClient(where)
+    client.reach(start=start)
+    return client
+
+
+def trust(address: str, secret: str) -> None:
+    """Use this secret for the daemon at ``address`` (``host:port``), in this process."""
+    split_host(address)
+    _secrets[address] = secret
+
+
+def secret_for(address: str) -> str:
+    """The secret of a daemon on another machine: what ``trust`` was given, else ``CKPT_MEMORY_SECRET``, else that of the daemon here.
+
+    Raises:
+        AccessError: none is known.
+    """
+    return _secrets[address] if address in _secrets else place.secret_of(place.folder())
+
+
+def _after_fork() -> None:
+    """The child has connections of its own."""
+    global _clients_lock
+    _clients_lock = threading.Lock()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class MappedObject:
+    """An object of this machine's memory, to be read for as long as this lives: its memory is not used again before."""
+
+    def __init__(self, known: MemoryObject, file: int) -> None:
+        self.known = known
+        self.file = file
+        self._close = finalize(self, os.close, file)
+
+    def close(self) -> None:
+        self._close()
+
+
+class Loan:
+    """Memory of the daemon in which an object's bytes can be put before it has a name. Gone with the process, unless ``put``.
+
+    Not for several threads at once, but for ``memory``.
+    """
+
+    def __init__(self, connection: DaemonConnection, size: int, mappings: MappingCache) -> None:
+        answer, files = connection.ask({"ask": "lend", "size": size})
+        self.size = size
+        self._connection = connection
+        self._mappings = mappings
+        self._file = files[0]
+        self._close = finalize(self, _end_loan, connection, self._file)
+        self.mapping: FileMapping | None = None
+        try:
+            self.mapping = mappings.open(self._file, int(answer["capacity"]), fresh=bool(answer["fresh"]))
+        except OSError as err:
+            self.close()
+            raise NoSpaceError(
+                f"{size:,} bytes of the daemon's memory cannot be mapped: {err}", hint="look at the limits of this process (ulimit -v)"
+            ) from err
+
+    @property
+    def data(self) -> Bytes:
+        """Its bytes, to be filled.
+
+        Raises:
+            StorageError: it was put or closed.
+        """
+        if self.mapping is None:
+            raise StorageError("this memory was given back already", where="the memory of this machine", hint="please report this")
+        return self.mapping.data[: self.size]
+
+    @property
+    def memory(self) -> memoryview:
+        """The same as ``data``."""
+        return self.data.data
+
+    def put(self, path: str, digest: str | None = None) -> MemoryObject:
+        """Name what was filled; from here on it cannot be written, and outlives this process. If that fails, it is given back.
+
+        Raises:
+            ConflictError: the name is taken.
+            StorageError: the daemon is gone.
+        """
+        if self.mapping is None:
+            raise StorageError("this memory was given back already", where=f"mem://{path}", hint="please report this")
+        self._mappings.keep(self._file, self.mapping)
+        self.mapping = None
+        try:
+            answer, _ = self._connection.ask({"ask": "put", "path": path, "digest": digest})
+        finally:
+            self.close()
+        return MemoryObject.of(answer["object"])
+
+    def close(self) -> None:
+        """Give it back, unless it was put."""
+        self.mapping = None
+        self._close()
+
+
+def _end_loan(connection: DaemonConnection, file: int) -> None:
+    os.close(file)
+    connection.close()
+
+
+class MemoryClient:
+    """The daemon of one folder, asked by any number of threads. :func:`connect` gives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._connection: DaemonConnection | None = None
+        self._mappings = MappingCache()
+
+    def reach(self, *, start: bool) -> None:
+        """Connect, unless that was done; see :func:`connect`."""
+        with self._lock:
+            self._reached(start=start)
+
+    def _reached(self, *, start: bool) -> DaemonConnection:
+        """The open connection; the lock is taken."""
+        if self._connection is not None and not self._connection.is_open():
+            self._connection.close()
+            self._connection = None
+        if self._connection is None:
+            self._connection = self._connected(start=start)
+        return self._connection
+
+    def _connected(self, *, start: bool) -> DaemonConnection:
+        connection = _try_to_connect(self.folder)
+        if connection is None and start:
+            _start(self.folder)
+            connection = _try_to_connect(self.folder)
+        if connection is None:
+            raise NotFoundError(
+                "no memory daemon runs", where=str(self.folder), hint="it starts with the first save to mem://, or by `ckpt memory serve`"
+            )
+        self._mappings.clear()  # of another daemon, perhaps
+        return connection
+
+    def _ask(self, question: Message) -> tuple[Message, Sequence[int]]:
+        # A daemon that is replaced closes its connections, after an answer and before it reads the next question. So if
+        # the connection breaks and the same daemon is there again, it has not heard this one.
+        with self._lock:
+            connection = self._reached(start=False)
+            try:
+                return connection.ask(question)
+            except StorageError as err:
+                if connection.is_open() or isinstance(err.__cause__, TimeoutError):
+                    raise
+                try:
+                    again = self._reached(start=False)
+                except NotFoundError:
+                    raise err from None
+                if again.changes()[0] != connection.changes()[0]:
+                    raise
+                return again.ask(question)
+
+    # ---- objects
+
+    def changes(self) -> tuple[str, int]:
+        """Equal as long as no object was deleted or replaced. Asks nobody, unless the connection is lost."""
+        connection = self._connection
+        return ("", -1) if connection is None else connection.changes()
+
+    def lend(self, size: int) -> Loan:
+        """Memory for an object of ``size`` bytes.
+
+        Raises:
+            NoSpaceError: the daemon's budget does not have so much left.
+            StorageError: the daemon is gone.
+        """
+        connection = _try_to_connect(self.folder)
+        if connection is None:
+            raise _gone(self.folder, "nobody listens")
+        try:
+            return Loan(connection, size, self._mappings)
+        except BaseException:
+            connection.close()
+            raise
+
+    def put(self, path: str, data: bytes | memoryview, *, expected: bytes | None = None) -> MemoryObject:
+        """Compare and swap: put a small object if ``path`` has just ``expected``, or nothing if that is None.
+
+        Raises:
+            ConflictError: it has something else.
+            NoSpaceError: the daemon's budget does not have so much left.
+        """
+        question = {
+            "ask": "put_bytes",
+            "path": path,
+            "data": b64encode(data).decode(),
+            "expected": None if expected is None else b64encode(expected).decode(),
+        }
+        return MemoryObject.of(self._ask(question)[0]["object"])
+
+    def get(self, path: str) -> MappedObject:
+        """An object, to be read.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        answer, files = self._ask({"ask": "get", "path": path})
+        return MappedObject(MemoryObject.of(answer["object"]), files[0])
+
+    def stat(self, path: str) -> MemoryObject:
+        """
+        Raises:
+            NotFoundError: there is none.
+        """
+        return MemoryObject.of(self._ask({"ask": "stat", "path": path})[0]["object"])
+
+    def list(self, prefix: str = "") -> Sequence[MemoryObject]:
+        """Objects whose path starts with ``prefix``, sorted."""
+        return [MemoryObject.of(row) for row in self._ask({"ask": "list", "prefix": prefix})[0]["objects"]]
+
+    def delete(self, path: str) -> bool:
+        """Whether it was there."""
+        return bool(self._ask({"ask": "delete", "path": path})[0]["deleted"])
+
+    def drop(self, prefix: str) -> int:
+        """Delete all objects below the directory ``prefix``, or all for an empty one; gives their bytes. Their memory is free when nobody
+        reads them any more."""
+        return int(self._ask({"ask": "drop", "prefix": prefix})[0]["bytes"])
+
+    # ---- other machines
+
+    def address(self) -> str:
+        """``host:port`` at which daemons and readers on other machines reach this one; it listens there from the first call on.
+
+        Raises:
+            UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
+        """
+        host, port = self.addresses()[0]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def addresses(self) -> Sequence[tuple[str, int]]:
+        """All of them, the most likely first."""
+        return [(str(host), int(port)) for host, port in self._ask({"ask": "address"})[0]["addresses"]]
+
+    def secret(self) -> str:
+        """What peers of this daemon have to know. Send it only where you would send a password."""
+        return place.secret_of(self.folder)
+
+    def pull(self, source: str, paths: Sequence[str], *, secret: str | None = None, pace: float | None = None) -> None:
+        """Begin to fetch objects from the daemon at ``source`` (``host:port``), at most ``pace`` bytes a second.
+
+        Each appears here when all its bytes have come and have the digest that they had there. ``pulls`` says how far they are. ``secret``:
+        that of the source, unless it is the same as here.
+        """
+        split_host(source)
+        self._ask({"ask": "pull", "source": source, "paths": list(paths), "secret": secret, "pace": pace})
+
+    def pulls(self) -> Sequence[Message]:
+        """For each object that was to be fetched: source, path, size, bytes copied, state (waiting, copying, complete, failed), error."""
+        return tuple(self._ask({"ask": "pulls"})[0]["pulls"])
+
+    # ---- the daemon itself
+
+    def status(self) -> Message:
+        """What it holds, in bytes, and who it is."""
+        return self._ask({"ask": "status"})[0]
+
+    def stop(self) -> None:
+        """End it; its memory is lost. Returns when it has ended.
+
+        Raises:
+            StorageError: it does not end.
+        """
+        self._ask({"ask": "stop"})
+        _await_end(self.folder)
+
+    def replace(self) -> None:
+        """Let the program that is installed now go on in its place, with all objects. For upgrades.
+
+        Raises:
+            BusyError: saves or copies are going on.
+        """
+        self._ask({"ask": "replace"})
+
+
+class DaemonConnection:
+    """A connection to the daemon. Questions are asked one at a time."""
+
+    def __init__(self, sock: socket.socket, folder: Path) -> None:
+        self._sock = sock
+        self._folder = folder
+        answer, files = self.ask({"ask": "hello", "protocol": PROTOCOL})
+        if answer.get("protocol") != PROTOCOL or not files:
+            close_all(files)
+            raise FormatError(
+                f"the memory daemon is of release {answer.get('release')} and speaks version {answer.get('protocol')} of the protocol, "
+                f"this release {PROTOCOL}",
+                where=str(folder),
+                hint="end it with `ckpt memory stop`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
+            )
+        self._id = str(answer["id"])
+        with os.fdopen(files[0], "rb") as file:
+            self._changes = mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ)
+
+    def changes(self) -> tuple[str, int]:
+        return self._id, struct.unpack("<Q", self._changes[:8])[0]
+
+    def ask(self, question: Message) -> tuple[Message, Sequence[int]]:
+        """
+        Raises:
+            CkptError: what the daemon found wrong; StorageError if it is gone or hangs.
+        """
+        try:
+            send(self._sock, question)
+            packet = receive(self._sock)
+        except TimeoutError as err:
+            self.close()
+            raise StorageError(
+                f"the memory daemon has not answered for {TIMEOUT:g} s",
+                where=str(self._folder),
+                hint="look whether it is stopped (`ps`); end it, and start again",
+            ) from err
+        except OSError as err:
+            self.close()
+            raise _gone(self._folder, str(err)) from err
+        if packet is None:
+            self.close()
+            raise _gone(self._folder, "it has closed the connection")
+        return _checked(packet)
+
+    def is_open(self) -> bool:
+        if self._sock.fileno() < 0:
+            return False
+        readable = select.poll()  # a socket with a timeout waits in recv, whatever its flags
+        readable.register(self._sock, select.POLLIN)
+        return not readable.poll(0)  # nothing is asked, so only the end can come
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _checked(packet: Packet) -> tuple[Message, Sequence[int]]:
+    if "error" in packet.message:
+        close_all(packet.files)
+        raise error_from(packet.message["error"])
+    return packet.message, packet.files
+
+
+def _try_to_connect(folder: Path) -> DaemonConnection | None:
+    """None if nobody listens."""
+    try:
+        place.check_private(folder)
+        sock = place.connect_socket(folder, TIMEOUT)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+    except CkptError:
+        raise
+    except PermissionError as err:
+        raise AccessError(f"this memory is another account's: {err}", where=str(folder), hint="see CKPT_MEMORY_DIR") from err
+    except OSError as err:
+        raise _gone(folder, str(err)) from err
+    try:
+        return DaemonConnection(sock, folder)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _start(folder: Path) -> None:
+    """Start a daemon, which is no child of this process."""
+    place.make_private(folder)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ckpt.memory.running", str(folder), "--background"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_START_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise StorageError(f"no memory daemon could be started: {err}", where=str(folder), hint=_look_at_log(folder)) from err
+    if done.returncode:
+        raise StorageError(
+            f"no memory daemon could be started: {done.stderr.decode(errors='replace').strip()}",
+            where=str(folder),
+            hint=_look_at_log(folder),
+        )
+
+
+def _look_at_log(folder: Path) -> str:
+    return f"look at {folder / place.LOG}, or start it in the foreground: `ckpt memory serve`"
+
+
+def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:
+    """Wait until the daemon of a folder has let go of its lock."""
+    lock, end = place.open_lock(folder), time.monotonic() + timeout
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise StorageError("the memory daemon does not end", where=str(folder), hint="end its process") from None
+                time.sleep(0.01)
+    finally:
+        os.close(lock)
+
+
+def _gone(folder: Path, why: str) -> StorageError:
+    return StorageError(
+        f"the memory daemon is gone: {why}",
+        where=str(folder),
+        hint="its memory is lost with it, unless it was replaced; save again, or load from storage",
+    )

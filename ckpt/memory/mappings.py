@@ -1,0 +1,92 @@
+"""What this process maps of the files that it fills: kept from one object to the next, since a new mapping costs a fault for each page.
+
+A mapping that is not being filled is protected: a stray write ends the process instead of changing a checkpoint. It keeps no memory: the
+daemon frees the pages of a file whoever maps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+_KEPT = 64
+"""Mappings that are kept: the files of three versions of a rank's state."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14: one call in place of a fault for each page."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class FileMapping:
+    """A whole file of the daemon, mapped to be filled; ``data`` has its bytes."""
+
+    def __init__(self, file: int, capacity: int, *, fresh: bool) -> None:
+        """``fresh``: its pages do not exist yet, so the copy makes them, by as many threads as copy.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        memory = mmap.mmap(file, capacity)
+        memory.madvise(mmap.MADV_DONTFORK)
+        if not fresh:
+            populate(memory, _POPULATE_WRITE)
+        self.data: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self.address = int(self.data.ctypes.data)
+
+    def protect(self, *, writable: bool) -> None:
+        """
+        Raises:
+            OSError: the system refuses it.
+        """
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(len(self.data)), ctypes.c_int(access)):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+
+def populate(memory: mmap.mmap, advice: int) -> None:
+    """Ask for all pages of a mapping at once; a kernel that cannot do it brings them one by one."""
+    try:
+        memory.madvise(advice)
+    except OSError:
+        return
+
+
+class MappingCache:
+    """Mappings by the file's inode: a file that is mapped keeps its number."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, FileMapping] = OrderedDict()
+
+    def open(self, file: int, capacity: int, *, fresh: bool) -> FileMapping:
+        """The mapping of a lent file, to be written to.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        with self._lock:
+            mapping = self._kept.pop(os.fstat(file).st_ino, None)
+        if mapping is None:
+            return FileMapping(file, capacity, fresh=fresh)
+        mapping.protect(writable=True)
+        return mapping
+
+    def keep(self, file: int, mapping: FileMapping) -> None:
+        """It is filled: nobody writes to it from here on."""
+        mapping.protect(writable=False)
+        with self._lock:
+            self._kept[os.fstat(file).st_ino] = mapping
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()

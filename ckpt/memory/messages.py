@@ -1,0 +1,106 @@
+"""Messages between the daemon and the processes of its machine: JSON, and open files, in one packet each.
+
+A packet is whole or not there, so nothing has to be put together. JSON of more than ``_INLINE`` bytes goes in an anonymous file of its own.
+Nothing that comes is unpickled, and every length is compared with a limit before memory is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt import errors
+from ckpt.errors import CkptError, FormatError
+from ckpt.settings import limits
+
+PROTOCOL = 1
+"""Version of the messages. ``hello``, ``status`` and ``stop`` stay what they are in all of them."""
+_INLINE = 60 * limits.KIB
+_MOST = 256 * limits.MIB
+_MOST_FILES = 4
+_HERE, _IN_FILE = b"j", b"f"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A message, and the files that came with it; whoever receives it closes them."""
+
+    message: Message
+    files: Sequence[int]
+
+
+def send(sock: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+    """Send one message, and ``files``, which stay open here.
+
+    Raises:
+        OSError: the other end is gone, or takes nothing.
+    """
+    text = json.dumps(message).encode()
+    if len(text) <= _INLINE:
+        socket.send_fds(sock, [_HERE, text], list(files))
+        return
+    carrier = os.memfd_create("ckpt-message", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(carrier), "wb") as file:
+            file.write(text)
+        socket.send_fds(sock, [_IN_FILE], [carrier, *files])
+    finally:
+        os.close(carrier)
+
+
+def receive(sock: socket.socket) -> Packet | None:
+    """The next message; None if the other end has closed.
+
+    Raises:
+        FormatError: it is no message of ours.
+        OSError: the other end is gone, or says nothing.
+    """
+    data, files, flags, _ = socket.recv_fds(sock, _INLINE + 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not data:
+            return None
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise FormatError("a message that is too long")
+        text = data[1:]
+        if data[:1] == _IN_FILE and files:
+            carrier, *files = files
+            with os.fdopen(carrier, "rb"):
+                if os.fstat(carrier).st_size > _MOST:
+                    raise FormatError("a message that is too long")
+                text = os.pread(carrier, _MOST, 0)
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError) as err:
+            raise FormatError(f"a message that cannot be read: {err}") from err
+        if not isinstance(message, dict):
+            raise FormatError("a message that is no mapping")
+        passed, files = files, []
+        return Packet(message, passed)
+    finally:
+        close_all(files)
+
+
+def close_all(files: Sequence[int]) -> None:
+    for file in files:
+        with suppress(OSError):
+            os.close(file)
+
+
+def error_row(err: CkptError) -> Message:
+    """An error, to be sent."""
+    return {"kind": type(err).__name__, "message": err.message, "where": err.where, "hint": err.hint}
+
+
+def error_from(row: Mapping[str, Any]) -> CkptError:
+    """The error that :func:`error_row` was made of; of a class of ours, whatever it says."""
+    kind = getattr(errors, str(row.get("kind")), CkptError) if str(row.get("kind")) in errors.__all__ else CkptError
+    texts = [str(row[name]) if isinstance(row.get(name), str) else None for name in ("message", "where", "hint")]
+    error: CkptError = kind(texts[0] or "an error without a message", where=texts[1], hint=texts[2])
+    return error

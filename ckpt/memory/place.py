@@ -1,0 +1,143 @@
+"""The folder of a daemon: its socket, its lock and its secret, for this account alone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from ckpt import settings
+from ckpt.errors import AccessError
+
+_SOCKET, _LOCK, _SECRET = "socket", "lock", "secret"
+LOG = "log"
+
+
+def folder() -> Path:
+    """Where this process looks for its daemon: ``CKPT_MEMORY_DIR``, or a folder of the account."""
+    given = settings.memory_dir()
+    if given is not None:
+        return Path(given).absolute()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "ckpt-memory" if runtime else Path(tempfile.gettempdir()) / f"ckpt-memory-{os.getuid()}"
+
+
+def make_private(path: Path) -> None:
+    """Make the folder, unless it is there.
+
+    Raises:
+        AccessError: others can reach it, or it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as err:
+        raise AccessError(f"no folder for the memory daemon can be made: {err}", where=str(path), hint="set CKPT_MEMORY_DIR") from err
+    check_private(path)
+
+
+def check_private(path: Path) -> None:
+    """
+    Raises:
+        AccessError: others than this account can reach it.
+        OSError: it is not there.
+    """
+    seen = path.lstat()
+    if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
+        raise AccessError(
+            f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})",
+            where=str(path),
+            hint="remove it, or choose another one, and start again",
+        )
+
+
+def connect_socket(path: Path, timeout: float) -> socket.socket:
+    """A connection to the daemon of a folder.
+
+    Raises:
+        OSError: none listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(timeout)
+    try:
+        with _Short(path) as short:
+            sock.connect(f"{short}/{_SOCKET}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def listen_socket(path: Path) -> socket.socket:
+    """Listen as the daemon of a folder, whose lock this process has."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _Short(path) as short:
+        beside = f"{_SOCKET}.{os.getpid()}"
+        sock.bind(f"{short}/{beside}")
+        os.chmod(path / beside, 0o600)
+        sock.listen(256)
+        os.replace(path / beside, path / _SOCKET)  # of a daemon that died there may be a socket that nobody listens at
+    return sock
+
+
+def is_ours(path: Path, inode: int | None) -> bool:
+    """Whether the socket of the folder is still the one that had this inode."""
+    return inode is not None and socket_inode(path) == inode
+
+
+def socket_inode(path: Path) -> int | None:
+    try:
+        return os.stat(path / _SOCKET).st_ino
+    except OSError:
+        return None
+
+
+def forget_socket(path: Path) -> None:
+    """The daemon ends."""
+    (path / _SOCKET).unlink(missing_ok=True)
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the file that the one daemon of a folder has locked."""
+    return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def secret_of(path: Path, *, make: bool = False) -> str:
+    """What peers of the daemon prove to each other that they know: ``CKPT_MEMORY_SECRET``, or what the folder's file has.
+
+    Raises:
+        AccessError: there is none, or others can read it.
+    """
+    given = settings.memory_secret()
+    if given is not None:
+        return given
+    file = path / _SECRET
+    if make and not file.exists():
+        beside = path / f"{_SECRET}.{os.getpid()}"
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+        beside.replace(file)
+    try:
+        check_private(file)
+        return file.read_text()
+    except FileNotFoundError as err:
+        raise AccessError(
+            "no secret is known for the memory of that machine", where=str(file), hint="set CKPT_MEMORY_SECRET, the same on all machines"
+        ) from err
+
+
+class _Short:
+    """A short name of a folder: the name of a socket has room for about a hundred characters."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def __enter__(self) -> str:
+        self._fd = os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._fd}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)

@@ -1,0 +1,151 @@
+"""Reading from the daemon of another machine. No torch."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError
+from ckpt.live.wire import Channel, dial, receive, send
+from ckpt.settings import limits
+
+from .messages import Message, error_from
+from .objects import MemoryObject
+from .serving import MOST_ANSWER, PURPOSE
+
+TIMEOUT = 30.0
+"""Seconds in which nothing moves, after which a peer counts as dead."""
+_IDLE_CHANNELS = 8
+
+
+def split_host(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[v6]:port``.
+
+    Raises:
+        UsageError: it is no such address.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(
+            f"{address!r} is no address of a memory daemon", hint="write host:port, as `ckpt memory status --address` shows it"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class RemoteMemory:
+    """The objects of the daemon at ``address``; any number of threads may ask at once. Connections are made when they are needed.
+
+    ``alive`` is called within waits; an error of it ends them.
+    """
+
+    def __init__(self, address: str, secret: str, timeout: float = TIMEOUT, alive: Callable[[], None] = lambda: None) -> None:
+        self.address = address
+        self._host, self._port = split_host(address)
+        self._secret = secret
+        self._timeout = timeout
+        self._alive = alive
+        self._lock = threading.Lock()
+        self._idle: deque[Channel] = deque()
+
+    def list(self, prefix: str) -> list[MemoryObject]:
+        """
+        Raises:
+            StorageError: the daemon is gone or hangs.
+        """
+        return [MemoryObject.of(row) for row in self._ask({"ask": "list", "prefix": prefix})["objects"]]
+
+    def stat(self, path: str, *, digest: bool = False) -> MemoryObject:
+        """
+        Raises:
+            NotFoundError: there is no such object.
+            StorageError: the daemon is gone or hangs.
+        """
+        return MemoryObject.of(self._ask({"ask": "digest" if digest else "stat", "path": path})["object"])
+
+    def read_into(
+        self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None
+    ) -> MemoryObject:
+        """Fill ``view``, and give all of it to ``update`` in order; the object that the bytes are of.
+
+        Raises:
+            NotFoundError: there is no such object.
+            CorruptError: it has fewer bytes.
+            StorageError: the daemon is gone or hangs.
+        """
+
+        def fill(channel: Channel) -> None:
+            for at in range(0, len(view), limits.MIB):
+                block = view[at : at + limits.MIB]
+                channel.receive_into(block)
+                update(block)
+
+        question = {"ask": "read", "path": path, "offset": offset, "length": len(view)}
+        return MemoryObject.of(self._ask(question, fill)["object"])
+
+    def close(self) -> None:
+        with self._lock:
+            while self._idle:
+                self._idle.popleft().close()
+
+    def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None) -> Message:
+        """The answer to a question; ``then`` takes what comes behind it."""
+        with self._channel() as channel:
+            send(channel, question, ())
+            answer, _ = receive(channel, MOST_ANSWER)
+            if "error" not in answer:
+                then(channel)
+        if "error" in answer:
+            raise error_from(answer["error"])
+        return answer
+
+    @contextmanager
+    def _channel(self) -> Iterator[Channel]:
+        """A connection for one question. One that failed is closed: what comes next on it is unknown."""
+        where = f"mem://{self.address}"
+        try:
+            channel = self._connected()
+            try:
+                yield channel
+            except BaseException:
+                channel.close()
+                raise
+        except DeadlineError as err:
+            raise StorageError(f"the memory daemon does not answer: {err.message}", where=where, hint=err.hint) from err
+        except CkptError:
+            raise
+        except OSError as err:
+            raise StorageError(
+                f"the memory daemon is gone: {err}", where=where, hint="look whether that machine is up; its memory is lost with it"
+            ) from err
+        with self._lock:
+            keep = len(self._idle) < _IDLE_CHANNELS
+            if keep:
+                self._idle.append(channel)
+        if not keep:
+            channel.close()
+
+    def _connected(self) -> Channel:
+        while True:
+            with self._lock:
+                channel = self._idle.pop() if self._idle else None
+            if channel is None:
+                return self._dial()
+            with suppress(OSError):
+                channel.check_open()
+                return channel
+            channel.close()
+
+    def _dial(self) -> Channel:
+        try:
+            known = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            addresses = list(dict.fromkeys((str(where[0]), self._port) for *_, where in known))
+            return dial(addresses, self._secret.encode(), self._timeout, peer="the daemon", purpose=PURPOSE, alive=self._alive)
+        except AccessError as err:
+            raise AccessError(
+                "the memory daemon of that machine has another secret",
+                where=f"mem://{self.address}",
+                hint="set CKPT_MEMORY_SECRET, the same on all machines, before their daemons start",
+            ) from err

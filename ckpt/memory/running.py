@@ -1,0 +1,167 @@
+"""``python -m ckpt.memory.running FOLDER``: becomes the daemon of a folder. ``--background`` returns when it listens, or another one does.
+
+    client ── starts ──► this ── forks ──► a session of its own ── forks ──► the daemon
+                           │ ◄───────────────── "it listens" ───────────────────┘
+                           └─ ends
+
+So the daemon is no child of its first client, and in none of its process groups: killing those leaves it alone. Of several that start at
+once, the one that locks the folder's file goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from ckpt import settings
+from ckpt.errors import BusyError, CkptError, DeadlineError, UsageError
+from ckpt.text.units import parse_size
+
+from . import place
+from .budget import default_budget
+from .daemon import MemoryDaemon
+from .store import MemoryStore
+
+START_SECONDS = 30.0
+_LATER = "--taken-over"
+_LISTENS = b"1"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="ckpt-memory")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--background", action="store_true")
+    parser.add_argument("--budget", type=int)
+    parser.add_argument(_LATER, type=int, dest="state")
+    given = parser.parse_args()
+    try:
+        if given.state is not None:
+            _go_on(given.folder, given.state)
+        elif given.background:
+            start_in_background(given.folder, given.budget)
+        else:
+            serve(given.folder, given.budget)
+    except CkptError as err:
+        sys.exit(f"{type(err).__name__}: {err}")
+
+
+def start_in_background(folder: Path, budget: int | None) -> None:
+    """Return when a daemon listens; it goes on without this process.
+
+    Raises:
+        DeadlineError: none listens after half a minute.
+    """
+    place.make_private(folder)
+    ours, its = os.pipe()
+    if os.fork():
+        os.close(its)
+        if os.read(ours, 1) != _LISTENS and not _listens(folder):
+            raise DeadlineError("no memory daemon could be started", where=str(folder / place.LOG), hint="look at that file")
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.close(ours)
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    out = os.open(folder / place.LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    for target, file in ((0, nothing), (1, out), (2, out)):
+        os.dup2(file, target)
+
+    def listens() -> None:
+        os.write(its, _LISTENS)
+        os.close(its)
+
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and not _listens(folder):  # else another one was first
+        try:
+            serve(folder, budget, listens)
+        except BusyError:  # which is about to listen, or to end
+            time.sleep(0.02)
+        except CkptError as err:
+            sys.exit(f"{type(err).__name__}: {err}")
+        else:
+            return
+
+
+def _listens(folder: Path) -> bool:
+    try:
+        place.connect_socket(folder, 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lambda: None) -> None:
+    """Be the daemon, until it ends; ``listens`` is called when clients can connect.
+
+    Raises:
+        BusyError: the folder has one.
+        AccessError: others can reach the folder.
+    """
+    place.make_private(folder)
+    lock = place.open_lock(folder)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as err:
+        os.close(lock)
+        raise BusyError("a memory daemon runs for this folder already", where=str(folder), hint="`ckpt memory status` shows it") from err
+    given = _budget() if budget is None else budget
+    place.secret_of(folder, make=True)
+    store = MemoryStore(default_budget() if given is None else given)
+    listening = place.listen_socket(folder)
+    listens()
+    _run(folder, listening, store, lock)
+
+
+def _budget() -> int | None:
+    text = settings.memory_budget()
+    try:
+        return None if text is None else parse_size(text)
+    except UsageError as err:
+        raise UsageError(err.message, where="CKPT_MEMORY_BUDGET") from err
+
+
+def _go_on(folder: Path, state: int) -> None:
+    """After ``exec``: the new program of the same process."""
+    with os.fdopen(state, "rb") as file:
+        given = json.load(file)
+    os.set_inheritable(given["socket"], False)
+    os.set_inheritable(given["lock"], False)
+    _run(folder, socket.socket(fileno=given["socket"]), MemoryStore.taken_over(given["store"]), given["lock"])
+
+
+def _run(folder: Path, listening: socket.socket, store: MemoryStore, lock: int) -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft != hard else (soft, hard))
+    daemon = MemoryDaemon(folder, listening, store, secret=place.secret_of(folder), idle=settings.memory_idle())
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        daemon.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    replaced = daemon.run()
+    if replaced is not None:
+        state = os.memfd_create("ckpt-state")  # without CLOEXEC: the next program reads it
+        os.set_inheritable(state, True)
+        os.set_inheritable(lock, True)
+        os.pwrite(state, json.dumps({"socket": replaced.socket, "store": replaced.store, "lock": lock}).encode(), 0)
+        os.execv(sys.executable, [sys.executable, "-m", "ckpt.memory.running", str(folder), _LATER, str(state)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What the daemon gives to other machines: lists of its objects, and their bytes, over TCP, to whoever knows the secret.
+
+asked                                  answered
+{"ask": "list", "prefix": …}           {"objects": [rows]}
+{"ask": "stat", "path": …}             {"object": row}
+{"ask": "digest", "path": …}           {"object": row}, which then has a digest
+{"ask": "read", "path": …,             {"object": row}, and then the bytes themselves, straight from the object's pages
+ "offset": …, "length": …}
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.errors import CkptError, CorruptError, DeadlineError, FormatError
+from ckpt.live.connections import ConnectionServer
+from ckpt.live.wire import Channel, receive, send
+from ckpt.settings import limits
+from ckpt.transport.endpoints import listen
+
+from .messages import Message, error_row
+from .store import MemoryStore
+
+PURPOSE = "memory"
+MOST_ASKED = limits.MIB
+MOST_ANSWER = 256 * limits.MIB
+_SILENT_SECONDS = 60.0
+"""A peer that takes nothing for so long is dropped."""
+_STRETCH = 4 * limits.MIB
+
+
+class MemoryServer:
+    """Serves the objects of a store. ``addresses`` are where it listens, the most likely first."""
+
+    def __init__(self, store: MemoryStore, secret: str) -> None:
+        """
+        Raises:
+            UsageError: a setting names no interface.
+            CkptError: this process has too many files open.
+        """
+        self._store = store
+        ports = listen(None)
+        self.addresses: Sequence[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
+        self._connections = ConnectionServer(
+            ports, secret.encode(), _SILENT_SECONDS, purpose=PURPOSE, name="ckpt-memory-serve", serve=self._converse
+        )
+
+    def __len__(self) -> int:
+        """How many peers are connected."""
+        return len(self._connections)
+
+    def close(self) -> None:
+        """Stop listening, and drop who is connected."""
+        self._connections.close()
+
+    def _converse(self, channel: Channel) -> None:
+        while channel.await_next():
+            asked, _ = receive(channel, MOST_ASKED)
+            try:
+                if asked.get("ask") == "read":
+                    self._read(channel, asked)
+                else:
+                    send(channel, self._answer(asked), ())
+            except CkptError as err:
+                send(channel, {"error": error_row(err)}, ())
+
+    def _answer(self, asked: Message) -> dict[str, Any]:
+        what, path = asked.get("ask"), str(asked.get("path", ""))
+        if what == "list":
+            return {"objects": [known.row() for known in self._store.list(str(asked.get("prefix", "")))]}
+        if what == "stat":
+            return {"object": self._store.stat(path).row()}
+        if what == "digest":
+            return {"object": self._store.digest(path).row()}
+        raise FormatError(f"a question that this release does not know: {what!r}", hint="use the same release of ckpt on both machines")
+
+    def _read(self, channel: Channel, asked: Message) -> None:
+        path, offset, length = str(asked["path"]), int(asked["offset"]), int(asked["length"])
+        known, file = self._store.open(path)
+        try:
+            if offset < 0 or length < 0 or offset + length > known.size:
+                raise CorruptError(f"bytes [{offset}, {offset + length}) were wanted, but it has {known.size}", where=f"mem://{path}")
+            send(channel, {"object": known.row()}, ())
+            _send_file(channel, file, offset, length)
+        finally:
+            os.close(file)
+
+
+def _send_file(channel: Channel, file: int, offset: int, length: int) -> None:
+    """The bytes of a file, which the kernel moves.
+
+    Raises:
+        ConnectionError: the other end is gone.
+        DeadlineError: it takes nothing.
+    """
+    end, moved = offset + length, time.monotonic()
+    while offset < end:
+        try:
+            sent = os.sendfile(channel.sock.fileno(), file, offset, min(_STRETCH, end - offset))
+        except BlockingIOError:
+            channel.alive()
+            if time.monotonic() - moved > _SILENT_SECONDS:
+                raise DeadlineError(f"{channel.peer} takes nothing for {_SILENT_SECONDS:g} s") from None
+            select.select([], [channel.sock], [], 0.2)
+            continue
+        if not sent:
+            raise ConnectionError("the object ended early")
+        offset, moved = offset + sent, time.monotonic()

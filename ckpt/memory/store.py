@@ -1,0 +1,377 @@
+"""The objects of a daemon and the memory that they lie in. Thread-safe; no sockets.
+
+    lend ──► lent ── put ──► object ── delete, replace ──► dropped ── nobody reads it ──► spare ── lend ──► lent
+              │                                                                            │
+              └── the borrower ends: freed                               unused for some time, or room is needed: freed
+
+Every byte is in exactly one of these, and all together stay within the budget.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from ckpt.errors import ConflictError, NoSpaceError, NotFoundError
+from ckpt.settings import limits
+from ckpt.text import units
+
+from .memfd import capacity_of, give_back, is_unread, make_file, open_to_read
+from .messages import Message, close_all
+from .objects import MemoryObject
+
+SPARE_SECONDS = 300.0
+"""A spare file that nobody wanted for so long is freed."""
+_FIT = 1.125
+"""A spare file serves objects that are smaller by at most this factor: those of one state differ a little."""
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """Memory that a process fills: ``file`` is open for writing; ``fresh`` if its pages do not exist yet."""
+
+    file: int
+    capacity: int
+    size: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectFile:
+    """An object and its file: ``file`` open for writing, ``reading`` for readers, locked."""
+
+    known: MemoryObject
+    capacity: int
+    file: int
+    reading: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnusedFile:
+    """A file that belongs to no object any more, since the moment ``since``."""
+
+    file: int
+    capacity: int
+    since: float
+
+
+class MemoryStore:
+    """Objects by path, within ``budget`` bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.id = secrets.token_hex(8)
+        self.changes = make_file(8)
+        """A file of eight bytes: another number whenever an object was deleted or replaced. Readers map it."""
+        self._lock = threading.RLock()
+        self._entries: dict[str, ObjectFile] = {}
+        self._lent: set[Lent] = set()
+        self._dropped: list[UnusedFile] = []
+        """Somebody may still read them."""
+        self._spare: list[UnusedFile] = []
+        self._number = 0
+        self._changed = 0
+
+    # ---- writing
+
+    def lend(self, size: int) -> Lent:
+        """Memory for an object of ``size`` bytes, whatever it has in it.
+
+        Raises:
+            NoSpaceError: the budget does not have so much left.
+        """
+        capacity = capacity_of(size)
+        with self._lock:
+            self._recycle()
+            fits = [left for left in self._spare if capacity <= left.capacity <= capacity * _FIT]
+            if fits:
+                best = min(fits, key=lambda left: left.capacity)
+                self._spare.remove(best)
+                lent = Lent(best.file, best.capacity, size, fresh=False)
+            else:
+                self._make_room(capacity)
+                lent = Lent(self._new_file(capacity), capacity, size, fresh=True)
+            self._lent.add(lent)
+            return lent
+
+    def _new_file(self, capacity: int) -> int:
+        try:
+            return make_file(capacity)
+        except OSError as err:
+            raise NoSpaceError(
+                f"the memory daemon has no file for {capacity:,} bytes: {err}",
+                hint="raise the limit of open files (`ulimit -n`) where the daemon is started, or drop checkpoints (ckpt memory drop)",
+            ) from err
+
+    def _make_room(self, capacity: int) -> None:
+        for left in sorted(self._spare, key=lambda left: left.since):
+            if self._used() + capacity <= self.budget:
+                break
+            self._spare.remove(left)
+            give_back(left.file, left.capacity)
+        used = self._used()
+        if used + capacity > self.budget:
+            raise NoSpaceError(
+                f"{units.size(capacity)} do not fit: {units.size(used)} of the budget of {units.size(self.budget)} are taken "
+                f"({self._takers()})",
+                where="the memory of this machine",
+                hint="keep fewer versions (keep=), drop some (ckpt memory drop mem://…), or set CKPT_MEMORY_BUDGET, in bytes",
+            )
+
+    def put(self, lent: Lent, path: str, digest: str | None = None) -> MemoryObject:
+        """Give lent memory, which its borrower has stopped writing to, a name. If that fails it stays lent.
+
+        Raises:
+            ConflictError: the name is taken.
+        """
+        with self._lock:
+            if path in self._entries:
+                raise _taken(path)
+            return self._put(lent, path, digest)
+
+    def _put(self, lent: Lent, path: str, digest: str | None) -> MemoryObject:
+        reading = open_to_read(lent.file)
+        self._lent.remove(lent)
+        self._number += 1
+        known = MemoryObject(path, lent.size, digest, f"{self.id}-{self._number}", time.time())
+        self._entries[path] = ObjectFile(known, lent.capacity, lent.file, reading)
+        return known
+
+    def take_back(self, lent: Lent) -> None:
+        """The borrower ended without putting it. He may still map it, so it is not lent again."""
+        with self._lock:
+            if lent in self._lent:
+                self._lent.remove(lent)
+                give_back(lent.file, lent.capacity)
+
+    def put_bytes(self, path: str, data: bytes, expected: bytes | None) -> MemoryObject:
+        """Compare and swap: put a small object if the path has just ``expected``, or nothing.
+
+        Raises:
+            ConflictError: it has something else.
+            NoSpaceError: the budget does not have so much left.
+        """
+        with self._lock:
+            entry = self._entries.get(path)
+            if expected is None and entry is not None:
+                raise _taken(path)
+            if expected is not None and (entry is None or entry.known.size != len(expected) or _content(entry) != expected):
+                raise ConflictError(
+                    "cannot replace: it is absent or holds something else now",
+                    where=f"mem://{path}",
+                    hint="another save was first; read it again and decide anew",
+                )
+            lent = self.lend(len(data))
+            if data:
+                os.pwrite(lent.file, data, 0)
+            if entry is not None:
+                self._drop(path)
+            return self._put(lent, path, None)
+
+    def delete(self, path: str) -> bool:
+        """Whether it was there."""
+        with self._lock:
+            if path not in self._entries:
+                return False
+            self._drop(path)
+            self._recycle()
+            return True
+
+    def drop(self, prefix: str) -> int:
+        """Delete all objects below the directory ``prefix``, or all for an empty one, and free what is spare; the bytes of the objects."""
+        with self._lock:
+            below = f"{prefix.rstrip('/')}/" if prefix else ""
+            gone = [path for path in self._entries if path.startswith(below)]
+            size = sum(self._entries[path].known.size for path in gone)
+            for path in sorted(gone, key=lambda path: path.endswith("checkpoint.json"), reverse=True):  # what makes one exist goes first
+                self._drop(path)
+            self.tend(spare_seconds=0)
+            return size
+
+    def _drop(self, path: str) -> None:
+        entry = self._entries.pop(path)
+        self._changed += 1
+        os.pwrite(self.changes, struct.pack("<Q", self._changed), 0)
+        os.close(entry.reading)  # the lock stays as long as a reader has it, too
+        self._dropped.append(UnusedFile(entry.file, entry.capacity, time.monotonic()))
+
+    # ---- reading
+
+    def open(self, path: str) -> tuple[MemoryObject, int]:
+        """An object, and a descriptor to read it from, which the caller closes.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        with self._lock:
+            entry = self._get(path)
+            return entry.known, os.dup(entry.reading)
+
+    def stat(self, path: str) -> MemoryObject:
+        """
+        Raises:
+            NotFoundError: there is none.
+        """
+        with self._lock:
+            return self._get(path).known
+
+    def digest(self, path: str) -> MemoryObject:
+        """An object with the digest of its bytes, which is computed if nobody has given it.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        known, file = self.open(path)
+        try:
+            if known.digest is not None:
+                return known
+            digest = digest_of_file(file, known.size)
+        finally:
+            os.close(file)
+        with self._lock:
+            entry = self._entries.get(path)
+            if entry is not None and entry.known.version == known.version:
+                self._entries[path] = replace(entry, known=replace(known, digest=digest))
+        return replace(known, digest=digest)
+
+    def list(self, prefix: str) -> list[MemoryObject]:
+        """Objects whose path starts with ``prefix``, sorted."""
+        with self._lock:
+            return sorted((e.known for path, e in self._entries.items() if path.startswith(prefix)), key=lambda known: known.path)
+
+    def _get(self, path: str) -> ObjectFile:
+        entry = self._entries.get(path)
+        if entry is None:
+            raise NotFoundError(
+                "no such object", where=f"mem://{path}", hint="`ckpt memory status` shows what the memory of this machine has"
+            )
+        return entry
+
+    # ---- memory
+
+    def tend(self, spare_seconds: float = SPARE_SECONDS) -> None:
+        """Now and then: what nobody reads any more becomes spare, and what is spare for long is freed."""
+        with self._lock:
+            self._recycle()
+            for left in [left for left in self._spare if time.monotonic() - left.since >= spare_seconds]:
+                self._spare.remove(left)
+                give_back(left.file, left.capacity)
+
+    def _recycle(self) -> None:
+        for left in [left for left in self._dropped if is_unread(left.file)]:
+            self._dropped.remove(left)
+            if left.capacity > limits.MIB:
+                self._spare.append(replace(left, since=time.monotonic()))
+            else:  # not worth keeping
+                give_back(left.file, left.capacity)
+
+    def _used(self) -> int:
+        return sum(self._by_kind().values())
+
+    def _by_kind(self) -> Mapping[str, int]:
+        return {
+            "objects": sum(entry.capacity for entry in self._entries.values()),
+            "lent": sum(lent.capacity for lent in self._lent),
+            "dropped": sum(left.capacity for left in self._dropped),
+            "spare": sum(left.capacity for left in self._spare),
+        }
+
+    def usage(self) -> Message:
+        """Bytes by what they are for, and by checkpoint."""
+        with self._lock:
+            return {"budget": self.budget, **self._by_kind(), "count": len(self._entries), "by_checkpoint": self._by_checkpoint()}
+
+    def is_empty(self) -> bool:
+        with self._lock:
+            return not self._entries and not self._lent
+
+    def _by_checkpoint(self) -> dict[str, int]:
+        """Bytes by the directory of the checkpoint that they belong to; the largest first."""
+        sizes: Counter[str] = Counter()
+        for path, entry in self._entries.items():
+            sizes[checkpoint_of(path)] += entry.capacity
+        return dict(sizes.most_common())
+
+    def _takers(self) -> str:
+        kinds = {name: size for name, size in self._by_kind().items() if name in ("lent", "dropped") and size}
+        largest = list(self._by_checkpoint().items())
+        parts = [f"mem://{path}: {units.size(size)}" for path, size in largest[:_NAMED]]
+        more = [f"{len(largest) - _NAMED} more"] if len(largest) > _NAMED else []
+        words = {"lent": "saves that are going on", "dropped": "dropped, but still read"}
+        return "; ".join([*parts, *more, *(f"{words[name]}: {units.size(size)}" for name, size in kinds.items())]) or "nothing is stored"
+
+    # ---- handing over to another program of the same process
+
+    def hand_over(self) -> Message:
+        """What :meth:`taken_over` needs; all descriptors survive ``exec`` from here on."""
+        with self._lock:
+            self._recycle()
+            entries = list(self._entries.values())
+            for file in [self.changes, *(f for e in entries for f in (e.file, e.reading)), *(left.file for left in self._dropped)]:
+                os.set_inheritable(file, True)
+            return {
+                "id": self.id,
+                "budget": self.budget,
+                "changes": [self.changes, self._changed],
+                "number": self._number,
+                "entries": [[e.known.row(), e.capacity, e.file, e.reading] for e in entries],
+                "dropped": [[left.file, left.capacity] for left in self._dropped],
+            }
+
+    @classmethod
+    def taken_over(cls, given: Message) -> MemoryStore:
+        """The store that the program before this one had in this process."""
+        store = cls(int(given["budget"]))
+        os.close(store.changes)
+        store.id, store._number = str(given["id"]), int(given["number"])
+        store.changes, store._changed = given["changes"]
+        for row, capacity, file, reading in given["entries"]:
+            known = MemoryObject.of(row)
+            store._entries[known.path] = ObjectFile(known, capacity, file, reading)
+        store._dropped = [UnusedFile(file, capacity, time.monotonic()) for file, capacity in given["dropped"]]
+        for file in [store.changes, *(f for e in store._entries.values() for f in (e.file, e.reading)), *(d.file for d in store._dropped)]:
+            os.set_inheritable(file, False)
+        return store
+
+    def close(self) -> None:
+        """Free everything that nobody reads."""
+        with self._lock:
+            self.drop("")
+            close_all([*(left.file for left in self._dropped), *(lent.file for lent in self._lent), self.changes])
+
+
+def checkpoint_of(path: str) -> str:
+    """The directory of the checkpoint that an object most likely belongs to: above ``data/``, ``index-…/`` and ``checkpoint.json``."""
+    *above, _ = path.split("/")
+    if above and (above[-1] == "data" or above[-1].startswith("index-")):
+        above = above[:-1]
+    return "/".join(above) or path
+
+
+def digest_of_file(file: int, size: int, look: Callable[[], None] = lambda: None) -> str:
+    """XXH3-128 of the first ``size`` bytes, in hex; ``look`` is called now and then."""
+    digest = xxhash.xxh3_128()
+    block = bytearray(limits.MIB)
+    for offset in range(0, size, len(block)):
+        view = memoryview(block)[: min(len(block), size - offset)]
+        os.preadv(file, [view], offset)
+        digest.update(view)
+        look()
+    return digest.hexdigest()
+
+
+def _content(entry: ObjectFile) -> bytes:
+    return os.pread(entry.reading, entry.known.size, 0)
+
+
+def _taken(path: str) -> ConflictError:
+    return ConflictError("cannot publish: the name is taken", where=f"mem://{path}", hint="use a fresh name, or delete the object")

@@ -1,0 +1,1 @@
+"""``mem://``: checkpoints in the memory of a machine, which outlive their trainers (``ckpt.memory``)."""

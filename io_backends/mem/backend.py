@@ -1,0 +1,210 @@
+"""Objects in the memory of this machine, ``mem://path``, as the memory daemon holds them: they outlive the process.
+
+Reads copy from the object's own pages. The daemon is asked once for each object, and again only when some object was deleted or replaced
+since: it counts these in a page that every client maps.
+
+Invariant: as long as a backend has an object open, the daemon does not use its memory again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
+from ckpt.io_backends.protocol import Backend, LentMemory, ObjectMeta, Writer
+from ckpt.memory import client
+from ckpt.memory.client import Loan, MappedObject, MemoryClient
+from ckpt.memory.objects import MemoryObject
+from ckpt.settings import limits
+
+from .writer import MemWriter
+
+SCHEME = "mem://"
+
+
+class MemBackend(Backend):
+    """Objects below a prefix, which the daemon of this machine has. It is started by what writes; without it nothing is there to read."""
+
+    def __init__(self, url: str) -> None:
+        root = url.removeprefix(SCHEME).rstrip("/")
+        if not url.startswith(SCHEME):
+            raise UsageError(
+                f"{url!r} is not a mem:// URL", hint="write mem://runs/a for this machine's memory, mem://host:port/runs/a for another's"
+            )
+        self._root = check_path(root) if root else ""
+        self._lock = threading.Lock()
+        self._open: dict[str, MappedObject] = {}
+        self._seen: tuple[str, int] = ("", 0)
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"{SCHEME}{self._root}"
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}" if self._root else check_path(path)
+
+    # ---- reading
+
+    def _get(self, path: str) -> MappedObject:
+        key = self._key(path)
+        daemon = _reached(key)
+        changes = daemon.changes()
+        with self._lock:
+            if self._seen != changes:
+                self._open, self._seen = {}, changes
+            known = self._open.get(key)
+        if known is None:
+            known = daemon.get(key)
+            with self._lock:
+                if self._seen == changes:
+                    self._open[key] = known
+        return known
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        check_read(offset, length)
+        found = self._get(path)
+        wanted = max(found.known.size - offset, 0) if length is None else length
+        _check_inside(found.known, offset, wanted)
+        data = bytearray(wanted)
+        _fill(found, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_read(offset, None)
+        view = byte_view(buffer, writable=True)
+        found = self._get(path)
+        _check_inside(found.known, offset, view.nbytes)
+        _fill(found, offset, view)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        """See ``Backend.read_hashed``."""
+        check_read(offset, None)
+        found = self._get(path)
+        _check_inside(found.known, offset, buffer.nbytes)
+        for at in range(0, buffer.nbytes, limits.CACHE_BLOCK):
+            block = buffer[at : at + limits.CACHE_BLOCK]
+            _fill(found, offset + at, block)
+            update(block)
+
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        """See ``Backend.read_start``."""
+        check_read(0, length)
+        size = self._get(path).known.size
+        return self.read(path, 0, min(length, size)), size
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        """Ask the daemon again for the object."""
+        with self._lock:
+            self._open.pop(f"{self._root}/{path}" if self._root else path, None)
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        return self._stat(path).size
+
+    def _stat(self, path: str) -> MemoryObject:
+        key = self._key(path)
+        return _reached(key).stat(key)
+
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
+        below = f"{self._root}/" if self._root else ""
+        start = below + check_prefix(prefix)
+        try:
+            objects = client.connect(start=False).list(start)
+        except NotFoundError:  # no daemon, so nothing
+            return iter(())
+        return iter([ObjectMeta(known.path.removeprefix(below), known.size) for known in objects])
+
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
+        directory = check_prefix(prefix).removesuffix("/")
+        start = f"{directory}/" if directory else ""
+        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
+        return sorted({name + slash for name, slash, _ in heads})
+
+    def modified(self, path: str) -> float:
+        """See ``Backend.modified``."""
+        return self._stat(path).modified
+
+    def version_token(self, path: str) -> str:
+        """See ``Backend.version_token``."""
+        return self._stat(path).version
+
+    def now(self) -> float:
+        """See ``Backend.now``."""
+        return time.time()
+
+    # ---- writing
+
+    def prepare(self) -> None:
+        """Start the daemon, if none runs."""
+        client.connect()
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``. Two callers at once: both get a Writer, and the second to commit a ConflictError."""
+        key = self._key(path)
+        check_size(size, f"{SCHEME}{key}")
+        daemon = client.connect()
+        _check_free(daemon, key)
+        return MemWriter(daemon.lend(size), key)
+
+    def lend(self, size: int) -> Loan:
+        """See ``Backend.lend``."""
+        return client.connect().lend(size)
+
+    def create_in(self, path: str, memory: LentMemory) -> Writer:
+        """See ``Backend.create_in``."""
+        key = self._key(path)
+        if not isinstance(memory, Loan):
+            raise UsageError("this memory was lent by another storage", where=f"{SCHEME}{key}", hint="please report this")
+        _check_free(client.connect(), key)
+        return MemWriter(memory, key)
+
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``."""
+        client.connect().put(self._key(path), data, expected=expected)
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``."""
+        key = self._key(path)
+        try:
+            client.connect(start=False).delete(key)
+        except NotFoundError:  # no daemon, so nothing to delete
+            return
+
+
+def _reached(key: str) -> MemoryClient:
+    try:
+        return client.connect(start=False)
+    except NotFoundError as err:
+        raise NotFoundError(
+            f"no such object: {err.message} for {err.where}",
+            where=f"{SCHEME}{key}",
+            hint="the memory of a machine is lost with its daemon; CKPT_MEMORY_DIR says which daemon is asked",
+        ) from err
+
+
+def _check_free(daemon: MemoryClient, key: str) -> None:
+    try:
+        daemon.stat(key)
+    except NotFoundError:
+        return
+    raise ConflictError("cannot create: the name is taken", where=f"{SCHEME}{key}", hint="use a fresh name, or delete the object")
+
+
+def _check_inside(known: MemoryObject, offset: int, length: int) -> None:
+    if offset + length > known.size:
+        raise past_end(f"{SCHEME}{known.path}", offset, length, known.size)
+
+
+def _fill(found: MappedObject, offset: int, view: memoryview) -> None:
+    filled = 0
+    while filled < view.nbytes:
+        filled += os.preadv(found.file, [view[filled:]], offset + filled)
