@@ -178,7 +178,7 @@ def plan_one_rank(tensors: Sequence[TensorSpec], rank: int, *, merge: bool = Fal
     return len(specs), sum(s.nbytes for s in specs), len(sends) + len(receives)
 
 
-@pytest.mark.parametrize("merge", [False, True], ids=["boxes", "merge"])
+@pytest.mark.parametrize("merge", [pytest.param(False, marks=pytest.mark.slow), True], ids=["boxes", "merge"])
 @pytest.mark.parametrize("zero", [None, Shard(0, "dp"), Flat("dp")], ids=["replicated", "sharded", "flat"])
 def test_one_rank_of_16384_plans_within_seconds(zero: Split | None, merge: bool) -> None:
     rank = (3 * DP + 77) * TP + 5
@@ -191,7 +191,7 @@ def test_one_rank_of_16384_plans_within_seconds(zero: Split | None, merge: bool)
     assert seconds < 5
 
 
-@pytest.mark.parametrize("merge", [False, True], ids=["boxes", "merge"])
+@pytest.mark.parametrize("merge", [pytest.param(False, marks=pytest.mark.slow), True], ids=["boxes", "merge"])
 @pytest.mark.parametrize("zero", [Shard(0, "dp"), Flat("dp")], ids=["sharded", "flat"])
 def test_the_leader_of_16384_ranks_joins_the_tables_of_all_stages(zero: Split, merge: bool) -> None:
     """One table per stage; the index of it all stays a few megabytes where a row per chunk would be hundreds."""
@@ -247,9 +247,10 @@ JOBS = {
     "16384 fused": (16_384, 1, True),
     "16384 in 128 copies": (16_384, 128, False),
 }
+EACH_JOB = [pytest.param(job, marks=[pytest.mark.slow] if job in ("1024", "16384 in 128 copies") else []) for job in JOBS]
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", EACH_JOB)
 def test_one_rank_of_a_flat_model(job: str) -> None:
     ranks, copies, fused = JOBS[job]
     tensors = flat_model(ranks, copies, fused=fused)
@@ -262,7 +263,7 @@ def test_one_rank_of_a_flat_model(job: str) -> None:
     assert seconds < 5
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", EACH_JOB)
 def test_the_leader_of_a_flat_model(job: str) -> None:
     ranks, copies, fused = JOBS[job]
     tensors = flat_model(ranks, copies, fused=fused)
@@ -290,7 +291,7 @@ def growth(cost: Callable[[int], float]) -> None:
 RANK = {"FSDP2": scale_jobs.fsdp, "HSDP": scale_jobs.hsdp, "flat": scale_jobs.zero, "3-D": scale_jobs.three_d, "EP64": scale_jobs.experts}
 
 
-@pytest.mark.parametrize("kind", RANK)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("HSDP", "FSDP2") else []) for kind in RANK])
 def test_a_ranks_plan_grows_with_the_ranks_at_most(kind: str) -> None:
     def cost(ranks: int) -> float:
         forget()
@@ -301,7 +302,7 @@ def test_a_ranks_plan_grows_with_the_ranks_at_most(kind: str) -> None:
     growth(cost)
 
 
-@pytest.mark.parametrize("kind", ["3-D", "EP64", "own"])
+@pytest.mark.parametrize("kind", ["3-D", pytest.param("EP64", marks=pytest.mark.slow), "own"])
 def test_the_leaders_work_grows_with_the_ranks_at_most(kind: str) -> None:
     """Checks, index, commit and spans of the first two saves."""
     indexes, later = {}, {}
