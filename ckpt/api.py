@@ -37,6 +37,8 @@ def save(
     process_group: ProcessGroup | None = None,
     progress: bool | ProgressCallback | None = None,
     dry_run: bool = False,
+    base: str | os.PathLike[str] | None = None,
+    reusable: bool = False,
 ) -> SaveReport:
     """Save a state as one checkpoint. Collective: every rank of the job calls it; without torch.distributed, one process does.
 
@@ -60,10 +62,16 @@ def save(
             thread of its own; or True for a bar on the terminal of the leading rank. If it raises, it is not called again.
         dry_run: plan the save on all ranks and write nothing: raise what cannot be saved, and report what would be written. Replicas are
             not compared. The estimate of seconds comes from the spans of the checkpoint at ``url`` or of a step beside it.
+        base: an earlier checkpoint beside this one, in the same run. Chunks of frozen tensors that it has, bit for bit, are not written:
+            the new checkpoint refers to its files, which have to stay (docs/guides/lora-frozen-ema.md). It must have been saved with a
+            base or with ``reusable``.
+        reusable: keep XXH3-128 digests of tensors that may stay as they are, so that a later save can name this one as its base. Naming
+            a base does it too.
 
     Raises:
         StateError: a value cannot be stored.
         LayoutError: a tensor's place is not clear.
+        MismatchError: the base has none of the state's tensors. Other errors of :func:`open`: it cannot be read.
         ConsistencyError: the ranks' states do not make one checkpoint; CoverageError for holes and overlaps, ReplicaError for replicas
             that differ.
         StorageError: the storage failed; NoSpaceError, AccessError, ConflictError tell how.
@@ -86,6 +94,8 @@ def save(
             codec=codec,
             timeout=timeout,
             threads=threads,
+            base=None if base is None else url_text(base),
+            reusable=reusable,
         )
     if dry_run:
         return rehearsal.dry_run(url, state, group, options)
@@ -107,6 +117,8 @@ def save_async(
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
     progress: bool | ProgressCallback | None = None,
+    base: str | os.PathLike[str] | None = None,
+    reusable: bool = False,
 ) -> SaveHandle:
     """Begin to save a state and return; the rest happens in the background. Collective like :func:`save`.
 
@@ -123,7 +135,8 @@ def save_async(
         capture: ``"lazy"``, or ``"eager"``: when the call returns, the state may change in any way.
         when_busy: one save of a job is in flight at a time: ``"wait"`` for the one before, or ``"refuse"`` with :class:`BusyError`.
         staging_bytes: most host memory for the copy; by default as much as this rank writes. With less, capturing waits for writing.
-        url, state, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for :func:`save`.
+        url, state, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress, base, reusable: as for
+            :func:`save`. Candidates for the base are hashed before the call returns.
 
     Raises:
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
@@ -147,6 +160,8 @@ def save_async(
             timeout=timeout,
             threads=threads,
             staging=staging_bytes,
+            base=None if base is None else url_text(base),
+            reusable=reusable,
         )
     if when_busy == "refuse":
         refuse_if_busy(group, url, options.timeout)

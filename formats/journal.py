@@ -12,6 +12,7 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, S
 from .native.catalog import read_index, read_record
 from .native.clearing import check_no_link, check_there, confirm
 from .native.commit import COMMIT_PATH, CommitRecord
+from .native.datafiles.references import is_reference
 from .native.index import decode_files
 from .native.paths import FILES, SPANS, data_prefix, index_path
 
@@ -84,10 +85,14 @@ class CheckpointJournal(WriteJournal):
 
     ``previous`` is the record that it replaces, as ``read_record`` gave it before; None: none was there. ``resumable``: files that are
     durable stay when the commit fails, for another attempt or another process that writes the same ones; nothing is discarded.
+    ``base``: name in the run and id of the checkpoint that has all files which this one refers to, itself or by references.
     """
 
-    def __init__(self, backend: Backend, *, id: str, previous: bytes | None, resumable: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, *, id: str, previous: bytes | None, resumable: bool = False, base: tuple[str, str] | None = None
+    ) -> None:
         super().__init__(backend)
+        self.base = base
         self.id = id
         self.previous = previous
         self.resumable = resumable
@@ -120,7 +125,7 @@ class CheckpointJournal(WriteJournal):
         """
         try:
             check_no_link(self.backend)
-            check_there(self.backend, self.id, sizes)
+            check_there(self.backend, self.id, sizes, self.base)
         except BaseException:
             self.discard()
             raise
@@ -138,7 +143,7 @@ class CheckpointJournal(WriteJournal):
                     self.discard()
                 raise
         try:
-            return confirm(self.backend, self.id, sizes, self.previous)
+            return confirm(self.backend, self.id, sizes, self.previous, self.base)
         except StorageError:
             if self._holds(record) is False:
                 self.discard()
@@ -229,8 +234,8 @@ class IntentJournal(WriteJournal):
 
 
 def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:
-    """Paths of all index and data files that the commit record ``data`` reaches, and of its spans; it is not among them itself. No record:
-    no files. If its index is damaged, the data files that bear its id are listed instead.
+    """Paths of all index and data files that the commit record ``data`` reaches, and of its spans; it is not among them itself, nor are
+    data files of other checkpoints. No record: no files. If its index is damaged, the data files that bear its id are listed instead.
 
     Raises:
         CorruptError, FormatError: the record itself cannot be read.
@@ -244,7 +249,8 @@ def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:
         backend.size(spans)
         index.append(spans)
     try:
-        files = [f.path for f in decode_files(read_index(backend, record, FILES), record.index[FILES].path)]
+        rows = decode_files(read_index(backend, record, FILES), record.index[FILES].path)
+        files = [f.path for f in rows if not is_reference(f.path)]
     except CorruptError:
         files = [e.path for e in backend.list_prefix(data_prefix(record.id))]
     return (*index, *files)

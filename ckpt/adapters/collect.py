@@ -214,6 +214,8 @@ class _CollectWalk:
         for name, tensor in parts.tensors.items():
             stored = shard_table.add(join(path, name), tensor).info.name
             (shard_table.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else shard_table.forward_mutable).add(stored)
+            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+                shard_table.frozen.add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:
             extra = [(name, encode(value, join(path, name), self.inner_leaf)) for name, value in parts.extra.items()]

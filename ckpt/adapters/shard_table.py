@@ -61,6 +61,7 @@ class ShardTable:
     optimizer_updated: set[str] = field(default_factory=set)
     """Stored names of what only an optimizer's step changes: parameters, and the state kept for them."""
     forward_mutable: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
     """Stored names of modules' buffers, which a forward pass may change."""
     shards: ShardCache = field(default_factory=ShardCache)
     """What earlier walks of the same context found."""

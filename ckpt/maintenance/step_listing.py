@@ -16,9 +16,11 @@ from datetime import datetime, timezone
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, VIRTUAL, CommitRecord, moment_of
+from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, moment_of
+from ckpt.formats.native.datafiles.references import is_reference, owner_of, split_url
 from ckpt.formats.native.extents import decode_sources
-from ckpt.formats.native.paths import SOURCES, has_orphans
+from ckpt.formats.native.index import decode_files
+from ckpt.formats.native.paths import FILES, SOURCES, has_orphans
 from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
@@ -59,7 +61,8 @@ class Step:
     id: str | None = None
     """Of the save: a copy has the same. Ids of later saves sort after it. None unless committed."""
     sources: tuple[str, ...] = ()
-    """Of a virtual checkpoint: where the files are that it points into, as absolute URLs or paths."""
+    """Of a virtual checkpoint: where the files are that it points into, as absolute URLs or paths. Of one with references: the checkpoints
+    of the run that have some of its data files."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
     also: tuple[str, ...] = ()
@@ -322,7 +325,11 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
 
 
 def _sources(record: CommitRecord, url: str) -> tuple[str, ...]:
-    if VIRTUAL not in record.features:
+    if not {VIRTUAL, REFERENCED} & {*record.features}:
         return ()
-    data = read_index(open_backend(url), record, SOURCES)
-    return tuple({source.root: None for source in decode_sources(data, url)})
+    backend = open_backend(url)
+    if REFERENCED in record.features:
+        files = decode_files(read_index(backend, record, FILES), url)
+        run = split_url(backend)[0]
+        return tuple({join_url(run, owner_of(f.path)): None for f in files if is_reference(f.path)})
+    return tuple({source.root: None for source in decode_sources(read_index(backend, record, SOURCES), url)})

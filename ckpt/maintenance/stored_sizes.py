@@ -9,6 +9,7 @@ from contextlib import suppress
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import VIRTUAL, CommitRecord
+from ckpt.formats.native.datafiles.references import is_reference
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SPANS, index_path
 from ckpt.io_backends.protocol import Backend
@@ -24,7 +25,8 @@ def stored_sizes(steps: Sequence[Step]) -> dict[str, int]:
 
     Of a committed checkpoint the index knows the sizes of all files, so a step costs two or three requests however many files it has; on an
     object store, listing them would cost a request per thousand. What did not finish or is damaged has no index to believe: its files are
-    listed. The files that a virtual checkpoint points into are not its own and do not count.
+    listed. The files that a virtual checkpoint points into, and data files of other checkpoints that
+    one refers to, are not its own and do not count.
 
     Raises:
         StorageError: the storage cannot be read.
@@ -56,4 +58,5 @@ def _committed_size(backend: Backend) -> int | None:
         index += backend.size(index_path(record.id, SPANS))
     if VIRTUAL in record.features:
         return index
-    return index + sum(file.size for file in decode_files(read_index(backend, record, FILES), record.index[FILES].path))
+    rows = decode_files(read_index(backend, record, FILES), record.index[FILES].path)
+    return index + sum(file.size for file in rows if not is_reference(file.path))

@@ -19,6 +19,7 @@ from ckpt.api import load
 from ckpt.coordination.group import current_group
 from ckpt.engine.load.load import recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
+from ckpt.engine.save.base.reuse import SaveBase
 from ckpt.engine.save.job import SaveOptions, check_capture
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
@@ -69,6 +70,9 @@ class Checkpointer:
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
         run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
             and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
+        reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
+            (docs/guides/lora-frozen-ema.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
+            refer to stays as long as they do. Not with ``local``.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
             :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
     """
@@ -85,6 +89,7 @@ class Checkpointer:
         check_replicas: bool = True,
         merge_flat_shards: bool = True,
         codec: str | None = None,
+        reuse: bool = False,
         timeout: float | None = None,
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -108,7 +113,10 @@ class Checkpointer:
             timeout=timeout,
             threads=threads,
             staging=staging_bytes,
+            reusable=reuse,
         )
+        if reuse and local is not None:
+            raise UsageError("reuse=True does not work with a local tier", where=root, hint="leave one of reuse= and local= out")
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self.root = root
@@ -116,6 +124,8 @@ class Checkpointer:
         self.keep = keep
         self.capture = capture
         self._process_group = process_group
+        self._base: SaveBase | None = None
+        """What the next save may refer to: the last one that went well here, or what was restored."""
         self._progress = progress
         self._options = options
         self.timeout = options.timeout
@@ -197,6 +207,7 @@ class Checkpointer:
         if restored is not None:
             self._schedule.resumed(restored[0], saved=own is not None)
             self.restored_from = restored[1]
+            self._base = SaveBase(url=restored[1], required=False) if own is not None and self._options.reusable else None
             self._reporter.restored(*restored, time.perf_counter() - began, nbytes, spans=spans)
         if self._uploader is not None:
             self._uploader.add()
@@ -263,7 +274,13 @@ class Checkpointer:
         check_step(n)
         earlier = partial(self._tiers.earlier, n) if self._tiers.local is not None else None
         watcher = callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._tiers.place(n)}")
-        options = replace(self._options, metrics={k: float(v) for k, v in (metrics or {}).items()}, earlier=earlier, progress=watcher)
+        options = replace(
+            self._options,
+            metrics={k: float(v) for k, v in (metrics or {}).items()},
+            earlier=earlier,
+            progress=watcher,
+            base=self._base if self._base is not None and self._base.url != self._tiers.place(n) else None,
+        )
         self._schedule.begun(n)
         durable: Future[Any] | None = None
         try:
@@ -319,8 +336,11 @@ class Checkpointer:
         handle, self.handle = self.handle, None
         handle.wait()
         error = handle.durable.exception()
+        self._base = None  # after a failure ranks may know different ones, so the next save refers to none
         if error is not None:
             self._schedule.failed()
+        elif self._options.reusable:
+            self._base = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
         return error
 
     # ---- what is there

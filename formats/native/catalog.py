@@ -23,10 +23,11 @@ from ckpt.reread import read_checked
 from .checks import find_excess
 from .coding.codec import CHUNK_LIMIT
 from .coding.codecs import CODECS, unknown_codec
-from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, VERSION, VIRTUAL, CommitRecord
+from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
 from .datafiles.header import Header, StoredChunk, parse_header
 from .datafiles.header_rows import Known, Sought, Stretches, find_alike
 from .datafiles.keys import box_text, chunk_key, coded_key
+from .datafiles.references import RunBackend, is_reference, owner_of
 from .index import decode_index
 from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_orphans
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
@@ -54,8 +55,8 @@ class NativeCatalog(CatalogDefaults):
     """
 
     def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
-        self._backend = backend
         self._record, self._contents = _open(backend, record) if opened is None else opened
+        self._backend = RunBackend(backend) if REFERENCED in self._record.features else backend
         self.coded = CODED in self._record.features
         self._tensors: Mapping[str, TensorEntry] = {t.name: t for t in self._contents.tensors}
         self._ranks = self._contents.ranks
@@ -202,7 +203,8 @@ class NativeCatalog(CatalogDefaults):
             try:
                 data, size = self._backend.read_start(file.path, file.header)
             except NotFoundError as err:
-                raise CorruptError(f"the data file {file.path} is missing", where=where, hint=lost) from err
+                refers = f", which {owner_of(file.path)} should have: this checkpoint refers to it" if is_reference(file.path) else ""
+                raise CorruptError(f"the data file {file.path} is missing{refers}", where=where, hint=lost) from err
             if size != file.size:
                 raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
             return parse_header(data, file, where)
@@ -325,6 +327,8 @@ def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents
         excess = find_excess(contents)
     except MemoryError as err:
         raise too_little_memory(sum(map(len, files.values())), where) from err
+    if excess is None and any(is_reference(f.path) for f in contents.files) != (REFERENCED in record.features):
+        excess = f"it has {'the' if REFERENCED in record.features else 'not the'} feature {REFERENCED}, unlike its data files"
     if excess is not None:
         raise CorruptError(
             f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it: `ckpt rebuild`"

@@ -10,6 +10,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 
 from .datafiles.datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES
 from .datafiles.keys import name_problem
+from .datafiles.references import is_reference, reference_problem
 from .paths import is_digest, path_problem
 from .tables import DIMENSIONS
 
@@ -33,6 +35,8 @@ def find_problem(contents: Contents) -> str | None:
             return problem
     if len({f.path for f in contents.files}) != len(contents.files):
         return "a data file occurs twice"
+    if any(is_reference(a.path) and not is_reference(b.path) for a, b in pairwise(contents.files)):
+        return "data files of other checkpoints come before its own"
     checked: dict[tuple[int, tuple[int, ...]], str | None] = {}
     for t in contents.tensors:
         problem = _tensor_problem(t, by_name)
@@ -77,7 +81,7 @@ def tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry], files: in
 
 
 def _file_problem(f: DataFile) -> str | None:
-    problem = path_problem(f.path)
+    problem = reference_problem(f.path) if is_reference(f.path) else path_problem(f.path)
     if problem is not None:
         return problem
     if not 0 < f.header <= min(f.size, LENGTH_BYTES + HEADER_LIMIT) or f.rank < 0 or not is_digest(f.digest):

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ckpt.errors import CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError
+from ckpt.io_backends.registry import open_backend
 
 from .catalog import read_record
 from .commit import COMMIT_PATH, CommitRecord
+from .datafiles.references import split_url
 from .paths import CLEARING, data_prefix, index_path
 
 if TYPE_CHECKING:
@@ -50,18 +52,21 @@ def check_no_link(backend: Backend) -> None:
         )
 
 
-def check_there(backend: Backend, id: str, sizes: Mapping[str, int]) -> None:
-    """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away.
+def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: tuple[str, str] | None = None) -> None:
+    """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away; and that the checkpoint is there
+    whose files it refers to: ``base``, by its name in the run and its id.
 
     Raises:
         StorageError: it has not, or somebody is; or the storage failed.
     """
-    problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0])
+    problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0], base)
     if problem is not None:
         raise problem
 
 
-def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None) -> list[str] | None:
+def confirm(
+    backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None, base: tuple[str, str] | None = None
+) -> list[str] | None:
     """That what was just committed has all of its files, or was replaced by another save since. If it has not, ``previous`` is committed
     again, or nothing is. Gives the paths of everything that is there, if it took a look at everything.
 
@@ -70,11 +75,11 @@ def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes
     """
     try:
         there, everything = _listed(backend, id, sizes)
-        problem = _problem(backend, id, sizes, there)
+        problem = _problem(backend, id, sizes, there, base)
         if problem is None:
             return list(there) if everything else None
         record = read_record(backend)
-    except StorageError as err:  # no sign that anything is missing
+    except (StorageError, CorruptError) as err:  # no sign that anything is missing
         log.warning("%s is committed, but nobody could look whether its files are all there: %s", backend.url, err)
         return None
     while record is not None:
@@ -98,7 +103,9 @@ def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[s
     return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}, everything
 
 
-def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int]) -> StorageError | None:
+def _problem(
+    backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int], base: tuple[str, str] | None
+) -> StorageError | None:
     lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
     if lost:
         message = (
@@ -109,7 +116,21 @@ def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping
     if index_path(id, CLEARING) in there:
         hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
         return StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
-    return None
+    return None if base is None else _base_problem(backend, *base)
+
+
+def _base_problem(backend: Backend, name: str, id: str) -> StorageError | None:
+    """Why the files of a base cannot be referred to."""
+    # Who removes a checkpoint takes its record away first, and looks then who refers to its files. Who commits a
+    # reference publishes the record first, and looks here then: so at least one of the two sees the other.
+    run = open_backend(split_url(backend)[0])
+    data = read_record(run, f"{name}/")
+    if data is not None and CommitRecord.from_bytes(data, f"{run.url}/{name}").id == id:
+        return None
+    what = "removed" if data is None else "replaced by another save"
+    return ConflictError(
+        f"the base {name}, which has tensors of this save, was {what} meanwhile", where=backend.url, hint="save again, without a base"
+    )
 
 
 def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:

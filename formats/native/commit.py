@@ -30,7 +30,9 @@ VIRTUAL = "extents"
 """The extension of checkpoints whose chunks lie in files of others."""
 APART = "ranks"
 """The extension of checkpoints whose values and tensors of single ranks have index files of their own."""
-FEATURES = frozenset({CODED, VIRTUAL, APART})
+REFERENCED = "references"
+"""The extension of checkpoints some of whose data files lie in others of the run."""
+FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED})
 """Extensions that this reader knows."""
 VALUES, ALIASES, LABELS = "values", "aliases and padding", "metrics and tags"
 """What a rebuild may not recover, as ``lost`` in the record says it."""
@@ -267,10 +269,9 @@ def _check_known(members: dict[str, Any], where: str) -> None:
 
 
 def _record(members: dict[str, Any], where: str) -> CommitRecord:
-    if {CODED, VIRTUAL} <= set(members["features"]):
-        _damaged(f"it has the features {CODED} and {VIRTUAL}, which exclude each other", where)
-    if {APART, VIRTUAL} <= set(members["features"]):
-        _damaged(f"it has the features {APART} and {VIRTUAL}, which exclude each other", where)
+    for feature in (CODED, APART, REFERENCED):
+        if {feature, VIRTUAL} <= set(members["features"]):
+            _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
     index = _member(members, "index", dict, where)
     more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
     names = (*INDEX_NAMES, *(name for feature in members["features"] for name in more.get(feature, ())))

@@ -17,6 +17,7 @@ from ckpt.formats.journal import CheckpointJournal
 from .catalog import read_record
 from .clearing import check_no_link, clear
 from .commit import COMMIT_PATH, INLINE_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name
+from .datafiles.references import is_reference
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, id_of, index_path
 
@@ -63,7 +64,7 @@ def write_index(
     except BaseException:
         journal.discard()
         raise
-    sizes = {f.path: f.size for f in contents.files} | {f.path: f.size for f in record.index.values()}
+    sizes = {f.path: f.size for f in contents.files if not is_reference(f.path)} | {f.path: f.size for f in record.index.values()}
     there = journal.commit(record.to_bytes(), sizes)
     if listed is not None:
         listed += there or ()

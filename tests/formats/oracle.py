@@ -45,7 +45,7 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     own, ident, made, index = record["digest"], record["id"], record["created"], {}
     assert xxh3_128_hexdigest(raw.replace(own.encode(), b"0" * 32)) == own, "commit record: digest"
     assert (record["format"], record["version"]) == ("ckpt", 1), "unknown format, version"
-    assert {*record["features"]} <= {"codecs", "ranks"}, "unknown feature"
+    assert {*record["features"]} <= {"codecs", "ranks", "references"}, "unknown feature"
     assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
     names = ["tensors.arrow", "grids.arrow", "files.arrow", "state.json", *(APART if "ranks" in record["features"] else [])]
     for name, entry in ((n, record["index"][n]) for n in names):
@@ -54,8 +54,11 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
         assert must <= entry.items(), f"{name}: is {must}, not {entry}"
     rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", GRIDS), ("files", FILES)))
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
-    said = {n: (d, tuple(s)) for file in unread for n, (d, s) in file.pop("").items()}
-    assert bool(said) == ("codecs" in record["features"]), f"features {record['features']}, but coded are {[*said]}"
+    own = [not f["path"].startswith("../") for f in files]
+    assert own == sorted(own, reverse=True) and all(own) == ("references" not in record["features"]), "files.arrow: references"
+    names = {r["name"] for r in rows}
+    keys = {k for file in unread for k in file}
+    said = {n: (d, tuple(s)) for mine, file in zip(own, unread, strict=True) for n, (d, s) in file.pop("").items() if mine or n in names}
     assert [r["name"] for r in rows] == sorted({r["name"] for r in rows}), "tensors.arrow: names not sorted or not unique"
     if "ranks" in record["features"]:
         assert all(r["rank"] is None for r in rows) and _json(index["state.json"])["ranks"] == {}, "ranks in two places"
@@ -63,7 +66,9 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     assert len({r["name"] for r in rows}) == len(rows), "a name in two rows of ranks"
     assert said == {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in said}, "ckpt.dtypes or ckpt.shapes"
     tensors = {r["name"]: _tensor(r, grids[r["grid"]], unread) for r in rows if r["alias"] is None}
-    assert not any(unread), f"chunks that no tensor has: {[*map(list, unread)]}"
+    assert not any(u for u, mine in zip(unread, own, strict=True) if mine), f"chunks that no tensor has: {[*map(list, unread)]}"
+    coded = [k for k in keys - {k for u in unread for k in u} if re.search(r"\]#[a-z0-9-]+\Z", k)]
+    assert bool(coded) == ("codecs" in record["features"]), f"features {record['features']}, but coded are {coded}"
     assert record["tensor_bytes"] == sum(len(t[2]) for t in tensors.values()), "commit record: tensor_bytes"
     assert all(0 <= (r["rank"] or 0) < record["world_size"] for r in [*rows, *files]), "a rank is not below world_size"
     aliases = {r["name"]: tensors[r["alias"]] for r in rows if r["alias"] is not None}  # KeyError: an alias of an alias, or of nothing
@@ -110,8 +115,11 @@ def _table(raw: bytes, columns: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _data_file(root: Path, ident: str, row: dict[str, Any]) -> dict[str, tuple[str, list[int], bytes]]:
-    path, raw = row["path"], (root / row["path"]).read_bytes()
-    assert re.fullmatch(rf"data/{ident}-{row['rank']:05d}(-\d+)?\.safetensors", path) and len(raw) == row["size"], f"{path}: path or size"
+    path, elsewhere = row["path"], re.fullmatch(r"\.\./[^/]+/(data/([0-9a-z]{16})-.*)", row["path"])
+    inner, ident = (elsewhere[1], elsewhere[2]) if elsewhere else (path, ident)
+    assert re.fullmatch(rf"data/{ident}-{row['rank']:05d}(-\d+)?\.safetensors", inner), f"{path}: path"
+    raw = (root / path).read_bytes()
+    assert len(raw) == row["size"], f"{path}: size"
     start = 8 + int.from_bytes(raw[:8], "little")
     assert start == row["header"] and start % 4096 == 0 and xxh3_128_hexdigest(raw[:start]) == row["digest"], f"{path}: header"
     meta = (header := _json(raw[8:start])).pop("__metadata__")
@@ -122,6 +130,9 @@ def _data_file(root: Path, ident: str, row: dict[str, Any]) -> dict[str, tuple[s
     digests = re.findall("[0-9a-f]{16}|.+", meta["ckpt.digests"])
     wrong = [k for k, d in zip(sorted(found), digests, strict=True) if xxh3_64_hexdigest(found[k][2]) != d]
     assert not wrong, f"{path}: digest of {wrong}"
+    strong = re.findall("[0-9a-f]{32}|.+", meta.get("ckpt.digests128", "0" * 32 * len(found)))
+    plain = [(k, d) for k, d in zip(sorted(found), strong, strict=True) if "]#" not in k and int(d, 16)]
+    assert not [k for k, d in plain if xxh3_128_hexdigest(found[k][2]) != d], f"{path}: ckpt.digests128"
     dtypes, shapes = _json(meta.get("ckpt.dtypes", "{}")), _json(meta.get("ckpt.shapes", "{}"))
     coded = {k.rpartition("[")[0] for k in found if re.search(r"\]#[a-z0-9-]+\Z", k)}
     assert dtypes.keys() == shapes.keys() == coded, f"{path}: ckpt.dtypes or ckpt.shapes, where {coded} are coded"

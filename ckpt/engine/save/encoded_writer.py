@@ -46,12 +46,13 @@ class EncodedWriter(RankWriter):
             id=self.id,
             rank=self.position,
             number=number,
+            has_128=self.plan.has_128,
         )
         with self.open(plan) as writer:
             run_tasks(
                 [partial(self._store, writer, int(plan.offsets[k]), blobs[i][1]) for k, i in enumerate(numbers)], self.threads, "ckpt-write"
             )
-            header = plan.encode_header(self.stored[group])
+            header = plan.encode_header(self.stored[group], self.strong_digests(group.start, len(numbers)))
             writer.write(0, [header])
         self.coded += sum(codec is not None for codec, _ in blobs.values())
         return writer, plan, header

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from ckpt.catalog import DataFile, TensorEntry
@@ -22,17 +23,34 @@ def chunks_apart(files: Sequence[DataFile], own_rows: Mapping[int, bytes], ranks
 
 
 def index_rows(
-    joined: Joined, own: Mapping[int, Table], files: Sequence[DataFile], apart: Sequence[TensorSpec], ranks: Sequence[int], *, coded: bool
+    joined: Joined,
+    own: Mapping[int, Table],
+    files: Sequence[DataFile],
+    apart: Sequence[TensorSpec],
+    ranks: Sequence[int],
+    *,
+    coded: bool,
+    referred: Mapping[str, Mapping[int, int]] | None = None,
+    with_128: AbstractSet[int] = frozenset(),
 ) -> tuple[TensorEntry, ...]:
     """The entries of all tensors by name. ``own``: tables of single ranks' tensors by position; ``apart``: see ``chunks_apart``; ``coded``:
-    whether chunks may be coded, which decides what shares a file."""
+    whether chunks may be coded, which decides what shares a file; ``referred``: chunks in other
+    checkpoints; this and ``with_128``: see ``Grids``."""
     tensors, assignments = dict(joined.tensors), dict(joined.assignments)
     rank_of: dict[str, int] = {}
     for rank, table in own.items():
         for t in table.tensors:
             tensors[t.name], rank_of[t.name] = t, rank
         assignments |= assign(table.tensors)
-    grids = Grids(files, assignments | assign(apart), tensors | {t.name: t for t in apart}, ranks, coded=coded)
+    grids = Grids(
+        files,
+        assignments | assign(apart),
+        tensors | {t.name: t for t in apart},
+        ranks,
+        coded=coded,
+        referred=referred or {},
+        with_128=with_128,
+    )
     entries = {
         name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))
         for name, t in tensors.items()

@@ -21,6 +21,7 @@ from ckpt.tracing.progress_callback import ProgressCallback, reported
 from ckpt.tracing.spans import Spans, limit_for
 from ckpt.tracing.stall import Stall
 
+from .base.reuse import SaveBase, SeenVersions
 from .leader import Tables
 from .meter import SaveMeter
 from .plan import Plans
@@ -32,7 +33,8 @@ from .staging import Arena
 class SaveReport:
     """What a save did, or with ``dry_run`` would do. ``tensor_bytes`` is the whole checkpoint's, ``rank_bytes`` what this rank wrote
     (headers included) in ``requests`` writes, which storage may split, to ``files`` files; ``sent_bytes`` what it sent to other ranks to
-    merge flat shards, ``seconds`` wall time from the call to the commit.
+    merge flat shards, ``seconds`` wall time from the call to the commit; ``reused_bytes`` what it referred to in its base, in place of
+    writing it.
 
     Of a dry run, ``id`` is empty, ``rank_bytes`` is what it is before coding, and ``memory`` the most that writing takes beside the state,
     in bytes. ``seconds`` is an estimate for the slowest rank, from what ``estimated_from`` says; NaN if no earlier save says how fast the
@@ -50,6 +52,7 @@ class SaveReport:
     memory: int | None = None
     dry_run: bool = False
     estimated_from: str | None = None
+    reused_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,10 @@ class SaveOptions:
     progress: ProgressCallback | None = None
     earlier: Callable[[], str | None] | None = None
     """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
+    base: SaveBase | None = None
+    """What this save may refer to."""
+    reusable: bool = False
+    """Whether digests of 128 bits are stored of what may stay as it is, so that later saves may refer to it."""
 
     @classmethod
     def of(
@@ -81,6 +88,8 @@ class SaveOptions:
         threads: int | None = None,
         staging: int | None = None,
         progress: ProgressCallback | None = None,
+        base: str | None = None,
+        reusable: bool = False,
     ) -> SaveOptions:
         """What a caller gives, with the defaults of the environment.
 
@@ -98,6 +107,8 @@ class SaveOptions:
             spans=settings.spans(),
             staging=staging,
             progress=progress,
+            base=SaveBase(url=base) if base is not None else None,
+            reusable=reusable or base is not None,
         )
 
 
@@ -120,6 +131,7 @@ class SaveCache:
     plans: Plans = field(default_factory=Plans)
     tables: list[Tables] = field(default_factory=list)
     arena: Arena = field(default_factory=Arena)
+    seen: SeenVersions = field(default_factory=SeenVersions)
 
 
 _caches: WeakKeyDictionary[Members, SaveCache] = WeakKeyDictionary()

@@ -26,7 +26,7 @@ from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError
 from ckpt.formats.journal import CheckpointJournal, files_of
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import APART, CODED
+from ckpt.formats.native.commit import APART, CODED, REFERENCED
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
@@ -35,6 +35,7 @@ from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
 from ckpt.settings import limits
 
+from .base.reference_rows import ReferenceRows, join_references
 from .index_rows import chunks_apart, index_rows
 from .replicas import replica_problems
 
@@ -52,6 +53,7 @@ class Tables:
     joined: Joined
     own: Mapping[int, Table]
     index: dict[tuple[object, ...], tuple[tuple[TensorEntry, ...], IndexCache]] = field(default_factory=dict)
+    references: dict[tuple[str, ...], ReferenceRows] = field(default_factory=dict)
 
 
 class Values(NamedTuple):
@@ -64,7 +66,8 @@ class Values(NamedTuple):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Leader:
     """What the leader knows before any rank has said anything. ``known`` holds tables of earlier saves, and takes this one's. ``earlier``
-    gives the id of a save elsewhere that this one comes after, if there is one."""
+    gives the id of a save elsewhere that this one comes after, if there is one. ``base``: name in the run and id of the checkpoint that
+    ranks may refer to."""
 
     call: Call
     backend: Backend
@@ -72,6 +75,7 @@ class Leader:
     merge_flat_shards: bool
     metrics: Mapping[str, float] | None = None
     earlier: Callable[[], str | None] | None = None
+    base: tuple[str, str] | None = None
 
     def open(self, rows: Mapping[int, Row]) -> OpenSave:
         """Check that the ranks' tables and values make one checkpoint, and make ready to write it.
@@ -231,7 +235,9 @@ class OpenSave:
         call.fetch_all(row["own_blob"] for row in self.rows.values() if "own_blob" in row)  # one by one would take ranks times as long
         own_rows = {positions[rank]: self._own_row(row) for rank, row in self.rows.items() if "own_bytes" in row}
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
-        entries, cache = self._index(files, own_rows, coded=any("coded" in row for row in rows.values()))
+        references = self._references(rows)
+        with_128 = frozenset(rank for rank, row in rows.items() if "has_128" in row)
+        entries, cache = self._index(files, own_rows, references, with_128, coded=any("coded" in row for row in rows.values()))
         key = self.values_key
         if cache.values != key:
             # Other values than in the last save: the cached JSON of the state is dropped, and the values are fetched
@@ -240,20 +246,21 @@ class OpenSave:
         values = self.values if cache.state is None else Values(None, {})
         contents = Contents(
             tensors=entries,
-            files=tuple(files),
+            files=(*files, *references.files),
             state=values.state,
             ranks=values.own,
             rows=own_rows,
             rows_bytes=sum(row.get("own_bytes", 0) for row in self.rows.values()),
         )
         call.heartbeat()
-        features = (*((CODED,) if any(row.get("coded") for row in rows.values()) else ()), *((APART,) if contents.rows else ()))
+        coded = references.coded or any(row.get("coded") for row in rows.values())
+        needed = {CODED: coded, APART: bool(contents.rows), REFERENCED: bool(references.files)}
         listed: list[str] = []
         record = write_index(
-            CheckpointJournal(backend, id=self.id, previous=self.previous),
+            CheckpointJournal(backend, id=self.id, previous=self.previous, base=self.leader.base if references.files else None),
             contents,
             world_size=call.group.size,
-            features=features,
+            features=tuple(feature for feature, is_needed in needed.items() if is_needed),
             cache=cache,
             metrics=self.leader.metrics,
             listed=listed,
@@ -265,16 +272,26 @@ class OpenSave:
         """A rank's own tensors and values, as it encoded them for the index."""
         return row["own_row"].encode() if "own_row" in row else self.leader.call.fetch(row["own_blob"])
 
+    def _references(self, rows: Mapping[int, Row]) -> ReferenceRows:
+        """Chunks of all ranks that lie in other checkpoints; those of the save before if ranks refer to the same ones."""
+        digests = tuple(dict.fromkeys(row["references"] for row in rows.values() if "references" in row))
+        if digests not in self.tables.references:
+            self.leader.call.fetch_all(digests)
+            self.tables.references.clear()
+            self.tables.references[digests] = join_references(digests, map(self.leader.call.fetch, digests))
+        return self.tables.references[digests]
+
     def _index(
-        self, files: Sequence[DataFile], own_rows: Mapping[int, bytes], *, coded: bool
+        self, files: Sequence[DataFile], own_rows: Mapping[int, bytes], references: ReferenceRows, with_128: frozenset[int], *, coded: bool
     ) -> tuple[tuple[TensorEntry, ...], IndexCache]:
         """The rows of the index; those of the last save if files and tensors are the same but for names and digests."""
         ranks, index = self.leader.call.group.ranks, self.tables.index
         apart = chunks_apart(files, own_rows, ranks)
-        key = (coded, tuple(f.rank for f in files), apart)
+        key = (coded, tuple(f.rank for f in files), apart, references.key, with_128)
         if key not in index:
             index.clear()
-            index[key] = (index_rows(self.tables.joined, self.tables.own, files, apart, ranks, coded=coded), IndexCache())
+            joined, own, referred = self.tables.joined, self.tables.own, references.chunks
+            index[key] = (index_rows(joined, own, files, apart, ranks, coded=coded, referred=referred, with_128=with_128), IndexCache())
         return index[key]
 
 

@@ -10,6 +10,7 @@ from ckpt.coordination.rows import Row
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.retries import Retries
 
+from .base.reuse import NO_REUSE, Reuse
 from .capture import Capture
 from .flat_merge import FragmentExchange
 from .job import SaveJob, SaveReport
@@ -36,6 +37,8 @@ class Prepared:
     fragments: FragmentExchange | None
     """Edges of flat shards that this rank sends or receives, if it does."""
     replicas: Replicas | None
+    reuse: Reuse = NO_REUSE
+    """What this rank refers to in the base; ``plan`` is what is left."""
     capture: Capture | None = None
     """Of a save in the background: the copy that is written in place of the state."""
 

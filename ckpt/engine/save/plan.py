@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -77,6 +77,10 @@ class RankPlan:
     sends: Sequence[Fragment]
     receives: Sequence[Fragment]
     replicated: Sequence[tuple[str, Sequence[int]]]
+    numbers: Sequence[int] = ()
+    """Of a plan without what is referred to: the number of each chunk in the whole plan."""
+    has_128: bool = False
+    """Whether headers have room for digests of 128 bits."""
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +100,7 @@ class Plans:
     shards: ShardCache = field(default_factory=ShardCache)
     hits: int = 0
     _kept: list[RankPlan] = field(default_factory=list)
+    _reduced: list[_Reduced] = field(default_factory=list)
 
     def plan(self, collected: Collected, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None) -> RankPlan:
         """The plan for a collected state: a kept one, or a new one.
@@ -118,6 +123,25 @@ class Plans:
         made = make_plan(key, rank=rank, position=position, merge_flat_shards=merge_flat_shards, codec=codec)
         self._kept = [*self._kept, made][-KEPT:]
         return made
+
+    def without(self, plan: RankPlan, numbers: Sequence[int], *, position: int, codec: str | None, has_128: bool) -> RankPlan:
+        """What is left of a plan that :meth:`plan` gave: the chunks of these numbers. ``has_128``: headers have digests of 128 bits."""
+        for kept in self._reduced:
+            if kept.of is plan and kept.plan.has_128 == has_128 and kept.plan.numbers == numbers:
+                return kept.plan
+        specs = [plan.specs[n] for n in numbers]
+        made = replace(plan, chunks=[plan.chunks[n] for n in numbers], numbers=numbers, has_128=has_128)
+        made = replace(made, **_files_for(specs, position=position, codec=codec, has_128=has_128))
+        made = replace(made, own_tensors=_own_tensors(made, split_tables(plan.key.infos, plan.key.aliases, plan.key.own)[1]))
+        self._reduced = [*self._reduced, _Reduced(plan, made)][-KEPT:]
+        return made
+
+
+class _Reduced(NamedTuple):
+    """A plan without some of the chunks ``of`` another one."""
+
+    of: RankPlan
+    plan: RankPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,8 +177,6 @@ def plan_assigned(
     """The plan of a rank for chunks whose writers are known. Nothing is told, sent or compared."""
     chunks = chunks_of(assignments, rank)
     specs = specs_of(chunks, {t.name: t for t in infos})
-    groups = coded_groups([c.nbytes for c in specs]) if codec is not None else []
-    files = plan_data_files(specs, id=NO_ID, rank=position) if codec is None else []
     return RankPlan(
         key=_Key(tuple(infos), {}, frozenset(), ()),
         shared=(),
@@ -162,14 +184,27 @@ def plan_assigned(
         own_tensors=b"",
         assignments=assignments,
         chunks=chunks,
-        files=files,
-        specs=specs,
-        groups=groups,
-        batches=[_batches(n, f) for n, f in enumerate(files)] or [_coded_batches(n, g, specs) for n, g in enumerate(groups)],
         sends=[],
         receives=[],
         replicated=[],
+        **_files_for(specs, position=position, codec=codec, has_128=False),
     )
+
+
+class _FilePart(TypedDict):
+    """The part of a plan that follows from the chunks alone."""
+
+    specs: Sequence[ChunkSpec]
+    files: Sequence[DataFilePlan]
+    groups: Sequence[slice]
+    batches: Sequence[Sequence[Batch]]
+
+
+def _files_for(specs: Sequence[ChunkSpec], *, position: int, codec: str | None, has_128: bool) -> _FilePart:
+    groups = coded_groups([c.nbytes for c in specs]) if codec is not None else []
+    files = plan_data_files(specs, id=NO_ID, rank=position, has_128=has_128) if codec is None else []
+    batches = [_batches(n, f) for n, f in enumerate(files)] or [_coded_batches(n, g, specs) for n, g in enumerate(groups)]
+    return _FilePart(specs=specs, files=files, groups=groups, batches=batches)
 
 
 _UNMERGED = ChunkAssignment(

@@ -40,6 +40,7 @@ from ckpt.layout.mesh import coordinates
 from ckpt.tracing.progress import HASH, WRITE
 from ckpt.transport.peers import peers_of
 
+from .base.reuse import NO_REUSE, find_reuse
 from .capture import Capture
 from .encoded_writer import EncodedWriter
 from .flat_merge import FragmentExchange
@@ -117,6 +118,17 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         merge_flat_shards = options.merge_flat_shards and group.size > 1
         plan = plans.plan(collected, rank=group.rank, position=position, merge_flat_shards=merge_flat_shards, codec=options.codec)
         source = ChunkSource(plan, collected.shard_table.tensors)
+    reuse = NO_REUSE
+    if options.reusable:
+        with job.spans.span("hash"):
+            asked = job.cache.seen.candidates(collected.shard_table)
+            settle_devices(devices_of(collected.shard_table.tensors[name] for name in asked), job.call.url)
+            reuse = find_reuse(options.base, backend, plan, source, asked, job.cache.seen, options.threads)
+        has_128 = bool(reuse.digests)
+        if reuse.references or has_128:
+            remaining = reuse.remaining(len(plan.chunks))
+            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128)
+            source = ChunkSource(plan, collected.shard_table.tensors)
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
     return Prepared(
@@ -129,6 +141,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         source=source,
         fragments=FragmentExchange(plan, source, peers_of(group, timeout=options.timeout)) if moves else None,
         replicas=Replicas(plan, source, group.rank) if options.check_replicas and group.size > 1 else None,
+        reuse=reuse,
     )
 
 
@@ -166,6 +179,7 @@ def begin(prepared: Prepared) -> Begun:
             merge_flat_shards=options.merge_flat_shards,
             metrics=options.metrics,
             earlier=options.earlier,
+            base=(prepared.reuse.base, prepared.reuse.id) if prepared.reuse.base else None,
         )
         opened = call.lead(row, leader.open, OpenSave.public)
         id = opened.id
@@ -186,7 +200,7 @@ def begin_row(prepared: Prepared) -> Row:
     row: Row = {
         "table": " ".join(map(call.share, plan.shared)),
         "state": call.share(prepared.values),
-        "options": f"merge_flat_shards={prepared.job.options.merge_flat_shards} codec={prepared.job.options.codec}",
+        "options": f"merge_flat_shards={prepared.job.options.merge_flat_shards} codec={prepared.job.options.codec}{_base_text(prepared)}",
     }
     if collected.own and call.group.size > APART:
         own_row = encode_row(plan.own_tensors, collected.own)
@@ -199,8 +213,13 @@ def begin_row(prepared: Prepared) -> Row:
     return row
 
 
+def _base_text(prepared: Prepared) -> str:
+    """All ranks must refer to one save of one base."""
+    return f" base={prepared.reuse.base} {prepared.reuse.id}" if prepared.reuse.base else ""
+
+
 def _make_writer(prepared: Prepared, id: str) -> RankWriter:
-    job, capture = prepared.job, prepared.capture
+    job, capture, reuse = prepared.job, prepared.capture, prepared.reuse
     given = WriteInput(
         backend=prepared.backend,
         plan=prepared.plan,
@@ -213,6 +232,7 @@ def _make_writer(prepared: Prepared, id: str) -> RankWriter:
         meter=job.meter,
         stage=capture.stage if capture is not None else None,
         fragments=prepared.fragments,
+        digests128={i: reuse.digests[n] for i, n in enumerate(prepared.plan.numbers) if n in reuse.digests},
     )
     if job.options.codec is None:
         return RankWriter(given)
@@ -238,6 +258,10 @@ def write(begun: Begun) -> Written:
     row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in files], "replicas": _replica_digests(prepared, writer)}
     if isinstance(writer, EncodedWriter):
         row["coded"] = writer.coded
+    if prepared.plan.has_128:
+        row["has_128"] = True
+    if prepared.reuse.references:
+        row["references"] = job.call.share(prepared.reuse.row)
     if not job.call.is_leader:
         row["spans"] = _row_of_spans(prepared)
     return Written(begun=begun, rank_bytes=sum(f.size for f in files), row=row)
@@ -336,6 +360,7 @@ def _report(written: Written, tensor_bytes: int) -> SaveReport:
         tensor_bytes=tensor_bytes,
         rank_bytes=written.rank_bytes,
         sent_bytes=prepared.fragments.moved if prepared.fragments is not None else 0,
+        reused_bytes=prepared.reuse.nbytes,
         seconds=time.perf_counter() - prepared.job.began,
         requests=prepared.plan.requests,
         files=len(prepared.plan.batches),

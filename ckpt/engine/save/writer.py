@@ -4,9 +4,9 @@ stage that holds a copy of it."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -60,6 +60,8 @@ class WriteInput:
     stage: StagedBatches | None = None
     """None if the state keeps still until the save is over."""
     fragments: FragmentExchange | None = None
+    digests128: Mapping[int, str] = field(default_factory=dict)
+    """XXH3-128 of some chunks before coding, in hex, by their numbers in the plan."""
 
 
 class RankWriter:
@@ -81,6 +83,7 @@ class RankWriter:
         """XXH3-64 of each chunk, by its number in the plan."""
         self.journal = WriteJournal(given.backend)
         self._mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
+        self._digests128 = given.digests128
         self._local = threading.local()
 
     def run(self) -> tuple[DataFile, ...]:
@@ -125,9 +128,14 @@ class RankWriter:
             run_tasks([partial(self._batch, writer, batch) for batch in self.plan.batches[number]], self.threads, "ckpt-write")
             # The header has the digests of all chunks, so it is written last, into room that the plan has left at
             # byte 0. Until then the file is not a valid one, and no commit record names it.
-            header = plan.encode_header(self.digests[plan.first : plan.first + len(plan)])
+            header = plan.encode_header(self.digests[plan.first : plan.first + len(plan)], self.strong_digests(plan.first, len(plan)))
             writer.write(0, [header])
         return writer, plan, header
+
+    def strong_digests(self, first: int, count: int) -> dict[int, str]:
+        """XXH3-128 of those that have one of ``count`` chunks from number ``first`` on, by place among them."""
+        known = self._digests128
+        return {n - first: known[n] for n in range(first, first + count) if n in known} if known else {}
 
     @contextmanager
     def open(self, plan: DataFilePlan) -> Iterator[Writer]:

@@ -34,9 +34,14 @@ HEADER_BLOCK = 4096
 LENGTH_BYTES = 8
 ID_DIGITS = 16
 CHUNK_DIGITS = 16
+CHUNK_DIGITS_128 = 32
+NO_DIGEST_128 = "0" * CHUNK_DIGITS_128
+"""Stands for the digest of a chunk that has none of 128 bits."""
+DIGESTS_128 = b'","ckpt.digests128":"'
 CODED_CHUNKS = 16_384
 """Most chunks of such a file: its header stays far below ``HEADER_LIMIT`` with names of any sensible length."""
 
+_NO_DIGESTS: Mapping[int, str] = {}
 _encode_text = json.encoder.encode_basestring
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -75,6 +80,8 @@ class DataFilePlan:
     """Position of each chunk in ``ckpt.digests``: entry i is the chunk whose digest comes i-th."""
     parts: tuple[bytes, bytes]
     """The JSON before and after the digests."""
+    has_128: bool = False
+    """Whether the header has digests of 128 bits, besides."""
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -86,13 +93,17 @@ class DataFilePlan:
         name = self.path[len(data_prefix(id)) :]
         return replace(self, path=f"{data_prefix(id)}{name}", parts=(_header_start(id, self.rank), self.parts[1]))
 
-    def encode_header(self, digests: Sequence[int] | npt.NDArray[np.uint64]) -> bytes:
-        """The first ``header`` bytes of the file, given the XXH3-64 of each chunk in the order of ``offsets``."""
+    def encode_header(self, digests: Sequence[int] | npt.NDArray[np.uint64], digests128: Mapping[int, str] = _NO_DIGESTS) -> bytes:
+        """The first ``header`` bytes of the file, given the XXH3-64 of each chunk in the order of ``offsets``, and the XXH3-128 of some
+        before coding, in hex by their place in it."""
         if len(digests) != len(self):
             raise ValueError(f"{len(digests)} digests for {len(self)} chunks of {self.path}")
         values = np.asarray(digests, dtype=np.uint64)[self.digest_order]
         before, after = self.parts
-        text = before + values.astype(">u8").tobytes().hex().encode() + after
+        more = ""
+        if self.has_128:
+            more = DIGESTS_128.decode() + "".join(digests128.get(place, NO_DIGEST_128) for place in self.digest_order.tolist())
+        text = before + values.astype(">u8").tobytes().hex().encode() + more.encode() + after
         length = self.header - LENGTH_BYTES
         return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
@@ -112,8 +123,11 @@ def plan_data_file(chunks: Sequence[ChunkSpec], *, id: str, rank: int) -> DataFi
     return _lay_out(_raw_entries(chunks), 0, id, rank)
 
 
-def plan_data_files(chunks: Sequence[ChunkSpec], *, id: str, rank: int, limit: int = HEADER_LIMIT) -> list[DataFilePlan]:
+def plan_data_files(
+    chunks: Sequence[ChunkSpec], *, id: str, rank: int, limit: int = HEADER_LIMIT, has_128: bool = False
+) -> list[DataFilePlan]:
     """Lay out ``chunks`` in as few files as headers of at most ``limit`` bytes of JSON roughly allow; none if there are no chunks.
+    ``has_128``: headers have room for digests of 128 bits.
 
     Raises:
         StateError: a name cannot be stored.
@@ -121,7 +135,7 @@ def plan_data_files(chunks: Sequence[ChunkSpec], *, id: str, rank: int, limit: i
         ValueError: ``limit`` is too small for a single chunk.
     """
     _check_names(chunks)
-    plans = _split(_raw_entries(chunks), 0, id, rank, limit) if chunks else []
+    plans = _split(_raw_entries(chunks), 0, id, rank, limit, has_128=has_128) if chunks else []
     return [plan if number == 0 else replace(plan, path=data_path(id, rank, number)) for number, plan in enumerate(plans)]
 
 
@@ -155,7 +169,14 @@ class CodedFiles:
 
 
 def plan_coded_file(
-    chunks: Sequence[ChunkSpec], codecs: Sequence[str | None], lengths: Sequence[int], *, id: str, rank: int, number: int
+    chunks: Sequence[ChunkSpec],
+    codecs: Sequence[str | None],
+    lengths: Sequence[int],
+    *,
+    id: str,
+    rank: int,
+    number: int,
+    has_128: bool = False,
 ) -> DataFilePlan:
     """Lay out file ``number`` of a rank, with all ``chunks``. Those with a codec are stored in ``lengths`` bytes, the others as they are.
 
@@ -177,7 +198,7 @@ def plan_coded_file(
         coded[chunk.name] = chunk
         key = coded_key(chunk.name, chunk.box, chunk.shape, codec)
         entries[i] = _Entry(key, f'{{"dtype":"U8","shape":[{length}],"data_offsets":[', length, _LAST)
-    plan = _lay_out(entries, 0, id, rank, coded)
+    plan = _lay_out(entries, 0, id, rank, coded, has_128=has_128)
     if plan.header - LENGTH_BYTES > HEADER_LIMIT:
         raise StateError(f"the header of {plan.path} would have {plan.header} bytes, of {HEADER_LIMIT}", hint="use shorter names")
     return replace(plan, path=data_path(id, rank, number))
@@ -196,8 +217,8 @@ _LAST = 0
 """The place of coded chunks, which have no item size."""
 
 
-def _split(entries: Sequence[_Entry], first: int, id: str, rank: int, limit: int) -> list[DataFilePlan]:
-    plan = _lay_out(entries, first, id, rank)
+def _split(entries: Sequence[_Entry], first: int, id: str, rank: int, limit: int, *, has_128: bool) -> list[DataFilePlan]:
+    plan = _lay_out(entries, first, id, rank, has_128=has_128)
     if plan.header - LENGTH_BYTES <= limit:
         return [plan]
     if len(entries) == 1:
@@ -205,7 +226,8 @@ def _split(entries: Sequence[_Entry], first: int, id: str, rank: int, limit: int
     # Halving instead of estimating: how long a header is depends on names and offsets. It happens only with millions
     # of chunks, so a layout that is made twice costs nothing that counts.
     half = len(entries) // 2
-    return _split(entries[:half], first, id, rank, limit) + _split(entries[half:], first + half, id, rank, limit)
+    halves = (entries[:half], first), (entries[half:], first + half)
+    return [plan for part, number in halves for plan in _split(part, number, id, rank, limit, has_128=has_128)]
 
 
 def _check_names(chunks: Sequence[ChunkSpec]) -> None:
@@ -240,7 +262,9 @@ def _alike(c: ChunkSpec) -> tuple[bool, str, str, int, int]:
     return c.box.shape == c.shape and len(stored) == len(c.shape), box_text(c.box, c.shape), form, c.nbytes, c.dtype.itemsize
 
 
-def _lay_out(entries: Sequence[_Entry], first: int, id: str, rank: int, coded: Mapping[str, ChunkSpec] | None = None) -> DataFilePlan:
+def _lay_out(
+    entries: Sequence[_Entry], first: int, id: str, rank: int, coded: Mapping[str, ChunkSpec] | None = None, *, has_128: bool = False
+) -> DataFilePlan:
     lengths = np.array([e.length for e in entries], dtype=np.int64)
     # All item sizes are powers of two: after everything of a larger item size, any smaller one is aligned.
     order = np.argsort([-e.align for e in entries], kind="stable")
@@ -252,6 +276,7 @@ def _lay_out(entries: Sequence[_Entry], first: int, id: str, rank: int, coded: M
     # Every digest is CHUNK_DIGITS long, so the length of the header is known before any digest is. That fixes all
     # offsets, and chunks can be written before the header is.
     length = len(before) + len(after) + CHUNK_DIGITS * len(entries)
+    length += len(DIGESTS_128) + CHUNK_DIGITS_128 * len(entries) if has_128 else 0
     header = -(-(LENGTH_BYTES + length) // HEADER_BLOCK) * HEADER_BLOCK
     return DataFilePlan(
         path=data_path(id, rank),
@@ -263,6 +288,7 @@ def _lay_out(entries: Sequence[_Entry], first: int, id: str, rank: int, coded: M
         header=header,
         digest_order=np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp),
         parts=(before, after),
+        has_128=has_128,
     )
 
 

@@ -17,7 +17,7 @@ from ckpt.catalog import DataFile
 from ckpt.errors import CorruptError, FormatError
 from ckpt.layout.geometry import IntArray
 
-from .datafile import CHUNK_DIGITS, HEADER_BLOCK, LENGTH_BYTES
+from .datafile import CHUNK_DIGITS, CHUNK_DIGITS_128, DIGESTS_128, HEADER_BLOCK, LENGTH_BYTES, NO_DIGEST_128
 from .header_layout import BITS, Columns, HeaderLayout, read_layout, recall, remember
 from .keys import METADATA
 
@@ -26,7 +26,7 @@ _START = re.compile(rf'\{{"{METADATA}":\s*'.encode())
 _OURS = re.compile(
     rf'\{{"{METADATA}":\{{"ckpt\.version":"1","ckpt\.id":"([0-9a-z]+)","ckpt\.rank":"([0-9]{{1,9}})","ckpt\.digests":"'.encode()
 )
-"""The metadata up to the digests, which may be long, where they come last."""
+"""The metadata up to the digests, which may be long, where they come last, or those of 128 bits do."""
 _NO_METADATA = f'{{"{METADATA}":0'.encode()
 _DAMAGED = "restore this file from a copy, or load another checkpoint"
 
@@ -52,6 +52,8 @@ class Header:
     layout: HeaderLayout
     digests: bytes
     text: bytes | memoryview
+    digests128: bytes = b""
+    """XXH3-128 of all chunks before coding, in the order of ``digests``, as hex; zeros for a chunk without. Empty: none has one."""
 
     @cached_property
     def keys(self) -> Sequence[str]:
@@ -65,6 +67,14 @@ class Header:
         offsets = (columns.offsets + self.start).tolist()
         rows = zip(columns.kinds.tolist(), offsets, columns.lengths.tolist(), own, strict=True)
         return {key: StoredChunk(*columns.kind[kind], *row) for key, (kind, *row) in zip(self.keys, rows, strict=True)}
+
+    @cached_property
+    def strong_digests(self) -> Mapping[str, str]:
+        """XXH3-128 in hex of the chunks that have one, before coding, by key."""
+        text, width = self.digests128.decode(), CHUNK_DIGITS_128
+        places = zip(self.keys, self.layout.columns.places.tolist(), strict=True) if text else ()
+        found = ((key, text[width * place : width * (place + 1)]) for key, place in places)
+        return {key: digest for key, digest in found if digest != NO_DIGEST_128}
 
 
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
@@ -95,7 +105,7 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         entries = _parse_json(_NO_METADATA + text, where)
         if entries.pop(METADATA) != 0:
             _damaged("its header has metadata twice", where)
-    id, rank, digests = _metadata(metadata, len(entries) if layout is None else len(layout.columns), where)
+    id, rank, digests, digests128 = _metadata(metadata, len(entries) if layout is None else len(layout.columns), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
         _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
@@ -103,7 +113,15 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         layout = _layout(entries, text, file, where)
     if not known:
         remember(layout, size)
-    return Header(id=id, rank=rank, start=file.header, layout=layout, digests=digests, text=layout.text if rest is None else rest)
+    return Header(
+        id=id,
+        rank=rank,
+        start=file.header,
+        layout=layout,
+        digests=digests,
+        text=layout.text if rest is None else rest,
+        digests128=digests128,
+    )
 
 
 def _damaged(what: str, where: str) -> NoReturn:
@@ -119,12 +137,21 @@ def _check_length(data: bytes, where: str) -> None:
 def _split(data: bytes) -> tuple[object, memoryview | None]:
     """The metadata, and the JSON after it, from its comma on; None if it has to be parsed as a whole."""
     # Large headers are not copied.
-    last = data.rfind(b"}") + 1
+    stop = data.rfind(b"}") + 1
     ours = _OURS.match(data, LENGTH_BYTES)
-    if ours is not None and data[(quote := data.find(b'"', ours.end())) : quote + 2] == b'"}':
-        end = quote + 2
+    quote = last = data.find(b'"', ours.end()) if ours is not None else -1
+    if data[quote : quote + len(DIGESTS_128)] == DIGESTS_128:
+        last = data.find(b'"', quote + len(DIGESTS_128))
+    if ours is not None and data[last : last + 2] == b'"}':
+        end = last + 2
         id, rank, digests = ours[1].decode(), ours[2].decode(), data[ours.end() : quote]
-        metadata: object = {"ckpt.version": "1", "ckpt.id": id, "ckpt.rank": rank, "ckpt.digests": digests}
+        metadata: object = {
+            "ckpt.version": "1",
+            "ckpt.id": id,
+            "ckpt.rank": rank,
+            "ckpt.digests": digests,
+            **({"ckpt.digests128": data[quote + len(DIGESTS_128) : last]} if last > quote else {}),
+        }
     else:
         start = _START.match(data, LENGTH_BYTES)
         if start is None:
@@ -135,9 +162,9 @@ def _split(data: bytes) -> tuple[object, memoryview | None]:
         except (ValueError, RecursionError):  # a brace in a string, or damage
             return None, None
     first = end + len(data[end : end + 64]) - len(data[end : end + 64].lstrip())
-    if data[first : first + 1] not in (b",", b"}") or data[last:].strip():
+    if data[first : first + 1] not in (b",", b"}") or data[stop:].strip():
         return None, None
-    return metadata, memoryview(data)[first:last]
+    return metadata, memoryview(data)[first:stop]
 
 
 def _parse_json(text: bytes, where: str) -> dict[str, Any]:
@@ -150,7 +177,7 @@ def _parse_json(text: bytes, where: str) -> dict[str, Any]:
     return entries
 
 
-def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes]:
+def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes, bytes]:
     if not isinstance(metadata, dict) or "ckpt.version" not in metadata:
         _damaged(f"its header has no {METADATA} of ckpt", where)
     if metadata["ckpt.version"] != "1":
@@ -162,10 +189,16 @@ def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes
     id, rank, digests = (metadata.get(f"ckpt.{m}") for m in ("id", "rank", "digests"))
     if not isinstance(id, str) or not isinstance(rank, str) or not (rank.isascii() and rank.isdigit() and len(rank) < 10):
         _damaged(f"it does not say who wrote it (id {id!r}, rank {rank!r})", where)
+    digits = _digits(digests, count, CHUNK_DIGITS, where)
+    digits128 = _digits(metadata["ckpt.digests128"], count, CHUNK_DIGITS_128, where) if "ckpt.digests128" in metadata else b""
+    return id, int(rank), digits, digits128
+
+
+def _digits(digests: object, count: int, width: int, where: str) -> bytes:
     digits = digests if isinstance(digests, bytes) else digests.encode(errors="replace") if isinstance(digests, str) else b"?"
-    if len(digits) != CHUNK_DIGITS * count or digits.translate(None, b"0123456789abcdef"):
-        _damaged(f"its header does not have {count} digests of {CHUNK_DIGITS} hex digits", where)
-    return id, int(rank), digits
+    if len(digits) != width * count or digits.translate(None, b"0123456789abcdef"):
+        _damaged(f"its header does not have {count} digests of {width} hex digits", where)
+    return digits
 
 
 def _layout(entries: Mapping[str, Any], text: bytes, file: DataFile, where: str) -> HeaderLayout:

@@ -1,0 +1,278 @@
+"""Saves that refer to an earlier checkpoint for what has not changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.engine.verify.verify import verify
+from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.registry import open_catalog
+from ckpt.policies import EverySteps
+from tests.formats import oracle
+
+FROZEN = 4 * (256 * 256 + 256) * 4
+
+
+class Tuned:
+    """A frozen model with a small trained head, its optimizer, and an average of the head that is updated by hand."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+        self.model.requires_grad_(False)
+        self.model.append(torch.nn.Linear(256, 3))
+        self.optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad])
+        self.train()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self) -> None:
+        self.model(torch.randn(2, 256)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"model.{n}": t.clone() for n, t in self.model.state_dict().items()}
+
+
+def own_bytes(url: Path) -> int:
+    """Bytes of the data files in a checkpoint's own directory."""
+    return sum(f.stat().st_size for f in (url / "data").glob("*"))
+
+
+def references(url: Path) -> list[str]:
+    return [f.path for f in open_catalog(str(url)).files if f.path.startswith("../")]
+
+
+def holds(url: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Every tensor is there bit for bit, by our reader and by one that was written from the specification alone."""
+    view, other = ckpt.open(str(url)), oracle.read(url)
+    for name, tensor in tensors.items():
+        assert torch.equal(torch.as_tensor(view[name][...]), tensor), name
+        assert other[name][2] == tensor.numpy().tobytes(), name
+    assert not verify(str(url)).problems
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def test_frozen_tensors_are_written_once(run: Path) -> None:
+    tuned, wanted = Tuned(), {}
+    first = ckpt.save(run / "step-1", tuned.state, reusable=True)
+    wanted[1] = tuned.tensors()
+    assert (first.reused_bytes, first.rank_bytes > FROZEN) == (0, True)
+    for step in (2, 3):
+        tuned.train()
+        report = ckpt.save(run / f"step-{step}", tuned.state, base=run / f"step-{step - 1}")
+        wanted[step] = tuned.tensors()
+        assert report.reused_bytes == FROZEN
+        assert own_bytes(run / f"step-{step}") < 30_000
+    # Flat: step 3 refers to what step 1 has, and not to a reference of step 2.
+    assert references(run / "step-3") == references(run / "step-2") == [f"../step-1/data/{first.id}-00000.safetensors"]
+    for step, tensors in wanted.items():
+        holds(run / f"step-{step}", tensors)
+    tuned.train()
+    ckpt.load(run / "step-2", tuned.state)
+    assert all(torch.equal(t, wanted[2][n]) for n, t in tuned.tensors().items())
+
+
+def test_a_run_that_is_moved_stays_readable(run: Path, tmp_path: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    run.rename(tmp_path / "elsewhere")
+    holds(tmp_path / "elsewhere" / "step-2", tuned.tensors())
+
+
+@pytest.mark.parametrize("codec", ["zstd", "planes-zstd"])
+def test_the_codec_of_the_base_does_not_matter(run: Path, codec: str) -> None:
+    tuned = Tuned()
+    tuned.model[0].weight.data.zero_()
+    ckpt.save(run / "step-1", tuned.state, reusable=True, codec=codec)
+    plain = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    tuned.train()
+    coded = ckpt.save(run / "step-3", tuned.state, base=run / "step-2", codec=codec)
+    assert plain.reused_bytes == coded.reused_bytes == FROZEN
+    assert "codecs" in json.loads((run / "step-2" / "checkpoint.json").read_text())["features"]
+    holds(run / "step-3", tuned.tensors())
+
+
+def test_a_change_that_torch_does_not_count_is_seen(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    before = tuned.model[1].weight._version
+    tuned.model[1].weight.data.numpy()[7, 7] += 1
+    assert tuned.model[1].weight._version == before
+    report = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    assert report.reused_bytes == FROZEN - 256 * 256 * 4
+    holds(run / "step-2", tuned.tensors())
+
+
+def test_a_background_save_captures_only_what_it_writes(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    handle = ckpt.save_async(run / "step-2", tuned.state, base=run / "step-1")
+    saved = tuned.tensors()
+    tuned.train()
+    assert handle.progress().total < 30_000
+    assert handle.result().reused_bytes == FROZEN
+    holds(run / "step-2", saved)
+
+
+def test_plain_tensors_that_do_not_change_are_reused(run: Path) -> None:
+    state = {"fixed": torch.randn(64, 1024), "moving": torch.randn(1024)}
+    ckpt.save(run / "step-1", state, reusable=True)
+    state["moving"] += 1
+    report = ckpt.save(run / "step-2", state, base=run / "step-1")
+    assert report.reused_bytes == 64 * 1024 * 4
+    holds(run / "step-2", state)
+
+
+def test_the_same_state_refers_to_everything_and_empty_tensors_are_no_trouble(run: Path) -> None:
+    state = {"fixed": torch.randn(64), "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
+    ckpt.save(run / "step-1", state, reusable=True)
+    ckpt.save(run / "step-2", state, base=run / "step-1")
+    holds(run / "step-2", state)
+
+
+def test_full_training_refers_to_nothing_and_hashes_nothing(run: Path) -> None:
+    tuned = Tuned()
+    tuned.model.requires_grad_(True)
+    tuned.optimizer = torch.optim.Adam(tuned.model.parameters())
+    tuned.train()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    tuned.train()
+    report = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    assert (report.reused_bytes, references(run / "step-2")) == (0, [])
+    assert json.loads((run / "step-2" / "checkpoint.json").read_text())["features"] == []
+    assert b"digests128" not in next((run / "step-2" / "data").iterdir()).read_bytes()[:65536]
+
+
+def test_a_base_without_128_bits_is_written_again_and_then_reused(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state)
+    assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes == 0
+    assert ckpt.save(run / "step-3", tuned.state, base=run / "step-2").reused_bytes >= FROZEN
+
+
+def test_bases_that_cannot_be_are_refused_and_nothing_is_written(run: Path, tmp_path: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    (run / "latest").symlink_to("step-1")
+    (run / "unfinished" / "data").mkdir(parents=True)
+    for base, target, error, message in [
+        ("step-0", "step-2", NotFoundError, "no checkpoint"),
+        ("latest", "step-2", UsageError, "is a link"),
+        ("step-1", "step-1", UsageError, "replaces"),
+        ("step-1", "../other/step-1", UsageError, "does not lie in"),
+    ]:
+        with pytest.raises(error, match=message):
+            ckpt.save(run / target, tuned.state, base=run / base)
+    with pytest.raises(MismatchError, match="none of this state's tensors"):
+        ckpt.save(run / "step-2", {"other": torch.zeros(3)}, base=run / "step-1")
+    with pytest.raises(MismatchError, match="none of this state's tensors"):
+        ckpt.save(run / "step-2", {"model": {"0.weight": torch.zeros(3)}}, base=run / "step-1")
+    assert not (run / "step-2").exists()
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_damaged_base_is_an_error(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    file = next((run / "step-1" / "data").iterdir())
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match="header"):
+        ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    assert not (run / "step-2").exists()
+
+
+def test_a_base_that_vanished_is_named(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    shutil.rmtree(run / "step-1")
+    with pytest.raises(CorruptError, match="which step-1 should have"):
+        ckpt.load(run / "step-2", tuned.state)
+    assert any("../step-1/" in str(p) for p in verify(str(run / "step-2")).problems)
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced"])
+def test_a_base_that_goes_in_the_middle_of_a_save_fails_it(run: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    import ckpt.engine.save.leader as leader
+
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    write_index = leader.write_index
+
+    def after(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(leader, "write_index", write_index)
+        shutil.rmtree(run / "step-1") if what == "removed" else ckpt.save(run / "step-1", tuned.state)
+        return write_index(*args, **kwargs)
+
+    monkeypatch.setattr(leader, "write_index", after)
+    with pytest.raises(ConflictError, match=what):
+        ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    assert not (run / "step-2" / "checkpoint.json").exists()
+    assert ckpt.save(run / "step-2", tuned.state).reused_bytes == 0
+
+
+def test_a_chain_cannot_close_on_itself(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    with pytest.raises(ConflictError, match="step-2 refers to files of step-1"):
+        ckpt.save(run / "step-1", tuned.state, base=run / "step-2")
+    holds(run / "step-2", tuned.tensors())
+
+
+def test_readers_that_do_not_know_references_refuse_them_by_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ckpt.formats.native.commit as commit
+
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    record = (run / "step-2" / "checkpoint.json").read_bytes()
+    assert CommitRecord.from_bytes(record, "").features == ("references",)
+    monkeypatch.setattr(commit, "FEATURES", commit.FEATURES - {commit.REFERENCED})
+    with pytest.raises(FormatError, match="'references'"):
+        ckpt.open(str(run / "step-2"))
+
+
+def test_a_training_loop_refers_to_the_save_before(run: Path) -> None:
+    tuned = Tuned()
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True) as checkpointer:
+        for step in (1, 2, 3):
+            tuned.train()
+            checkpointer.save(step, tuned.state)
+        checkpointer.wait()
+        sizes = [own_bytes(Path(checkpointer.url(step))) for step in (1, 2, 3)]
+    assert sizes[0] > FROZEN > 30 * max(sizes[1:])
+    holds(run / "step-00000003", tuned.tensors())
+
+    again = Tuned(seed=1)
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True) as checkpointer:
+        assert checkpointer.restore(again.state) == 3
+        again.train()
+        checkpointer.save(4, again.state)
+        checkpointer.wait()
+    assert references(run / "step-00000004") == references(run / "step-00000002")
+    holds(run / "step-00000004", again.tensors())
+
+
+def test_reuse_does_not_go_with_a_local_tier(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="local tier"):
+        ckpt.Checkpointer(run, reuse=True, local=tmp_path / "fast")
