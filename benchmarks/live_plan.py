@@ -142,7 +142,7 @@ def _warm(rank: int, rounds: int, tensors: int = 5000) -> float:
     import torch
 
     from ckpt.adapters.tensors import LocalShard, LocalTensor
-    from ckpt.live.in_job.filling import PlanCache, plan_filling
+    from ckpt.live.filling import PlanCache, plan_filling
     from ckpt.plan.tables import Joined
 
     source = TensorLayout(Mesh(("dp",), (8,), range(8)), (Shard(0, "dp"),))

@@ -284,10 +284,9 @@ def pull_all(
         def placed(piece: int, view: memoryview) -> None:
             going()
             place(share, piece, view)
-            rows = share.requests.pieces[piece]
             with lock:
                 left.discard(piece)
-                pulled.received[holder] = pulled.received.get(holder, 0) + int(share.requests.nbytes[rows.start : rows.stop].sum())
+                pulled.received[holder] = pulled.received.get(holder, 0) + share.requests.bytes_of(piece)
 
         try:
             client = PieceClient(holders[holder], secret, timeout, alive=going, shared=shared, room=room)

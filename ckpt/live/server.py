@@ -136,9 +136,8 @@ class PieceServer:
             return
         try:
             for piece in range(len(requests.pieces)):
-                rows = requests.pieces[piece]
                 with self._lock:  # first: who has the last piece may look at it
-                    self._sent += int(requests.nbytes[rows.start : rows.stop].sum())
+                    self._sent += requests.bytes_of(piece)
                 if base is not None and self._comparer is not None:
                     changes = self._comparer.changes(base, holdings, requests, piece)
                     if changes is not None:

@@ -256,6 +256,7 @@ class Source:
                 for old in [each for each in self._published if each < agreed["oldest"]]:
                     del self._published[old]
                 self._lock.notify_all()
+        self._pool.prepare(prepared.segment.capacity)
         log.debug("live: rank %d has sealed step %d", rank, step)
         return Version.from_json(agreed["version"])
 

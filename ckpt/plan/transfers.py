@@ -106,11 +106,25 @@ class RequestList:
     def _padded(self) -> IntArray:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
+    @cached_property
+    def _places(self) -> tuple[list[int], list[int], list[int]]:
+        """Where in its piece each box begins; of each piece the length, and the bytes of its boxes."""
+        if not self.pieces:
+            return [], [], []
+        firsts = [rows.start for rows in self.pieces]
+        begins = np.cumsum(self._padded) - self._padded
+        places = begins - np.repeat(begins[firsts], [len(rows) for rows in self.pieces])
+        return places.tolist(), np.add.reduceat(self._padded, firsts).tolist(), np.add.reduceat(self.nbytes, firsts).tolist()
+
     def places(self, piece: int) -> tuple[list[int], int]:
         """Where in its bytes each box of a piece begins, and the length of the piece."""
+        places, lengths, _ = self._places
         rows = self.pieces[piece]
-        ends = np.cumsum(self._padded[rows.start : rows.stop])
-        return [0, *ends[:-1].tolist()], int(ends[-1])
+        return places[rows.start : rows.stop], lengths[piece]
+
+    def bytes_of(self, piece: int) -> int:
+        """Bytes of the boxes of a piece, without what lies between them."""
+        return self._places[2][piece]
 
     def box(self, request: int, dimensions: int) -> Box:
         """The box of a request for a tensor of so many dimensions."""

@@ -213,6 +213,7 @@ class SegmentPool:
 
     def __init__(self) -> None:
         self._idle: deque[MemorySegment] = deque()
+        self._renewed: MemorySegment | None = None
         self._closed = False
 
     def take(self, capacity: int) -> MemorySegment:
@@ -221,6 +222,19 @@ class SegmentPool:
         Raises:
             CkptError: there is no memory for it.
         """
+        segment, self._renewed = self._renewed, None
+        if segment is not None:
+            if segment.capacity == capacity:
+                return segment
+            segment.close()
+        return self._renew(capacity) or MemorySegment(capacity)
+
+    def prepare(self, capacity: int) -> None:
+        """Renew a segment now, if there is one, so that the next ``take`` need not: with the caller of that, training waits."""
+        if self._renewed is None:
+            self._renewed = self._renew(capacity)
+
+    def _renew(self, capacity: int) -> MemorySegment | None:
         for _ in range(len(self._idle)):
             segment = self._idle.popleft()
             if segment.capacity == capacity and segment.renew():
@@ -229,7 +243,7 @@ class SegmentPool:
                 self._idle.append(segment)
             else:
                 segment.close()
-        return MemorySegment(capacity)
+        return None
 
     def give(self, segment: MemorySegment) -> None:
         """It belongs to no version any more. Called when the last reference to it goes, which may be anywhere: nothing is locked."""
@@ -240,6 +254,9 @@ class SegmentPool:
     def close(self) -> None:
         """Let go of all of them, and of those that are given later."""
         self._closed = True
+        if self._renewed is not None:
+            self._renewed.close()
+            self._renewed = None
         while self._idle:
             self._idle.popleft().close()
 
