@@ -56,15 +56,16 @@ class LiveCatalog(CatalogDefaults):
         ``own``: places, and the tensors in these values."""
         somewhere = np.zeros(1, dtype=np.int32)
         grids: dict[tuple[TensorLayout, tuple[int, ...]], Grid] = {}
+        known: dict[tuple[int, tuple[int, ...]], Grid] = {}  # by identity: a model has very many tensors and few layouts
         entries: dict[str, TensorEntry] = {}
         layouts: dict[str, TensorLayout] = {}
         own = list(own)
         for place, tensor in [*((None, t) for t in joined.tensors.values()), *own]:
-            key = tensor.layout, tensor.shape
-            grid = grids.get(key)
+            grid = known.get((id(tensor.layout), tensor.shape))
             if grid is None:
                 tiling = tensor.layout.tiling(tensor.shape)
-                grid = grids[key] = Grid(cuts=tiling.cuts, boxes=tiling.boxes, files=somewhere)
+                grid = grids.setdefault((tensor.layout, tensor.shape), Grid(cuts=tiling.cuts, boxes=tiling.boxes, files=somewhere))
+                known[id(tensor.layout), tensor.shape] = grid
             layouts[tensor.name] = tensor.layout
             entries[tensor.name] = TensorEntry(
                 name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, logical=tensor.logical, grid=grid, rank=place

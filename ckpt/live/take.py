@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.shard_cache import ShardCache
+from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.fitting import row_of_match, verdict_of
@@ -139,7 +140,7 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
         NamesError, ShapeError, MismatchError: it does not.
     """
     group, options = job.call.group, job.options
-    with job.call.phase("match"):
+    with job.call.phase("match"), gc_paused():
         catalog = cache.catalog_of(offered)
         binding = bind(
             state,
@@ -237,9 +238,9 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
     """
     offered, local = matched.offered, puller.local
     near = frozenset(rank for rank, row in offered.holders.items() if local is not None and row["machine"] == local)
-    plan = plan_filling(
-        matched.binding.targets.values(), matched.catalog, rank=puller.receiver, near=near, cache=cache.plan, source=offered.manifest.tables
-    )
+    with gc_paused():
+        targets = matched.binding.targets.values()
+        plan = plan_filling(targets, matched.catalog, rank=puller.receiver, near=near, cache=cache.plan, source=offered.manifest.tables)
     mapped = open_local(
         [rank for rank in plan.transfers.shares if rank in near],
         offered.holders,

@@ -54,7 +54,8 @@ class VersionLeader:
         own_tables = [json.loads(known[digest])["table"] for digest in own.values()]
         same = json.dumps([tables, own_tables])
         if same != self._tables:
-            names = {*join_tables([(ranks, Table.from_bytes(known[digest])) for digest, ranks in tables]).tensors}
+            joined_tables = join_tables([(ranks, Table.from_bytes(known[digest])) for digest, ranks in tables], stored=False)
+            names = {*joined_tables.tensors}
             names.update(t.name for text in own_tables for t in Table.from_bytes(text.encode()).tensors)
             self._tables, self._names = same, call.leave(json.dumps(sorted(names)).encode())
         manifest = Manifest(

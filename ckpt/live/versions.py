@@ -141,7 +141,7 @@ def catalog_of(manifest: Manifest, blobs: Mapping[str, bytes], url: str, like: L
         tables = [(ranks, Table.from_bytes(blobs[digest])) for digest, ranks in manifest.tables]
     except (KeyError, TypeError, ValueError, AttributeError) as err:
         raise _malformed(err) from err
-    joined = join_tables(tables)
+    joined = join_tables(tables, stored=False)
     return LiveCatalog.of(joined, state, url=url, world_size=len(manifest.ranks), ranks=values, own=own_tensors)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.layout.tensor_layout import TensorLayout, Tiling
 
 from .ownership import ChunkAssignment, TensorSpec, assign
 
@@ -125,12 +125,15 @@ class _Claim:
     """What the tables say of one tensor: the first one's word, and the numbers of the tables that have it."""
 
     tensor: TensorSpec
-    assignment: ChunkAssignment
+    assignment: ChunkAssignment | Tiling
     tables: list[int]
 
 
-def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_shards: bool = False) -> Joined:
+def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_shards: bool = False, stored: bool = True) -> Joined:
     """Check that the tables of all ranks (each with the ranks that have it) make one checkpoint.
+
+    Not ``stored``: a live state, of which nobody writes anything. Then there are no assignments, which take most of the time, and
+    layouts alone say whether there is a hole.
 
     Raises:
         ConsistencyError: ranks disagree about a shape, a dtype, padding, or which names are tied.
@@ -139,7 +142,7 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
     claims: dict[str, _Claim] = {}
     problems: list[str] = []
     for number, (ranks, table) in enumerate(tables):
-        assignments = assign(table.tensors, merge_flat_shards=merge_flat_shards)
+        assignments = assign(table.tensors, merge_flat_shards=merge_flat_shards) if stored else _tilings(table.tensors)
         for t in table.tensors:
             claim = claims.get(t.name)
             if claim is None:
@@ -160,9 +163,21 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
             "tied DTensors are known best by the module itself",
         )
     _check_present(claims, tables)
-    return Joined(
-        tensors={n: c.tensor for n, c in claims.items()}, assignments={n: c.assignment for n, c in claims.items()}, aliases=aliases
-    )
+    tensors = {name: claim.tensor for name, claim in claims.items()}
+    assignments = {n: c.assignment for n, c in claims.items() if isinstance(c.assignment, ChunkAssignment)} if stored else {}
+    return Joined(tensors=tensors, assignments=assignments, aliases=aliases)
+
+
+def _tilings(tensors: Iterable[TensorSpec]) -> dict[str, Tiling]:
+    """How the layout of each tensor cuts it. Tensors that are cut alike share one object."""
+    known: dict[tuple[int, tuple[int, ...]], Tiling] = {}
+    tilings = {}
+    for t in tensors:
+        key = id(t.layout), t.shape
+        if key not in known:
+            known[key] = t.layout.tiling(t.shape)
+        tilings[t.name] = known[key]
+    return tilings
 
 
 def _takes_part(tensor: TensorSpec, ranks: Sequence[int]) -> bool:
@@ -200,11 +215,11 @@ def _join_aliases(tables: Sequence[tuple[Sequence[int], Table]], claims: Mapping
 
 def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence[int], Table]]) -> None:
     """Every rank that a tensor's layout gives a part to must have the tensor: else there is a hole."""
-    known: dict[tuple[TensorLayout, tuple[int, ...]], list[int]] = {}
+    known: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # by the identity of the layout: to hash very many takes time
     problems = []
     tiled: set[tuple[int, tuple[int, ...]]] = set()
     for name, claim in claims.items():
-        key = (claim.tensor.layout, tuple(claim.tables))
+        key = id(claim.tensor.layout), tuple(claim.tables)
         if key not in known:
             known[key] = sorted(claim.tensor.layout.ranks() - set(ranks_of(tables, claim.tables)))
         absent = known[key]
@@ -223,8 +238,10 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
 
 
 def _hole(name: str, claim: _Claim, absent: list[int]) -> str:
-    lost = np.flatnonzero(np.isin(claim.assignment.owners, absent))
-    boxes = f"{claim.assignment.box(int(lost[0]))}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "") if len(lost) else "a replica"
+    partition = claim.assignment
+    gone = np.isin(partition.owners if isinstance(partition, ChunkAssignment) else partition.holders[:, 0], absent)
+    lost = np.flatnonzero(gone)
+    boxes = f"{partition.box(int(lost[0]))}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "") if len(lost) else "a replica"
     return f"tensor {name}: {ranks_text(absent)} should hold {boxes}, but {'does' if len(absent) == 1 else 'do'} not have it"
 
 

@@ -151,7 +151,7 @@ def _catalog(call: Call, meeting: Meeting, agreed: Row, cache: ReshardCache) -> 
     own_tables = {int(place): Table.from_bytes(row["table"].encode()) for place, row in own.items()}
     key = (meeting.old, json.dumps(agreed["tables"]), *(row["table"] for row in own.values()))
     if cache.catalog is None or cache.key != key:
-        joined = join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]])
+        joined = join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]], stored=False)
         aliases = joined.aliases | {n: to for table in own_tables.values() for n, to in table.aliases.items()}
         cache.catalog = LiveCatalog.of(
             replace(joined, aliases=aliases),
