@@ -57,6 +57,8 @@ _BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": Posi
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
+_in_process: dict[str, Callable[[str], Backend]] = {}
+"""Schemes whose URLs mean something in this process alone."""
 _through_s3fs: set[str] = set()
 """Options that the log was told of."""
 
@@ -129,6 +131,11 @@ def wrap_backends(wrapper: Callable[[Backend], Backend]) -> Iterator[None]:
             _wrappers.remove(wrapper)
 
 
+def serve_scheme(scheme: str, opened: Callable[[str], Backend]) -> None:
+    """From now on ``open_backend`` gives what ``opened`` makes of URLs of this scheme, in this process."""
+    _in_process[scheme] = opened
+
+
 def check_url(url: str) -> None:
     """
     Raises:
@@ -168,8 +175,8 @@ def _opened(scheme: str, url: str) -> Backend:
         from .fsspec.backend import FsspecBackend  # late: fsspec is slow to import
 
         return FsspecBackend(url, filesystem=configured.filesystem)
-    if scheme in _BUILT_IN:
-        return _BUILT_IN[scheme](url)
+    if scheme in _BUILT_IN or scheme in _in_process:
+        return (_BUILT_IN.get(scheme) or _in_process[scheme])(url)
     if scheme == "s3":
         return _s3(url, configured.options)
     points = entry_points(_GROUP)

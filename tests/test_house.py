@@ -35,7 +35,7 @@ FLOORS = (
     ("converters.mapping", "converters.select", "data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
     ("engine.load", "engine.save", "observe"),
     ("engine.dry_run", "events", "live", "view"),
-    ("api", "converters", "ema", "monitors"),
+    ("api", "converters", "ema", "monitors", "spread"),
     ("cli", "training"),
     ("integrations",),
     ("__main__", "__init__"),
@@ -86,6 +86,7 @@ WITHOUT_TORCH = (
         f"ckpt.live.{name}"
         for name in ("control", "registry", "secret", "segments.published", "segments.segment", "source_connection", "status", "versions")
     ),
+    "ckpt.spread",
     *("ckpt.tracing.stall", "ckpt.tracing.trace_events", "ckpt.training.tiers", "ckpt.training.cost_meter"),
 )
 CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", "export", "convert", "arithmetic")

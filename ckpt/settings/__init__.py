@@ -27,6 +27,8 @@
 ``CKPT_MEMORY_IDLE``   3600     seconds after which a memory daemon ends that has neither objects nor clients
 ``CKPT_MEMORY_SECRET``          what memory daemons and their peers on other machines prove to each other that they
                        none     know; by default a file in the daemon's folder has one
+``CKPT_DOMAIN``                 what fails together with this machine, such as the name of its rack: second copies
+                       host     of files go elsewhere; by default the machine's name
 ``CKPT_STORAGE_OPTIONS``        a JSON file: URL → the storage options of what lies below it, as
                        none     ``ckpt.configure_storage`` takes them
 =====================  =======  ==============================================================================
@@ -120,6 +122,11 @@ def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
         if text == known:
             return known
     raise UsageError(f"checksums of object stores are auto, off, crc32, sha256 or md5, not {text!r}", where="CKPT_S3_CHECKSUM")
+
+
+def domain() -> str | None:
+    """What fails together with this machine, if somebody says so."""
+    return os.environ.get("CKPT_DOMAIN", "").strip() or None
 
 
 def storage_options() -> str | None:

@@ -29,6 +29,7 @@ from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_url
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
+from ckpt.spread.tier import NodeLocal, SpreadTier
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
@@ -61,7 +62,7 @@ class Checkpointer:
         keep: what stays; the newest checkpoint and tagged ones always do.
         signals: what counts as such a notice.
         local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
-            (docs/local-tier.md).
+            (docs/local-tier.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/node-local.md).
         local_keep: what stays there; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
@@ -94,7 +95,7 @@ class Checkpointer:
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
         signals: Sequence[int] = SIGNALS,
-        local: str | os.PathLike[str] | None = None,
+        local: str | os.PathLike[str] | NodeLocal | None = None,
         local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
         publish_timeout: float | None = None,
         on_event: Listener | Sequence[Listener] | None = None,
@@ -103,7 +104,6 @@ class Checkpointer:
         progress: bool | ProgressCallback | None = None,
     ) -> None:
         root = url_text(root)
-        local = None if local is None else url_text(local)
         check_arguments(save=save, keep=keep, local_keep=local_keep)
         options = SaveOptions.of(
             layout=layout,
@@ -133,7 +133,11 @@ class Checkpointer:
         check_layout(layout, self.group.ranks)
         self.restored_from: str | None = None
         """The copy that :meth:`restore` has loaded."""
-        self._tiers = Tiers(root, keep, local, local_keep)
+        self.restored_bytes: Mapping[str, int] = {}
+        """Of a tier that is spread over nodes: the bytes of data files that :meth:`restore` has read on this rank, by node, or ``root``."""
+        self._spread = SpreadTier(local, root, self.group, self.timeout) if isinstance(local, NodeLocal) else None
+        place = self._spread.url if self._spread is not None else url_text(local) if local is not None else None  # type: ignore[arg-type]
+        self._tiers = Tiers(root, keep, place, local_keep, self._spread)
         self._uploader: Uploader | None = None
         if local is not None:
             self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
@@ -195,6 +199,8 @@ class Checkpointer:
             nbytes = load(url, state, process_group=self._process_group, **{**given, **more}).bytes_needed
 
         wanted = recorded.set(spans)
+        if self._spread is not None:
+            self._spread.nodes.read_from.clear()
         try:
             own = restored = load_nearest(self._tiers, self.group, self.timeout, load_one, step)
             if restored is None and origin is not None:
@@ -209,6 +215,9 @@ class Checkpointer:
             self.restored_from = restored[1]
             self._base = SaveBase(url=restored[1], required=False) if own is not None and self._options.reusable else None
             self._reporter.restored(*restored, time.perf_counter() - began, nbytes, spans=spans)
+        if self._spread is not None:
+            self.restored_bytes = dict(self._spread.nodes.read_from)
+            self._spread.add()
         if self._uploader is not None:
             self._uploader.add()
         return restored[0] if restored is not None else None
@@ -297,6 +306,8 @@ class Checkpointer:
             if self._uploader is not None:  # whatever happened: all ranks begin the same rounds
                 self._uploader.add(durable)
                 self._gave_up = False
+            if self._spread is not None:
+                self._spread.add(durable)
         return failed, handle
 
     def url(self, n: int) -> str:
@@ -322,7 +333,14 @@ class Checkpointer:
             return None
         error = self._uploader.finish(0.0 if self._gave_up else self._patience)
         self._gave_up = error is not None
+        if self._spread is not None and (uncopied := self._spread.finish()):
+            log.warning("steps of which not every file is on another node: %s", ", ".join(map(str, uncopied)))
         return error
+
+    @property
+    def uncopied(self) -> tuple[int, ...]:
+        """Steps of which this node could not give all of its files to another one when it tried last (:class:`ckpt.NodeLocal`)."""
+        return self._spread.uncopied if self._spread is not None else ()
 
     @property
     def unpublished(self) -> tuple[int, ...]:
@@ -373,6 +391,8 @@ class Checkpointer:
     def _stop(self) -> None:
         self._schedule.stop()
         self._reporter.close()
+        if self._spread is not None:
+            self._spread.close()
 
     def __enter__(self: C) -> C:
         return self

@@ -28,6 +28,7 @@ from ckpt.maintenance.known_steps import KnownSteps, newest_first
 from ckpt.maintenance.step_listing import Step, infos, remove_steps, step_url
 from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest, retention
+from ckpt.spread.tier import SpreadTier
 
 log = logging.getLogger("ckpt")
 
@@ -49,8 +50,17 @@ class Tiers:
         UsageError: ``local`` is no directory of a file system, or is ``root`` itself.
     """
 
-    def __init__(self, root: str, keep: KeepPolicy = All(), local: str | None = None, local_keep: KeepPolicy = Latest(1)) -> None:  # noqa: B008
+    def __init__(
+        self,
+        root: str,
+        keep: KeepPolicy = All(),  # noqa: B008
+        local: str | None = None,
+        local_keep: KeepPolicy = Latest(1),  # noqa: B008
+        spread: SpreadTier | None = None,
+    ) -> None:
+        """``spread``: the local tier, if it is one of a directory on each node; ``local`` is its URL then."""
         self.root, self.keep = root, keep
+        self.spread = spread
         self.local, self.local_keep = local, local_keep
         self.busy: str | None = None
         """Id of the local checkpoint that is being published, and must stay meanwhile; under ``lock``."""
@@ -68,7 +78,7 @@ class Tiers:
         self._answers = True
         """Whether the root answered when it was asked last."""
         self._shared = local is None
-        if local is not None and not is_file_system(local):
+        if local is not None and spread is None and not is_file_system(local):
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
         if local is not None and real_url(local) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
@@ -169,6 +179,7 @@ class Tiers:
         for number, near, far in _levels(self._newest_local(step), self._far(step)):
             if step not in (None, number):
                 continue
+            near = self._judged(near)
             self._say_passed(near, far)
             committed = self._ordered([*near, *far])
             for s in (*near, *far):
@@ -186,6 +197,12 @@ class Tiers:
         if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
+
+    def _judged(self, near: Iterable[Step]) -> list[Step]:
+        """Local checkpoints; those of which the nodes that are left have too little count as damaged."""
+        judged = [s if self.spread is None else self.spread.judged(s) for s in near]
+        self.damaged |= {s.id for s in judged if s.damaged and s.id is not None}
+        return judged
 
     def _far(self, step: int | None) -> Iterator[tuple[int, list[Step]]]:
         """What the root has of ``step``, and with a local tier of what comes after it; by default all."""
@@ -221,7 +238,7 @@ class Tiers:
         near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
         united = {**far, **{s.number: s for s in near}}
         kept = retention(self.keep, infos(list(united.values())), datetime.now(timezone.utc)).kept
-        return [s for s in reversed(near) if s.number in kept]
+        return [s for s in self._judged(reversed([s for s in near if s.number in kept])) if s.committed]
 
     # ---- what stays
 
@@ -240,12 +257,16 @@ class Tiers:
     # ---- whether ranks share the local tier
 
     def check(self, group: Group, timeout: float) -> None:
-        """Once, if there are several: whether all ranks see the files of the local tier. Collective.
+        """Once, if there are several: whether all ranks see the files of the local tier, or are connected to those who have them.
+        Collective.
 
         Raises:
-            UsageError: they do not.
+            UsageError: they do not, or, where each node has its own, do.
             StorageError: nothing can be written there.
         """
+        if self.spread is not None:
+            self.spread.connect()
+            return
         if self._shared or self.local is None or group.size == 1:
             return
         call = group.call("local tier", self.root, timeout)
@@ -341,5 +362,5 @@ def _all_see(rows: dict[int, Row], group: Group, url: str) -> None:
         raise UsageError(
             f"the local tier is not the same directory on all ranks: {ranks_text(blind)} cannot see what rank {group.leader} writes there",
             where=url,
-            hint="give local= a directory that all nodes share, or leave it out",
+            hint="give local= a directory that all nodes share; or ckpt.NodeLocal(directory), if each node is to keep its own files",
         )

@@ -1,0 +1,352 @@
+"""The files of all nodes as one storage, so that saves, loads, listings and copies need not know that there are several. No torch.
+
+    what                                   written                        read
+    data files                             on the node of the writer      own node, then others that have it, then the root
+    index files                            on every node                  the same
+    commit record (checkpoint.json)        on every node, in their order  the one with the highest id
+    anything else                          on the node of the writer      the same as data files
+
+Nothing notes who has what: nodes are asked (*inventories*). So a node that is gone, a disk that was replaced and half of a copy need no
+care. A checkpoint exists if a node that answers has its record: before the first record is put, all of its files are durable.
+
+Damage: whoever compares digests calls ``evict`` and reads again (``ckpt.reread``). That is taken as: the node that gave these bytes gave
+wrong ones; the next read of this range goes to the next holder. After the last, the first is asked again, so that real damage is reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+
+from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
+from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
+from ckpt.io_backends.writer_base import WriterBase
+
+from .nodes import NodeSet
+
+log = logging.getLogger("ckpt")
+
+ROOT = -1
+"""In place of a node: the root of the run."""
+
+
+def is_on_every_node(path: str) -> bool:
+    """Whether a file is small and needed by all: index files and the commit record."""
+    *folders, name = path.split("/")
+    return name == COMMIT_PATH or bool(folders and folders[-1].startswith("index-"))
+
+
+class SpreadBackend(Backend):
+    """What the nodes have below ``prefix`` (empty, or ending in a slash)."""
+
+    def __init__(self, nodes: NodeSet, prefix: str = "") -> None:
+        self._nodes = nodes
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._files: dict[int, dict[str, int]] | None = None
+        """Sizes by path of what each node has: as of the first read of a file that is not here."""
+        self._distrusted: dict[str, list[tuple[int, int, int]]] = {}
+        """Ranges of a path that a node has wrong: first byte, byte behind the last, node."""
+
+    @property
+    def url(self) -> str:
+        return f"{self._nodes.url}/{self._prefix}".rstrip("/")
+
+    @property
+    def io_hints(self) -> IOHints:
+        return self.node(self._nodes.own).io_hints
+
+    def node(self, node: int) -> Backend:
+        """What one node has, or the root of the run."""
+        if node == ROOT:
+            root = self.root()
+            if root is None:
+                raise UsageError("these nodes have no root", where=self.url)
+            return root
+        return self._nodes.nodes[node].below(self._prefix)
+
+    def root(self) -> Backend | None:
+        """What the root of the run has below the same prefix, if there is one to read from."""
+        return self._nodes.fallback(self._prefix) if self._nodes.fallback is not None else None
+
+    def _name(self, node: int) -> str:
+        return "root" if node == ROOT else self._nodes.nodes[node].name
+
+    # ---- who has what
+
+    def holders(self, prefix: str = "") -> dict[str, dict[int, int]]:
+        """For each file whose path starts with ``prefix``, its size on each node that has it. Nodes that do not answer are left out."""
+        listed = self._nodes.ask_all(lambda node: list(self.node(node).list_prefix(prefix)), reachable=True)
+        held: dict[str, dict[int, int]] = {}
+        for node, entries in listed.items():
+            for entry in entries:
+                held.setdefault(entry.path, {})[node] = entry.size
+        return held
+
+    def _inventories(self) -> dict[int, dict[str, int]]:
+        with self._lock:
+            if self._files is None:
+                files: dict[int, dict[str, int]] = {}
+                for path, sizes in self.holders("data/" if self._prefix else "").items():
+                    for node, size in sizes.items():
+                        files.setdefault(node, {})[path] = size
+                self._files = files
+            return self._files
+
+    def _sources(self, path: str) -> Iterator[int]:
+        """Where to read a file, in order: here, on nodes that have it, at the root."""
+        own, count = self._nodes.own, len(self._nodes.nodes)
+        yield own
+        if count > 1:
+            files = self._inventories() if path.startswith("data/") else None
+            # Other nodes in turns from the own one on, so that not all nodes read from the first.
+            others = [(own + step) % count for step in range(1, count)]
+            there = [n for n in others if files is None or path in files.get(n, ())]
+            yield from sorted(there, key=self._nodes.is_away)
+        if self._nodes.fallback is not None:
+            yield ROOT
+
+    # ---- reading
+
+    def _read(self, path: str, offset: int, length: int | None, read: Callable[[Backend], int]) -> None:
+        """Call ``read`` with the first holder that can give the bytes; it returns how many it got."""
+        last = 1 << 63 if length is None else offset + length
+        wrong = [node for start, stop, node in self._distrusted.get(path, ()) if start < last and offset < stop]
+        failed: CkptError | None = None
+        for node in self._sources(path):
+            if node in wrong:
+                continue
+            try:
+                nbytes = read(self.node(node))
+            except NotFoundError:
+                continue
+            except (StorageError, CorruptError) as err:  # it is away, or its file is cut off
+                if node not in (ROOT, self._nodes.own) and isinstance(err, StorageError):
+                    self._nodes.lost(node, err)
+                failed = failed or err
+            else:
+                if "data/" in path:
+                    self._nodes.count(self._name(node), nbytes)
+                return
+        if wrong:  # of all that have it nobody has it right: whoever compares says so
+            self._distrusted.pop(path, None)
+            self._read(path, offset, length, read)
+            return
+        hint = "`ckpt ls` shows what is there; nodes that are gone had the only copy if none was finished"
+        raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}", hint=hint)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        check_path(path)
+        check_read(offset, length)
+        if path.rpartition("/")[2] == COMMIT_PATH:
+            return self._record(path)[offset : None if length is None else offset + length]
+        got: list[bytes] = []
+
+        def read(node: Backend) -> int:
+            got[:] = [node.read(path, offset, length)]
+            return len(got[0])
+
+        self._read(path, offset, length, read)
+        return got[0]
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_path(path)
+        check_read(offset, None)
+        view = byte_view(buffer, writable=True)
+
+        def read(node: Backend) -> int:
+            node.read_into(path, offset, view)
+            return view.nbytes
+
+        self._read(path, offset, view.nbytes, read)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        """See ``Backend.read_hashed``."""
+        hashed = 0
+
+        def count(part: memoryview) -> None:
+            nonlocal hashed
+            hashed += len(part)
+            update(part)
+
+        def read(node: Backend) -> int:
+            if hashed:
+                # Part of the bytes were hashed before a node failed, and cannot be taken back. Whoever compares the
+                # digest evicts the range and begins anew, at the next holder.
+                raise CorruptError("a node failed in the middle of these bytes", where=f"{self.url}/{path}", hint="read them again")
+            node.read_hashed(path, offset, buffer, count)
+            return len(buffer)
+
+        check_path(path)
+        self._read(path, offset, len(buffer), read)
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        """See ``Backend.evict``: the node that would be read now gave wrong bytes, and is not read for this range any more."""
+        with suppress(CkptError):
+            self._evict(check_path(path), offset, offset + length if length is not None else 1 << 63)
+
+    def _evict(self, path: str, start: int, stop: int) -> None:
+        if path.rpartition("/")[2] == COMMIT_PATH:  # read from all nodes each time
+            self.node(self._nodes.own).evict(path)
+            return
+        wrong = [node for first, last, node in self._distrusted.get(path, ()) if first < stop and start < last]
+        left = [node for node in self._sources(path) if node not in wrong and self._has(node, path)]
+        if not left:
+            return
+        self.node(left[0]).evict(path, start, stop - start if stop < 1 << 63 else None)
+        if len(left) > 1:
+            log.warning("%s: node %s gave wrong bytes; node %s is read", f"{self.url}/{path}", *map(self._name, left[:2]))
+        with self._lock:
+            self._distrusted.setdefault(path, []).append((start, stop, left[0]))
+
+    def _has(self, node: int, path: str) -> bool:
+        try:
+            self.node(node).size(path)
+        except (NotFoundError, StorageError):
+            return False
+        return True
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        got: list[int] = []
+
+        def size(node: Backend) -> int:
+            got[:] = [node.size(path)]
+            return 0
+
+        self._read(check_path(path), 0, None, size)
+        return got[0]
+
+    def _record(self, path: str) -> bytes:
+        """The newest commit record that a node has."""
+        records = {node: data for node, data in self._contents(path).items() if data is not None}
+        if not records:
+            raise NotFoundError("no such file on any node", where=f"{self.url}/{path}", hint="`ckpt ls` shows what is there")
+        return max(records.values(), key=lambda data: (_id(data), data))
+
+    def _contents(self, path: str, *, reachable: bool = True) -> Mapping[int, bytes | None]:
+        """What each node has of a small file."""
+
+        def content(node: int) -> bytes | None:
+            try:
+                return self.node(node).read(path)
+            except NotFoundError:
+                return None
+
+        return self._nodes.ask_all(content, reachable=reachable)
+
+    # ---- listing
+
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. Where nodes have one file in several sizes, the largest counts: a disk may have cut one off."""
+        check_prefix(prefix)
+        return iter(sorted(ObjectMeta(path, max(sizes.values())) for path, sizes in self.holders(prefix).items()))
+
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
+        check_prefix(prefix)
+        listed = self._nodes.ask_all(lambda node: self.node(node).list_dir(prefix), reachable=True)
+        return sorted({name for names in listed.values() for name in names})
+
+    # ---- writing
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``. Index files are made on every node; those of data on this one."""
+        check_path(path)
+        check_size(size, f"{self.url}/{path}")
+        if is_on_every_node(path):
+            return _WriterOnEveryNode(self, path, size, [partial(self.node, n) for n in range(len(self._nodes.nodes))])
+        return self.node(self._nodes.own).create(path, size)
+
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``. A commit record is put on one node after another, in the order that all processes have: of two that
+        commit at once, one loses on the first node. If a node fails on the way, the record is on those before it, and so exists."""
+        check_path(path)
+        every = is_on_every_node(path)
+        contents = self._contents(path, reachable=not every)
+        there = {node: content for node, content in contents.items() if content is not None}
+        current = max(there.values(), key=lambda content: (_id(content), content)) if there else None
+        if current != expected:
+            what = "the name is taken" if expected is None else "it is absent or holds something else now"
+            hint = "another save was first; read it again and decide anew"
+            raise ConflictError(f"cannot publish: {what}", where=f"{self.url}/{path}", hint=hint)
+        targets = sorted(contents) if every else sorted(there) or [self._nodes.own]
+        for node in targets:
+            try:
+                self.node(node).put_if(path, data, expected=contents[node])
+            except ConflictError as err:
+                if node == targets[0]:
+                    raise
+                raise StorageError(
+                    f"node {self._name(node)} has another commit record than a moment ago", where=f"{self.url}/{path}", hint=err.hint
+                ) from err
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``: on every node."""
+        check_path(path)
+        self._nodes.ask_all(lambda node: self.node(node).delete(path))
+
+    def prepare(self) -> None:
+        """See ``Backend.prepare``: on every node."""
+        self._nodes.ask_all(lambda node: self.node(node).prepare())
+
+    def link(self, path: str = "") -> str | None:
+        """See ``Backend.link``: on this node."""
+        return self.node(self._nodes.own).link(path)
+
+    def now(self) -> float | None:
+        """See ``Backend.now``: by this node's clock."""
+        return self.node(self._nodes.own).now()
+
+    def modified(self, path: str) -> float | None:
+        """See ``Backend.modified``; None for what is on other nodes alone, whose clocks may differ."""
+        with suppress(NotFoundError):
+            return self.node(self._nodes.own).modified(path)
+        self.size(path)
+        return None
+
+
+class _WriterOnEveryNode(WriterBase):
+    """A small file, kept in memory until it is committed, and then made on every node."""
+
+    def __init__(self, backend: SpreadBackend, path: str, size: int, nodes: list[Callable[[], Backend]]) -> None:
+        super().__init__(where=f"{backend.url}/{path}", size=size)
+        with suppress(NotFoundError):
+            backend.size(path)
+            raise ConflictError("cannot create: the name is taken", where=self._where, hint="use a fresh name, or delete the object")
+        self._path = path
+        self._nodes = nodes
+        self._made: list[Backend] = []
+        self._content = bytearray(size)
+
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        for view in views:
+            self._content[offset : offset + view.nbytes] = view
+            offset += view.nbytes
+
+    def _make_durable(self) -> None:
+        for node in [opened() for opened in self._nodes]:
+            with node.create(self._path, self._size) as writer:
+                writer.write(0, [memoryview(self._content)])
+                writer.commit()
+            self._made.append(node)
+
+    def _discard(self, *, tried: bool) -> None:
+        for node in self._made:
+            with suppress(CkptError):
+                node.delete(self._path)
+
+
+def _id(data: bytes) -> str:
+    """The id of a commit record; empty for what is none, so that any record is newer."""
+    try:
+        return CommitRecord.from_bytes(data, "").id
+    except (CorruptError, FormatError):
+        return ""

@@ -1,0 +1,125 @@
+"""Second copies: what this node has and too few others do is given to the nodes that ``plan.redundancy`` names, in the background.
+
+One process of each node does it, after each save. It asks all nodes what they have and plans; all plan alike, so nothing is agreed, and a
+process that dies in the middle leaves nothing but a copy that the next round makes. Every chunk is compared with its digest before it is
+sent, and every message on its arrival: a copy is never anything but what the checkpoint says. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, wait
+from typing import Any
+
+from ckpt.byte_source.digest_reader import DigestReader
+from ckpt.byte_source.storage import StorageSource
+from ckpt.catalog import DataFile
+from ckpt.errors import CkptError, ConflictError
+from ckpt.formats.journal import WriteJournal
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.paths import data_prefix
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.registry import open_backend
+from ckpt.maintenance.copy_files import FileCopy
+from ckpt.maintenance.step_listing import list_steps
+from ckpt.plan.redundancy import NodeCopy, missing_copies
+
+from .backend import SpreadBackend
+from .nodes import NodeSet
+
+log = logging.getLogger("ckpt")
+
+
+class NodeCopier:
+    """Copies the files of one node. ``pace``: bytes a second at most, or None."""
+
+    def __init__(self, nodes: NodeSet, pace: float | None) -> None:
+        self.uncopied: tuple[int, ...] = ()
+        """Steps of which files of this node could not be copied when that was tried last."""
+        self.copied = 0
+        """Bytes that were given to other nodes."""
+        self._nodes = nodes
+        self._pace = pace
+        self._complete: set[str | None] = set()
+        self._waiting: deque[Future[Any] | None] = deque()
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def add(self, after: Future[Any] | None = None) -> None:
+        """Copy what is committed when ``after`` has ended, well or not."""
+        with self._lock:
+            self._waiting.append(after)
+            if self._idle.is_set():  # a daemon: a program that ends without close() does not wait
+                self._idle.clear()
+                threading.Thread(target=self._work, name="ckpt-copies", daemon=True).start()
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until nothing is going on any more; whether that was so within so many seconds."""
+        return self._idle.wait(seconds)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._idle.set()
+                    return
+                after = self._waiting.popleft()
+            if after is not None:
+                wait([after])
+            try:
+                self._round()
+            except Exception as err:  # noqa: BLE001  the next round tries again, and ``uncopied`` stays
+                log.warning("second copies could not be made: %s", err)
+
+    def _round(self) -> None:
+        failed = []
+        for step in reversed(list_steps(self._nodes.url)):
+            if not step.committed or step.id in self._complete:
+                continue
+            try:
+                self._copy_step(step.url)
+                self._complete.add(step.id)
+            except CkptError as err:
+                if step.number is not None:
+                    failed.append(step.number)
+                log.warning("%s: not every file could be copied to another node: %s", step.url, err)
+        self.uncopied = tuple(sorted(failed))
+
+    def _copy_step(self, url: str) -> None:
+        backend, catalog = open_backend(url), open_catalog(url)
+        assert isinstance(backend, SpreadBackend) and isinstance(catalog, NativeCatalog)
+        files = {f.path: f for f in catalog.files}
+        held = backend.holders(data_prefix(catalog.record.id))
+        whole = {path: {node for node, size in held.get(path, {}).items() if size == f.size} for path, f in files.items()}
+        failed: CkptError | None = None
+        for copy in missing_copies(whole, self._nodes.domains, self._nodes.copies):
+            if copy.source != self._nodes.own:
+                continue
+            try:
+                self._copy(backend, copy, files[copy.path], replace=copy.target in held.get(copy.path, {}))
+            except CkptError as err:  # the others are copied all the same
+                failed = failed or err
+        if failed is not None:
+            raise failed
+
+    def _copy(self, backend: SpreadBackend, copy: NodeCopy, file: DataFile, *, replace: bool) -> None:
+        """Give one file to one node. ``replace``: it has one of this name that is not whole."""
+        source, target = backend.node(copy.source), backend.node(copy.target)
+        if replace:
+            target.delete(copy.path)
+        job = FileCopy(DigestReader(StorageSource(source)), WriteJournal(target), file)
+        try:
+            for task in job.jobs():
+                began = time.monotonic()
+                count = task()
+                self.copied += count
+                if self._pace is not None:
+                    time.sleep(max(0.0, count / self._pace - (time.monotonic() - began)))
+        except ConflictError:
+            return  # another process was first
+        finally:
+            job.abort()  # does nothing to one that is committed

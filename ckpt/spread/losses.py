@@ -1,0 +1,68 @@
+"""What of a checkpoint is lost: files that no node has that answers, nor the root; by tensor, box and who had them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+import numpy as np
+
+from ckpt.errors import CkptError
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.datafiles.keys import box_text
+from ckpt.formats.native.paths import data_prefix
+from ckpt.formats.native.spans import read_spans
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.registry import open_backend
+
+from .backend import SpreadBackend
+
+NAMED = 4
+"""Chunks that a message names."""
+
+
+def lost_files(backend: SpreadBackend, catalog: NativeCatalog) -> list[int]:
+    """Rows of the catalog's files that nobody has whole."""
+    prefix = data_prefix(catalog.record.id)
+    held = backend.holders(prefix)
+    lost = [n for n, f in enumerate(catalog.files) if f.size not in held.get(f.path, {}).values()]
+    if not lost or (root := backend.root()) is None:
+        return lost
+    there = {entry.path: entry.size for entry in root.list_prefix(prefix)}
+    return [n for n in lost if there.get(catalog.files[n].path) != catalog.files[n].size]
+
+
+def loss(url: str) -> str | None:
+    """Why the checkpoint cannot be loaded from the nodes that answer; None if it can, as far as listings say.
+
+    Raises:
+        StorageError: the root cannot be listed, and the nodes lack something.
+    """
+    backend = open_backend(url)
+    try:
+        catalog = open_catalog(url)
+    except CkptError as err:
+        return f"its index cannot be read: {err.message}"
+    if not isinstance(catalog, NativeCatalog) or not isinstance(backend, SpreadBackend):
+        return None
+    lost = lost_files(backend, catalog)
+    if not lost:
+        return None
+    hosts: dict[int, str | None] = {}
+    with suppress(CkptError):
+        hosts = {rank: table.host for rank, table in read_spans(backend, catalog.record).items()}
+    chunks = list(_chunks(catalog, lost))
+    ranks = sorted({catalog.files[n].rank for n in lost})
+    who = ", ".join(f"rank {rank}{f' on {host}' if (host := hosts.get(rank)) else ''}" for rank in ranks[:NAMED])
+    names = ", ".join(chunks[:NAMED]) + (f" and {len(chunks) - NAMED} more" if len(chunks) > NAMED else "")
+    count = f"{len(lost)} of {len(catalog.files)} files are on no node that answers and not at the root"
+    return f"{count}; {who}{' and others' if len(ranks) > NAMED else ''} wrote them: {names}"
+
+
+def _chunks(catalog: NativeCatalog, files: Collection[int]) -> Iterator[str]:
+    """Tensor and box of each chunk that is in one of these files."""
+    for name, entry in catalog.tensors.items():
+        if entry.alias is None:
+            of_chunk = np.broadcast_to(entry.grid.files, (len(entry.grid.all_boxes()[0]),))
+            for chunk in np.flatnonzero(np.isin(of_chunk, list(files))).tolist():
+                yield name + box_text(entry.grid.box(chunk), entry.shape)

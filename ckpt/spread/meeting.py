@@ -1,0 +1,148 @@
+"""How the ranks of a job find out which nodes they run on, and reach each other's files. No torch.
+
+look     every rank   its machine, directory and domain ──► leader: the nodes, in the order of their first ranks
+serve    first rank of each node   a server, and a file in its directory ──► leader: addresses of all
+apart    the same   whose files do I see? ──► leader: only my own, or this is one directory for all
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ckpt import settings
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group
+from ckpt.coordination.rows import Row
+from ckpt.errors import UsageError
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import join_url, open_backend, real_url
+from ckpt.plan.tables import ranks_text
+from ckpt.transport.endpoints import network
+
+from .node_server import NodeServer
+from .nodes import StorageNode
+from .remote_node import NodeConnections, RemoteNode
+
+_PATIENCE = 30.0
+"""Seconds without a byte after which a node counts as away: others may have what it has."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JobNodes:
+    """What a rank knows of all nodes, and what it has open for them. ``own`` is the number of its node."""
+
+    nodes: Sequence[StorageNode]
+    own: int
+    server: NodeServer | None = None
+    """On the first rank of a node."""
+    connections: Sequence[NodeConnections] = ()
+
+    def close(self) -> None:
+        for one in self.connections:
+            one.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def own_node(directory: str, ranks: tuple[int, ...] = ()) -> StorageNode:
+    """The node of this process alone, which is all it knows of before the ranks have met."""
+    host = socket.gethostname()
+
+    def below(prefix: str) -> Backend:
+        return open_backend(join_url(directory, prefix.rstrip("/")) if prefix else directory)
+
+    return StorageNode(name=f"{host}:{real_url(directory)}", domain=settings.domain() or host, below=below, ranks=ranks)
+
+
+def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
+    """Find all nodes of the job. Collective.
+
+    Raises:
+        UsageError: several nodes have the same directory, or ranks of one node name different domains.
+        StorageError: nothing can be written in the directory.
+    """
+    me = own_node(directory, (group.rank,))
+    if group.size == 1:
+        return JobNodes(nodes=[me], own=0)
+    call = group.call("nodes", url, timeout)
+    rows = call.map_reduce("look", lambda: {"node": me.name, "domain": me.domain}, _nodes)
+    own = next(n for n, row in enumerate(rows) if row["name"] == me.name)
+    first = rows[own]["ranks"][0] == group.rank
+    with ExitStack() as failed:
+        server, token = None, f".prepare-{secrets.token_hex(8)}.tmp"
+        secret = secrets.token_bytes(32)
+        local = me.below("")
+
+        def serve() -> Row:
+            nonlocal server
+            if not first:
+                return {}
+            local.prepare()
+            local.put_if(token, b"", expected=None)
+            failed.callback(local.delete, token)
+            server = NodeServer(local, secret, timeout, store=group.store.host if group.store is not None else None)
+            failed.callback(server.close)
+            return {"addresses": server.addresses, "network": server.network, "secret": secret.hex(), "token": token}
+
+        reached = _agreed(call, "serve", serve, rows)
+        others = [one["token"] for n, one in enumerate(reached) if n != own] if first else []
+        call.map_reduce("apart", partial(_seen, local, others), partial(_check_apart, directory))
+        call.linger()
+        failed.pop_all()
+    if first:
+        local.delete(token)
+    nodes, connections = [], []
+    for n, (row, where) in enumerate(zip(rows, reached, strict=True)):
+        if n == own:
+            nodes.append(own_node(directory, tuple(row["ranks"])))
+            continue
+        addresses = [(host, port) for host, port in where["addresses"]]
+        to = NodeConnections(
+            row["name"],
+            addresses,
+            bytes.fromhex(where["secret"]),
+            min(timeout, _PATIENCE),
+            same_network=where["network"] == network(),
+        )
+        connections.append(to)
+        nodes.append(StorageNode(name=row["name"], domain=row["domain"], below=partial(RemoteNode, to), ranks=tuple(row["ranks"])))
+    return JobNodes(nodes=nodes, own=own, server=server, connections=connections)
+
+
+def _agreed(call: Call, phase: str, local: Any, nodes: Sequence[Row]) -> list[Row]:
+    """What the first rank of each node says, in the order of nodes."""
+    found: list[Row] = call.map_reduce(phase, local, lambda rows: [rows[node["ranks"][0]] for node in nodes])
+    return found
+
+
+def _nodes(rows: dict[int, Row]) -> list[Row]:
+    nodes: dict[str, Row] = {}
+    for rank, row in rows.items():
+        node = nodes.setdefault(row["node"], {"name": row["node"], "domain": row["domain"], "ranks": []})
+        node["ranks"].append(rank)
+        if node["domain"] != row["domain"]:
+            message = f"{ranks_text(node['ranks'])} are on one node and name different domains: {node['domain']!r} and {row['domain']!r}"
+            raise UsageError(message, where=row["node"], hint="set CKPT_DOMAIN alike for all processes of a machine, or for none")
+    return list(nodes.values())
+
+
+def _seen(local: Backend, tokens: Sequence[str]) -> Row:
+    names = {*local.list_dir("")}
+    return {"sees": [token for token in tokens if token in names]}
+
+
+def _check_apart(directory: str, rows: dict[int, Row]) -> None:
+    together = [rank for rank, row in rows.items() if row["sees"]]
+    if together:
+        raise UsageError(
+            f"several nodes share the directory of NodeLocal: {ranks_text(together)} see the files of another node there",
+            where=directory,
+            hint=f"give a directory on a disk of each node; or, as it is shared, local={os.fspath(directory)!r} without NodeLocal",
+        )

@@ -1,0 +1,94 @@
+"""The nodes that a run's checkpoints are spread over, as one process sees them. No torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ckpt.errors import StorageError
+from ckpt.io_backends.protocol import Backend
+
+log = logging.getLogger("ckpt")
+
+R = TypeVar("R")
+
+AWAY_SECONDS = 30.0
+"""For so long a node that did not answer is not asked for bytes that others have."""
+_THREADS = 16
+"""Nodes that are asked at once."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StorageNode:
+    """A directory of one machine, or its memory. ``below`` opens what lies below a prefix, which ends in a slash unless it is empty."""
+
+    name: str
+    domain: str
+    below: Callable[[str], Backend]
+    ranks: tuple[int, ...] = ()
+    """Those that run on it."""
+
+
+@dataclass(eq=False)
+class NodeSet:
+    """All nodes in an order that every process has, and the number of this process's ``own``. ``url`` is the run's; ``fallback`` opens what
+    the root of the run has below a prefix: a file of the same name there has the same bytes, since names bear the id of the save."""
+
+    url: str
+    nodes: Sequence[StorageNode]
+    own: int
+    copies: int
+    fallback: Callable[[str], Backend] | None = None
+    read_from: Counter[str] = field(default_factory=Counter)
+    """Bytes of data files that this process has read, by the name of the node; ``root`` is the fallback's."""
+    _away: dict[int, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def domains(self) -> list[str]:
+        return [node.domain for node in self.nodes]
+
+    def count(self, name: str, nbytes: int) -> None:
+        """So many bytes were read there."""
+        with self._lock:
+            self.read_from[name] += nbytes
+
+    def is_away(self, node: int) -> bool:
+        """Whether it did not answer a moment ago."""
+        return time.monotonic() < self._away.get(node, 0.0)
+
+    def lost(self, node: int, err: Exception) -> None:
+        """It did not answer: others are asked first for a while."""
+        first = node not in self._away
+        self._away[node] = time.monotonic() + AWAY_SECONDS
+        (log.warning if first else log.debug)("node %s is passed over: %s", self.nodes[node].name, err)
+
+    def ask_all(self, question: Callable[[int], R], *, reachable: bool = False) -> dict[int, R]:
+        """What each node answers, asked at once. With ``reachable``, those that are away are left out.
+
+        Raises:
+            StorageError: a node does not answer; or, with ``reachable``, none does.
+        """
+        asked = [n for n in range(len(self.nodes)) if not (reachable and self.is_away(n))] or [self.own]
+
+        def ask(node: int) -> R | StorageError:
+            try:
+                return question(node)
+            except StorageError as err:
+                if not reachable or node == self.own:
+                    raise
+                self.lost(node, err)
+                return err
+
+        if len(asked) == 1:
+            answers: Mapping[int, R | StorageError] = {asked[0]: ask(asked[0])}
+        else:
+            with ThreadPoolExecutor(min(len(asked), _THREADS), thread_name_prefix="ckpt-nodes") as pool:
+                answers = dict(zip(asked, pool.map(ask, asked), strict=True))
+        return {node: answer for node, answer in answers.items() if not isinstance(answer, StorageError)}

@@ -1,0 +1,210 @@
+"""The files of another node, through its server: a backend like any other. No torch.
+
+Each thread that asks takes a connection from those that are idle, or makes one; a writer has one of its own. A node that does not answer is
+a StorageError that names it; whoever knows another holder of the bytes goes there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ckpt.errors import AccessError, CkptError, DeadlineError, ExchangeError, FormatError, StorageError
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
+from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
+from ckpt.io_backends.writer_base import WriterBase
+from ckpt.live.wire import Address, Channel, dial
+
+from .messages import PURPOSE, Data, Head, checked, receive, send
+
+PIECE = 8 << 20
+"""Bytes that one question reads or writes."""
+_IDLE = 16
+"""Connections that are kept."""
+
+
+class NodeConnections:
+    """The connections of this process to the node that is called ``name``."""
+
+    def __init__(self, name: str, addresses: Sequence[Address], secret: bytes, timeout: float, *, same_network: bool) -> None:
+        self.name = name
+        self._addresses = addresses
+        self._secret = secret
+        self._timeout = timeout
+        self._same_network = same_network
+        self._idle: list[Channel] = []
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def ask(self, head: Head, data: Data = b"", into: memoryview | None = None) -> tuple[Head, Data]:
+        """What the node answers.
+
+        Raises:
+            StorageError: the node cannot be reached, or hangs; else the error that it had.
+        """
+        with self.translated():
+            channel = self._idle_channel() or self.dial()
+            try:
+                send(channel, head, data)
+                answer, answered = receive(channel, into)
+            except BaseException:
+                channel.close()
+                raise
+            self._keep(channel)
+        return checked(answer, channel.peer), answered
+
+    def dial(self) -> Channel:
+        """A new connection; raises as ``wire.dial``."""
+        name = f"node {self.name}"
+        return dial(self._addresses, self._secret, self._timeout, peer=name, purpose=PURPOSE, same_network=self._same_network)
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Errors of the connection become those of a storage."""
+        try:
+            yield
+        except (DeadlineError, FormatError, AccessError, ExchangeError) as err:
+            raise StorageError(f"node {self.name} is lost: {err.message}", where=err.where, hint=err.hint) from err
+        except CkptError:
+            raise
+        except OSError as err:
+            raise StorageError(f"node {self.name} is lost: {err}", hint="look whether the machine and the job on it still run") from err
+
+    def _idle_channel(self) -> Channel | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                channel = self._idle.pop()
+            with suppress(OSError):
+                channel.check_open()
+                return channel
+            channel.close()
+
+    def _keep(self, channel: Channel) -> None:
+        with self._lock:
+            if len(self._idle) < _IDLE:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+
+class RemoteNode(Backend):
+    """What a node has below ``prefix`` (empty, or ending in a slash)."""
+
+    def __init__(self, connections: NodeConnections, prefix: str = "") -> None:
+        self._connections = connections
+        self._prefix = prefix
+
+    @property
+    def url(self) -> str:
+        """For messages alone: the job's own connections lead there."""
+        return f"node {self._connections.name}:{self._prefix.rstrip('/')}"
+
+    def below(self, prefix: str) -> RemoteNode:
+        """The same node's files below ``prefix``, which ends in a slash unless it is empty."""
+        return RemoteNode(self._connections, prefix)
+
+    def _key(self, path: str) -> str:
+        return self._prefix + check_path(path)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        check_read(offset, length)
+        key = self._key(path)
+        if length is None:  # one question, so that what comes is of one moment
+            return bytes(self._connections.ask({"op": "read", "path": key, "offset": offset, "length": None})[1])
+        pieces = [(at, min(PIECE, length - at)) for at in range(0, length, PIECE)] or [(0, 0)]
+        return b"".join(self._connections.ask({"op": "read", "path": key, "offset": offset + at, "length": n})[1] for at, n in pieces)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_read(offset, None)
+        view, key = byte_view(buffer, writable=True), self._key(path)
+        for at in range(0, max(view.nbytes, 1), PIECE):
+            part = view[at : at + PIECE]
+            _, data = self._connections.ask({"op": "read", "path": key, "offset": offset + at, "length": len(part)}, into=part)
+            if len(data) != len(part):
+                raise StorageError(f"node {self._connections.name} gave {len(data)} bytes for {len(part)}", where=key, hint="read again")
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        size: int = self._connections.ask({"op": "size", "path": self._key(path)})[0]["size"]
+        return size
+
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. The files are those of the moment of the call."""
+        files = self._connections.ask({"op": "list", "prefix": self._prefix + check_prefix(prefix)})[0]["files"]
+        return iter([ObjectMeta(path.removeprefix(self._prefix), size) for path, size in files])
+
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
+        names: list[str] = self._connections.ask({"op": "list_dir", "prefix": self._prefix + check_prefix(prefix)})[0]["names"]
+        return names
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``. The object shows when it is committed."""
+        key = self._key(path)
+        check_size(size, key)
+        return RemoteWriter(self._connections, key, size)
+
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``."""
+        head = {"op": "put_if", "path": self._key(path), "expected": None if expected is None else len(expected)}
+        self._connections.ask(head, (expected or b"") + data)
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``."""
+        self._connections.ask({"op": "delete", "path": self._key(path)})
+
+    def prepare(self) -> None:
+        """See ``Backend.prepare``."""
+        self._connections.ask({"op": "prepare"})
+
+
+class RemoteWriter(WriterBase):
+    """A file that is written to another node, over a connection of its own: if that ends early, nothing of the file is left there."""
+
+    def __init__(self, connections: NodeConnections, key: str, size: int) -> None:
+        super().__init__(where=f"node {connections.name}:{key}", size=size)
+        self._connections = connections
+        self._turn = threading.Lock()
+        with connections.translated():
+            self._channel = connections.dial()
+        self._closes = weakref.finalize(self, self._channel.close)  # also for a Writer that was dropped
+        try:
+            self._ask({"op": "begin", "path": key, "size": size})
+        except BaseException:
+            self._closes()
+            raise
+
+    def _ask(self, head: Head, data: Data = b"") -> None:
+        with self._turn, self._connections.translated():
+            send(self._channel, head, data)
+            answer, _ = receive(self._channel)
+        checked(answer, self._channel.peer)
+
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        for view in views:
+            for at in range(0, view.nbytes, PIECE):
+                self._ask({"op": "write", "offset": offset + at}, view[at : at + PIECE])
+            offset += view.nbytes
+
+    def _make_durable(self) -> None:
+        self._ask({"op": "commit"})
+
+    def _discard(self, *, tried: bool) -> None:
+        """The node has forgotten it by now."""
+
+    def _close(self) -> None:
+        if self._state != "committed":
+            with suppress(CkptError):  # else it does when it sees that the connection has ended
+                self._ask({"op": "abort"})
+        self._closes()

@@ -1,0 +1,139 @@
+"""A local tier whose files stay on the nodes that wrote them, with copies on others (docs/node-local.md). No torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xxhash
+
+from ckpt.coordination.group import Group
+from ckpt.coordination.rows import Row
+from ckpt.coordination.step_agreement import own_store
+from ckpt.errors import UsageError
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
+from ckpt.maintenance.step_listing import Step
+from ckpt.text.urls import url_text
+
+from .copying import NodeCopier
+from .losses import loss
+from .meeting import JobNodes, meet, own_node
+from .nodes import NodeSet
+from .runs import forget, know, run_url
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLocal:
+    """A directory on a disk of each node, for ``Checkpointer(local=...)``: each rank's files stay on its node, and ``copies`` other nodes
+    get them in the background. Small files, such as the index, are on every node.
+
+    Args:
+        directory: a path that is on another disk on each node.
+        copies: how many nodes may be lost without losing a checkpoint, if their copies are complete. Copies go to other failure domains:
+            machines, or what ``CKPT_DOMAIN`` says. 0: none.
+        pace: bytes a second at which a node gives copies away, at most.
+
+    Raises:
+        UsageError: ``directory`` is a URL of something else, ``copies`` no number of nodes, or ``pace`` no speed.
+    """
+
+    directory: str | os.PathLike[str]
+    copies: int = 1
+    pace: float | None = None
+
+    def __post_init__(self) -> None:
+        if not is_file_system(url_text(self.directory)):
+            raise UsageError(f"NodeLocal takes a directory, not {self.directory!r}", hint="give root= the URL of the object store")
+        if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 0:
+            raise UsageError(f"copies is a number of other nodes, not {self.copies!r}", hint="1 survives the loss of any one node")
+        if self.pace is not None and not self.pace > 0:
+            raise UsageError(f"pace is bytes a second, not {self.pace!r}", hint="leave it out for no limit")
+
+
+class SpreadTier:
+    """One rank's end of the tier of one run, whose checkpoints lie at ``url`` for this process."""
+
+    def __init__(self, given: NodeLocal, root: str, group: Group, timeout: float) -> None:
+        self._directory = url_text(given.directory)
+        self._root = root
+        self._copies = given.copies
+        self._pace = given.pace
+        self._group = group
+        self._timeout = timeout
+        if real_url(self._directory) == real_url(root):
+            raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
+        # Not the directory, which may have another name on each node: ranks compare URLs.
+        self.url = run_url(f"{xxhash.xxh3_64_hexdigest(real_url(root).encode())[:8]}-{root.rstrip('/').rpartition('/')[2]}")
+        self.nodes = self._set(JobNodes(nodes=[own_node(self._directory)], own=0))
+        self._meeting: JobNodes | None = None
+        self._copier: NodeCopier | None = None
+        know(self.nodes)
+
+    def _set(self, meeting: JobNodes) -> NodeSet:
+        def root_below(prefix: str) -> Any:
+            return open_backend(join_url(self._root, prefix.rstrip("/")) if prefix else self._root)
+
+        return NodeSet(url=self.url, nodes=meeting.nodes, own=meeting.own, copies=self._copies, fallback=root_below)
+
+    def connect(self) -> None:
+        """Find the nodes of all ranks, once. Collective.
+
+        Raises:
+            UsageError: several nodes share the directory, or ranks of one node name different domains.
+            StorageError: nothing can be written there.
+        """
+        if self._meeting is not None:
+            return
+        self._meeting = meeting = meet(self._group, self._directory, self.url, self._timeout)
+        self.nodes = self._set(meeting)
+        know(self.nodes)
+        if self._copies and len({*self.nodes.domains}) <= self._copies and self._group.rank == self._group.leader:
+            domains = ", ".join(sorted({*self.nodes.domains}))
+            log.warning("%d copies need as many other failure domains; all nodes of the job are in: %s", self._copies, domains)
+        if self._copies and (meeting.server is not None or self._group.size == 1):
+            self._copier = NodeCopier(self.nodes, self._pace)
+
+    def judged(self, step: Step) -> Step:
+        """The same step; as damaged, with the reason, if the nodes that answer and the root lack files of it."""
+        why = loss(step.url) if step.committed else None
+        return step if why is None else replace(step, committed=False, damaged=True, reason=why)
+
+    # ---- copies
+
+    def add(self, after: Future[Any] | None = None) -> None:
+        """Make copies of what is committed when ``after`` has ended."""
+        if self._copier is not None:
+            self._copier.add(after)
+
+    @property
+    def uncopied(self) -> tuple[int, ...]:
+        """Steps of which this node could not copy its files when it tried last."""
+        return self._copier.uncopied if self._copier is not None else ()
+
+    def finish(self) -> tuple[int, ...]:
+        """Wait until all nodes have made their copies; the steps of which some could not. Collective."""
+        if self._meeting is None:
+            return ()
+        if self._copier is not None and not self._copier.finish(self._timeout):
+            log.warning("second copies are still being made after %g s", self._timeout)
+        group = self._group
+        call = Group(group.rank, group.ranks, own_store(group) if group.store is not None else None, group.served)
+        found: list[int] = call.call("copies", self.url, self._timeout).map_reduce(
+            "finish", lambda: {"uncopied": list(self.uncopied)}, _united
+        )
+        return tuple(found)
+
+    def close(self) -> None:
+        """Serve no other node any more."""
+        if self._meeting is not None:
+            self._meeting.close()
+        forget(self.nodes)
+
+
+def _united(rows: dict[int, Row]) -> list[int]:
+    return sorted({step for row in rows.values() for step in row["uncopied"]})
