@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints/dev.txt
 
 test: lint s3-server machines
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || $(NONE)
-	$(BIN)/python -m pytest -q -m alone $(PYTEST_ARGS) || $(NONE)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m alone $(PYTEST_ARGS) || $(NONE)
 
 # the tests again, slower, with the lines and branches that they reach; the floor is in pyproject.toml
 coverage: venv s3-server machines

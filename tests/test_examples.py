@@ -181,13 +181,8 @@ def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path: Path,
         assert ckpt.open(str(tmp_path / "a" / f"step-{step:08d}")).state()["step"] == step
     assert {"model.0.weight", "averaged.0.weight", "optimizer.state.model.0.weight.exp_avg"} <= set(a)
     assert tensors_of(tmp_path / "a" / "step-00000004") != a
-    train(ALONE, tmp_path / "a", "--steps", "12", "--every", "4")  # on one rank, whatever it was before
     ranks = 2 if command is TWO_RANKS else 1
-    assert [(s.number, s.committed, s.world_size) for s in ckpt.list_steps(str(tmp_path / "a"))] == [
-        (4, True, ranks),
-        (8, True, ranks),
-        (12, True, 1),
-    ]
+    assert [(s.number, s.committed, s.world_size) for s in ckpt.list_steps(str(tmp_path / "a"))] == [(4, True, ranks), (8, True, ranks)]
 
 
 # ------------------------------------------------------------------------------------------------------------- one for each task

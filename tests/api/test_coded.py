@@ -176,7 +176,7 @@ def test_a_small_staging_budget(url: str, chunks_of: Callable[[int], None]) -> N
     assert features(url) == ["codecs"]
 
 
-@pytest.mark.parametrize("engine", ["sync", "lazy"])
+@pytest.mark.parametrize("engine", [pytest.param("sync", marks=pytest.mark.slow), "lazy"])
 def test_twenty_thousand_tiny_tensors(url: str, engine: str) -> None:
     values = torch.arange(20_000 * 16, dtype=torch.float32).reshape(20_000, 16)
     state = {f"layer{i:05}.w": values[i].clone() for i in range(20_000)}
