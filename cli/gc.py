@@ -104,11 +104,13 @@ class _Collection:
     def remove(self) -> tuple[int, int]:
         """Remove what is to go. How many checkpoints and orphans went, and their bytes."""
         from ckpt.io_backends.registry import open_backend
+        from ckpt.maintenance.known_steps import KnownSteps
         from ckpt.maintenance.orphans import remove_orphans
         from ckpt.maintenance.step_listing import remove_steps
 
         sizes = {row.step.url: row.freed for row in self.removable}
-        gone = remove_steps(self.root, [row.step for row in self.removable], self.referrers)
+        relist = KnownSteps(self.root).list
+        gone = remove_steps(self.root, [row.step for row in self.removable], self.referrers, relist=relist)
         orphans = [orphan for orphan in self.orphans if orphan.removable]
         remove_orphans(open_backend(self.root), list(self.orphans))
         return len(gone) + len(orphans), sum(sizes[step.url] for step in gone) + sum(orphan.bytes for orphan in orphans)

@@ -16,7 +16,7 @@ from .console.parameters import URL
 if TYPE_CHECKING:
     from ckpt.maintenance.step_listing import Step
 
-_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~REASON")
+_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~REASON")
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -26,8 +26,9 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     """List the checkpoints of the run at ROOT, the newest step last.
 
     ROOT is the directory that contains the steps of a run, or a single checkpoint. Unfinished saves and damaged checkpoints are listed
-    with the reason, checkpoints of other formats with the name of the format. ON DISK is the size of all files of a checkpoint; TENSORS
-    is the size of its tensors before compression. -q prints only the URLs of checkpoints that can be loaded.
+    with the reason, checkpoints of other formats with the name of the format. ON DISK is the size of all files of a checkpoint, SHARED that
+    of data files of other checkpoints that it refers to; TENSORS is the size of its tensors before compression. -q prints only the URLs of
+    checkpoints that can be loaded.
 
     \b
     Example:
@@ -77,6 +78,7 @@ def _row(step: Step, stored: int | None) -> tuple[str, ...]:
         status,
         "" if step.tensor_bytes is None else units.size(step.tensor_bytes),
         "" if stored is None else units.size(stored),
+        units.size(step.shared_bytes) if step.shared_bytes else "",
         "" if step.world_size is None else str(step.world_size),
         units.age(step.created) if step.committed else "",
         " ".join(f"{name}={value:.4g}" for name, value in step.metrics.items()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from .native.catalog import read_index, read_record
 from .native.clearing import check_no_link, check_there, confirm
 from .native.commit import COMMIT_PATH, CommitRecord
 from .native.datafiles.references import is_reference
+from .native.datafiles.referrers import referred_files
 from .native.index import decode_files
 from .native.paths import FILES, SPANS, data_prefix, index_path
 
@@ -165,8 +166,8 @@ class CheckpointJournal(WriteJournal):
         return True
 
     def replaced_files(self) -> tuple[str, ...]:
-        """Paths of all files of the checkpoint that this one replaces: nothing reaches them after the commit."""
-        return () if self.previous is None else files_of(self.backend, self.previous)
+        """Paths of the files of the checkpoint that this one replaces which nothing reaches after the commit."""
+        return () if self.previous is None else removable_files(self.backend, self.previous)
 
     def remove_replaced(self) -> None:
         """After the commit: remove these. A failure harms nothing, since the checkpoint exists, and is only logged."""
@@ -231,6 +232,23 @@ class IntentJournal(WriteJournal):
             if self.is_alone():
                 super().discard()
                 self.backend.delete(self.record)
+
+
+def removable_files(backend: Backend, data: bytes) -> tuple[str, ...]:
+    """``files_of`` a checkpoint that is replaced, without those that others of its run refer to."""
+    files = files_of(backend, data)
+    reusable = CommitRecord.from_bytes(data, COMMIT_PATH).reusable
+    return without_referred(backend, files) if reusable else files
+
+
+def without_referred(backend: Backend, paths: Sequence[str]) -> tuple[str, ...]:
+    """Paths of files of a checkpoint, without those that others of its run refer to.
+
+    Raises:
+        CorruptError, StorageError: nobody knows what they refer to.
+    """
+    needed = referred_files(backend)
+    return tuple(path for path in paths if path not in needed)
 
 
 def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.clearing import check_no_link, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import CLEARING, SPANS, index_path
+from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
@@ -30,6 +30,7 @@ from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback
 
 from .copy_files import CopyTask, FileCheck, FileCopy
+from .self_contained import GatheredFile, SelfContained
 from .step_listing import step_number
 
 THREADS = 8
@@ -61,7 +62,8 @@ def copy_checkpoint(
     progress: ProgressCallback | None = None,
     dry_run: bool = False,
 ) -> CopyReport:
-    """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it.
+    """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it. What it refers to in other
+    checkpoints is copied too: the copy needs none of them.
 
     A copy that was interrupted goes on: files that are at the target already are read and compared with their digests, and only the
     others are copied. If the same checkpoint is committed there, its files are compared and missing ones are copied; its record stays.
@@ -133,11 +135,19 @@ class Transfer:
         self.catalog = catalog
         self.record = catalog.record
         self.record_bytes = self._record_bytes()
+        own = SelfContained.of(catalog)
+        self.files = catalog.files
+        self._gathered: Mapping[str, GatheredFile] = {}
+        if own is not None:
+            self.record, self.record_bytes = own.record, own.record.to_bytes()
+            self.files, self._gathered = own.files, own.gathered
         self.replaced: bytes | None = None
         """The commit record that gives way."""
         self.committed_before = self._check_target(replace)
         self.index = self._index()
-        self.sizes = {f.path: f.size for f in catalog.files} | {path: len(data) for path, data in self.index.items()}
+        if own is not None:
+            self.index[own.record.index[FILES].path] = own.rows
+        self.sizes = {f.path: f.size for f in self.files} | {path: len(data) for path, data in self.index.items()}
         self.journal = CheckpointJournal(self.target, id=self.record.id, previous=self.replaced, resumable=True)
         self.made_room = False
         """Files were deleted, to be copied again; no other copy can commit before this one does."""
@@ -173,7 +183,8 @@ class Transfer:
 
     def _index(self) -> dict[str, bytes]:
         """The small files, whole; those whose digests the record has are compared with them."""
-        index = {self.record.index[name].path: read_index_file(self.source, self.record, name) for name in self.record.index}
+        record = self.catalog.record
+        index = {file.path: read_index_file(self.source, record, name) for name, file in record.index.items()}
         spans = index_path(self.record.id, SPANS)
         with suppress(NotFoundError):  # not every save keeps them
             index[spans] = self.source.read(spans)
@@ -216,7 +227,7 @@ class Transfer:
 
     def _damaged(self, paths: set[str], threads: int, meter: _Meter) -> set[str]:
         """Those of the files at the target that have the right size but not the right bytes."""
-        checks = [FileCheck(self.checker, f) for f in self.catalog.files if f.path in paths]
+        checks = [FileCheck(self.checker, f) for f in self.files if f.path in paths]
         for count in imap_unordered((job for check in checks for job in check.jobs()), threads, "ckpt-cp"):
             meter.add(count)
         damaged = {check.file.path for check in checks if check.damaged}
@@ -263,9 +274,9 @@ class Transfer:
         copies: list[FileCopy] = []
 
         def jobs() -> Iterator[CopyTask]:
-            for file in self.catalog.files:
+            for file in self.files:
                 if file.path in missing:
-                    copies.append(FileCopy(self.reader, self.journal, file))
+                    copies.append(FileCopy(self.reader, self.journal, file, self._gathered.get(file.path)))
                     yield from copies[-1].jobs()
 
         try:

@@ -20,6 +20,8 @@ from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.reread import READS
 from ckpt.settings import limits
 
+from .self_contained import GatheredFile
+
 CopyTask = Callable[[], int]
 """Gives the bytes that it has done."""
 
@@ -31,9 +33,11 @@ fit."""
 class FileCopy:
     """One data file that is copied. It is committed at the target by the last of its jobs."""
 
-    def __init__(self, reader: DigestReader, journal: WriteJournal, file: DataFile) -> None:
+    def __init__(self, reader: DigestReader, journal: WriteJournal, file: DataFile, gathered: GatheredFile | None = None) -> None:
+        """``gathered``: the file is made of chunks of one that the source refers to."""
         self._reader = reader
         self._journal = journal
+        self._gathered = gathered
         self._file = file
         self._lock = threading.Lock()
         self._writer: Writer | None = None
@@ -45,10 +49,15 @@ class FileCopy:
 
     def jobs(self) -> Iterator[CopyTask]:
         """Raises CorruptError, here or in a job, if the file is not as the index says."""
-        jobs = _checked(self._reader, self._file, self._take)
+        jobs = self._checked()
         self._left = len(jobs)
         for job in jobs:
             yield partial(self._run, job)
+
+    def _checked(self) -> list[CopyTask]:
+        if self._gathered is None:
+            return _checked(self._reader, self._file, self._take)
+        return _gathering(self._reader, self._gathered, self._take)
 
     def _run(self, job: CopyTask) -> int:
         count = job()
@@ -78,7 +87,7 @@ class FileCopy:
             self.abort()
             self._writer, self._spoiled = None, False
             self._taken.clear()
-            for job in _checked(self._reader, self._file, self._take):
+            for job in self._checked():
                 job()
         if self._spoiled:
             where = f"{self._reader.source.url.rstrip('/')}/{self._file.path}"
@@ -143,6 +152,20 @@ def _checked(reader: DigestReader, file: DataFile, take: Take) -> list[CopyTask]
         return len(data)
 
     return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, _chunks(file, header), take))]
+
+
+def _gathering(reader: DigestReader, gathered: GatheredFile, take: Take) -> list[CopyTask]:
+    """The same for a file that is made of chunks of another one."""
+
+    def head() -> int:
+        take(0, memoryview(gathered.header))
+        return len(gathered.header)
+
+    def move(offset: int, data: memoryview) -> None:
+        for at, part in gathered.places(offset, data):
+            take(at, part)
+
+    return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, gathered.chunks, move))]
 
 
 def _chunks(file: DataFile, header: Header) -> list[ChunkName]:

@@ -6,15 +6,16 @@ Invariant: nothing is removed beyond a symbolic link. The root may be a link, if
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
+from ckpt.formats.native.datafiles.referrers import Referrers, referrers_in
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload
 
@@ -89,8 +90,9 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
         return directories[directory].saves.pop(id, []) if directory in directories else []
 
     orphans += intents.orphans(backend, taken, partial(_committed, backend), age, busy)
+    referrers = cache(partial(referrers_in, backend))  # all records of the run are read for it: only if there are any saves left
     for name, directory_left in directories.items():
-        orphans += _saves(backend, name, directory_left, age, settled)
+        orphans += _kept_for_others(_saves(backend, name, directory_left, age, settled), referrers)
     return _on_this_side(backend, orphans + uploads)
 
 
@@ -135,6 +137,20 @@ def _saves(
         else:
             removable, reason = age(entries, id)
         yield Orphan(what="save", place=place, id=id, stages=(tuple(entries),), removable=removable, reason=reason)
+
+
+def _kept_for_others(orphans: Iterable[Orphan], referrers: Callable[[], Referrers]) -> Iterator[Orphan]:
+    """The same, but for files of a save that was replaced which checkpoints of the run refer to: these stay."""
+    for orphan in orphans:
+        directory = orphan.place.directory
+        needed = referrers().get(directory, {}) if directory else {}
+        stay = [e for e in orphan.entries if e.path.removeprefix(f"{directory}/") in needed]
+        go = [e for e in orphan.entries if e not in stay]
+        if stay:
+            names = sorted({name for e in stay for name in needed[e.path.removeprefix(f"{directory}/")]})
+            yield replace(orphan, stages=(tuple(stay),), removable=False, reason=f"{', '.join(names)} refers to it")
+        if go:
+            yield replace(orphan, stages=(tuple(go),)) if stay else orphan
 
 
 def _committed(backend: Backend, directory: str) -> str | None:

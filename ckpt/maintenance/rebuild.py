@@ -9,7 +9,7 @@ from ckpt.catalog import Contents
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
-from ckpt.formats.native.commit import ALIASES, APART, COMMIT_PATH, LABELS, VALUES, VIRTUAL, CommitRecord
+from ckpt.formats.native.commit import ALIASES, APART, COMMIT_PATH, LABELS, REFERENCED, VALUES, VIRTUAL, CommitRecord
 from ckpt.formats.native.index import IndexCache, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, STATE, TENSORS, id_of
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
@@ -67,7 +67,7 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
     Raises:
         NotFoundError: there are no data files.
         UsageError: no record says which save it is, and ``id`` neither; or the record says another one.
-        FormatError: a virtual checkpoint, or one of a later version.
+        FormatError: a virtual checkpoint, one that refers to data files of others, or one of a later version.
         CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype. Or a commit record says that
             there were more tensors, or fewer.
         ConflictError: somebody else committed meanwhile, or ``url`` is a symbolic link.
@@ -79,6 +79,12 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
     if index.record is not None and VIRTUAL in index.record.features:
         hint = "import it again: `ckpt import`"
         raise FormatError("a virtual checkpoint has no data files to rebuild its index from", where=url, hint=hint)
+    if not index.is_whole and index.record is not None and REFERENCED in index.record.features:
+        raise FormatError(
+            "a checkpoint that refers to data files of others cannot be rebuilt: its own files do not say which",
+            where=url,
+            hint="restore the index from a copy; the checkpoints that it refers to are whole by themselves",
+        )
     rebuilt, lost = (_kept(index), ()) if index.is_whole else _rebuilt(backend, index, chosen)
     if index.record is not None:  # the values of an earlier rebuild are whole, but they are none
         lost = tuple(dict.fromkeys((*lost, *index.record.lost)))

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 
-from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, moment_of
 from ckpt.formats.native.datafiles.references import is_reference, owner_of, split_url
+from ckpt.formats.native.datafiles.referrers import referred_files
 from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SOURCES, has_orphans
@@ -63,6 +65,8 @@ class Step:
     sources: tuple[str, ...] = ()
     """Of a virtual checkpoint: where the files are that it points into, as absolute URLs or paths. Of one with references: the checkpoints
     of the run that have some of its data files."""
+    shared_bytes: int = 0
+    """Size of the data files of other checkpoints that it refers to."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
     also: tuple[str, ...] = ()
@@ -171,11 +175,17 @@ def none_here(url: str) -> NotFoundError:
     return NotFoundError("no checkpoint here, and none in a directory below", where=url, hint=hint)
 
 
-def remove_steps(root_url: str, steps: Iterable[Step], referrers: Mapping[int, Collection[int]], busy: str | None = None) -> list[Step]:
+def remove_steps(
+    root_url: str,
+    steps: Iterable[Step],
+    referrers: Mapping[int, Collection[int]],
+    busy: str | None = None,
+    relist: Callable[[], Sequence[Step]] | None = None,
+) -> list[Step]:
     """Remove checkpoints of a run, each after those that use its bytes, and give those that are gone.
 
     ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id
-    ``busy``, and so does what they use.
+    ``busy``, and so does what they use. ``relist`` lists the run once more, for what refers to a step since; ``list_steps`` by default.
 
     Raises:
         StorageError: the storage refuses, or it has become a link since it was listed.
@@ -186,18 +196,18 @@ def remove_steps(root_url: str, steps: Iterable[Step], referrers: Mapping[int, C
         used = step.number is not None and not stayed.isdisjoint(referrers.get(step.number, ()))
         if used:
             log.warning("%s stays, since a checkpoint that uses it does", step.url)
-        if used or (busy is not None and step.id == busy) or not remove_step(root_url, step):
+        if used or (busy is not None and step.id == busy) or not remove_step(root_url, step, relist):
             stayed.add(step.number)
         else:
             removed.append(step)
     return removed
 
 
-def remove_step(root_url: str, step: Step) -> bool:
+def remove_step(root_url: str, step: Step, relist: Callable[[], Sequence[Step]] | None = None) -> bool:
     """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
 
-    Stopped anywhere, it leaves a whole checkpoint or orphans. A checkpoint that was replaced or tagged after the listing stays. Whether it
-    was removed.
+    Stopped anywhere, it leaves a whole checkpoint or orphans. A checkpoint that was replaced or tagged after the listing stays, and so does
+    one whose data files another one refers to. Whether it was removed. ``relist``: see ``remove_steps``.
 
     Raises:
         StorageError: the storage refuses, or it has become a link since it was listed.
@@ -205,34 +215,50 @@ def remove_step(root_url: str, step: Step) -> bool:
     if step.url == root_url:
         removed = remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags)
     else:
-        removed = _remove_named(open_backend(root_url), directory_name(step), step)
+        relist = partial(list_steps, root_url) if relist is None else relist
+        removed = _remove_named(open_backend(root_url), directory_name(step), step, partial(_referrers, step, relist))
     if not removed:
-        log.warning("%s was replaced or tagged meanwhile, and stays", step.url)
+        log.warning("%s was replaced, tagged or referred to meanwhile, and stays", step.url)
     return removed
+
+
+def _referrers(step: Step, relist: Callable[[], Sequence[Step]]) -> list[str]:
+    """Names of the checkpoints of the run that use bytes of a step now."""
+    return [directory_name(user) for user in _users(relist()).get(step.url, ())]
 
 
 def remove_at(url: str) -> None:
     """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes.
 
     Raises:
+        ConflictError: others of its run refer to its data files. It stays.
         StorageError: the storage refuses.
     """
     here = open_backend(url)
+
+    def referrers() -> list[str]:
+        return sorted({name for names in referred_files(here).values() for name in names})
+
     parent, _, name = here.url.rstrip("/").rpartition("/")
     if here.link() is None and not (parent and here.url.startswith("/")):
-        remove_checkpoint(here)  # no link can come there, and what was said of this URL need not hold for the one above
+        # No link can come there, and what was said of this URL need not hold for the one above.
+        removed = remove_checkpoint(here, referrers=referrers)
     else:
-        _remove_named(open_backend(parent or "/"), name, None)
+        removed = _remove_named(open_backend(parent or "/"), name, None, referrers)
+    if not removed:
+        message = f"other checkpoints refer to its data files: {', '.join(referrers())}"
+        raise ConflictError(message, where=url, hint="remove these first, or make copies of them that need no other: `ckpt cp`")
 
 
-def _remove_named(root: Backend, name: str, step: Step | None) -> bool:
+def _remove_named(root: Backend, name: str, step: Step | None, referrers: Callable[[], Collection[str]]) -> bool:
     """Remove what is at ``name`` below a root, whose backend follows no link on the way to it. Whether it was removed."""
     target = root.link(name)
     if target is not None:
         root.delete(name)
         log.info("the link %s/%s is removed; %s, where it led, stays", root.url, name, target)
         return True
-    if not remove_checkpoint(root, f"{name}/", id=step.id if step else None, tags=step.tags if step else ()):
+    id, tags = (step.id, step.tags) if step else (None, ())
+    if not remove_checkpoint(root, f"{name}/", id=id, tags=tags, referrers=referrers):
         return False
     root.delete(f"{name}/{COMMIT_PATH}")  # there is nothing to delete any more, but this removes directories that are empty
     return True
@@ -300,7 +326,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     try:
         data = read_record(backend, prefix)
         record = None if data is None else CommitRecord.from_bytes(data, url)
-        sources = () if record is None else _sources(record, url)
+        sources, shared_bytes = ((), 0) if record is None else _sources(record, url)
     except (CorruptError, FormatError) as err:
         return Step(number=number, url=url, committed=False, damaged=True, reason=err.message, link=link)
     if record is None:
@@ -320,16 +346,19 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         lost=record.lost,
         id=record.id,
         sources=sources,
+        shared_bytes=shared_bytes,
         link=link,
     )
 
 
-def _sources(record: CommitRecord, url: str) -> tuple[str, ...]:
+def _sources(record: CommitRecord, url: str) -> tuple[tuple[str, ...], int]:
+    """``Step.sources`` and ``Step.shared_bytes``."""
     if not {VIRTUAL, REFERENCED} & {*record.features}:
-        return ()
+        return (), 0
     backend = open_backend(url)
     if REFERENCED in record.features:
         files = decode_files(read_index(backend, record, FILES), url)
         run = split_url(backend)[0]
-        return tuple({join_url(run, owner_of(f.path)): None for f in files if is_reference(f.path)})
-    return tuple({source.root: None for source in decode_sources(read_index(backend, record, SOURCES), url)})
+        shared = [f for f in files if is_reference(f.path)]
+        return tuple({join_url(run, owner_of(f.path)): None for f in shared}), sum(f.size for f in shared)
+    return tuple({source.root: None for source in decode_sources(read_index(backend, record, SOURCES), url)}), 0

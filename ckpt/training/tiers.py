@@ -326,7 +326,7 @@ def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None, re
         facts = infos([s if steps.get(s.number) is s else replace(s, number=None) for s in committed])
         going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
         referrers = {info.step: info.referred_by for info in facts}
-        for step in remove_steps(root, going, referrers, busy):
+        for step in remove_steps(root, going, referrers, busy, known.list):
             if step.link is None and step.number is not None:
                 log.info("step %d is removed from %s", step.number, root)
                 removed(step.number, step.url, step.id)

@@ -204,7 +204,7 @@ class Uploader:
         assert self._tiers.local is not None
         self._transfer = Transfer(join_url(self._tiers.local, name), join_url(self._tiers.root, name), replace=True)
         size, position = self._group.size, self._group.ranks.index(self._group.rank)
-        mine = {f.path for f in self._transfer.catalog.files if f.rank % size == position}
+        mine = {f.path for f in self._transfer.files if f.rank % size == position}
         if self._leads:
             mine |= self._transfer.index.keys()
         beat: Callable[[int, int], None] = lambda done, total: call.heartbeat()  # noqa: E731

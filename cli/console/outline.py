@@ -24,17 +24,21 @@ _DTYPES = 4
 def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     """The head of ``ckpt inspect`` as JSON fields; null where the format does not say."""
     from ckpt.formats.native.commit import CODED
+    from ckpt.formats.native.datafiles.references import is_reference, owner_of
     from ckpt.maintenance.step_listing import step_number
     from ckpt.observe.sizes import kinds_of
 
     record = catalog.record
+    own = [file for file in catalog.files if not is_reference(file.path)]
     dtypes = Counter(entry.dtype.name for entry in entries if entry.alias is None)
     return {
         "step": step_number(catalog.url.rstrip("/").rpartition("/")[2]),
         "created": record.created if record else None,
         "writer": record.writer if record else None,
         "world_size": catalog.world_size,
-        "stored_bytes": sum(file.size for file in catalog.files) if catalog.files else None,
+        "stored_bytes": sum(file.size for file in own) if catalog.files else None,
+        "shared_bytes": sum(file.size for file in catalog.files) - sum(file.size for file in own),
+        "shared_with": sorted({owner_of(file.path) for file in catalog.files if is_reference(file.path)}),
         "codec": _codec(catalog, entries) if record and CODED in record.features else None,
         "kinds": [{"kind": k.kind, "bytes": k.bytes, "tensors": k.tensors} for k in kinds_of(entries, 0)[0]],
         "dtypes": dict(dtypes.most_common()),
@@ -67,7 +71,13 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
     if dtypes:
         yield "dtypes", ", ".join([*dtypes[:_DTYPES], *([f"{len(dtypes) - _DTYPES} more"] if len(dtypes) > _DTYPES else [])])
     if fields["stored_bytes"] is not None:
-        yield "on disk", f"{units.size(fields['stored_bytes'])} in {units.plural(len(catalog.files), 'data file')}"
+        from ckpt.formats.native.datafiles.references import is_reference
+
+        shared = sum(is_reference(file.path) for file in catalog.files)
+        yield "on disk", f"{units.size(fields['stored_bytes'])} in {units.plural(len(catalog.files) - shared, 'data file')}"
+        if shared:
+            owners = ", ".join(fields["shared_with"])
+            yield "shared", f"{units.size(fields['shared_bytes'])} in {units.plural(shared, 'data file')} of {owners}"
     if fields["codec"] is not None:
         yield "codec", fields["codec"]
     if record is not None and record.metrics:

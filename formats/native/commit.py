@@ -76,6 +76,8 @@ class CommitRecord:
     lost: tuple[str, ...] = ()
     """What a rebuild of the index could not recover (``VALUES``, …)."""
     inline: Mapping[str, str] = field(default_factory=dict)
+    reusable: bool = False
+    """Whether later checkpoints may refer to its data files, or it refers to those of earlier ones."""
 
     def to_bytes(self) -> bytes:
         """The whole file. Equal records give equal bytes.
@@ -102,6 +104,7 @@ class CommitRecord:
             **({"tags": list(self.tags)} if self.tags else {}),
             **({"lost": list(self.lost)} if self.lost else {}),
             **({"inline": dict(self.inline)} if self.inline else {}),
+            **({"reusable": True} if self.reusable else {}),
             "digest": _ZEROS.decode(),
         }
         # The digest covers the file itself, with zeros in the place of the digest. So a flipped bit anywhere in the
@@ -290,6 +293,7 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         tags=_strings(members.get("tags", []), "its tags", where),
         lost=_strings(members.get("lost", []), "its losses", where),
         inline=_inline(members.get("inline")),
+        reusable=members.get("reusable") is True,
     )
 
 

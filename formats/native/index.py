@@ -107,7 +107,7 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
         cache.state = _encode_state(contents)
     files = {
         **cache.tables,
-        FILES: to_file({f.name: pa.array([getattr(row, f.name) for row in contents.files], f.type) for f in _FILES}, _FILES),
+        FILES: encode_files(contents.files),
         STATE: cache.state,
         **(encode_extents(contents) if contents.sources else {}),
         **(encode_ranks(contents.rows) if contents.rows else {}),
@@ -117,6 +117,11 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
             what = "keep arrays as tensors, not as plain values" if name in (STATE, RANK_ROWS) else "save fewer tensors"
             raise StateError(f"{name} would have {len(data):,} bytes; at most {INDEX_LIMIT:,} can be read again", hint=what)
     return files
+
+
+def encode_files(rows: Sequence[DataFile]) -> bytes:
+    """files.arrow with these rows."""
+    return to_file({f.name: pa.array([getattr(row, f.name) for row in rows], f.type) for f in _FILES}, _FILES)
 
 
 def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:

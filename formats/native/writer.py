@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,8 @@ from .paths import RANK_ROWS, id_of, index_path
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
+log = logging.getLogger("ckpt")
+
 __all__ = ["CheckpointJournal", "IndexCache", "committed_id", "new_id", "read_record", "remove_checkpoint", "set_tags", "write_index"]
 
 
@@ -38,13 +41,14 @@ def write_index(
     tags: tuple[str, ...] = (),
     lost: tuple[str, ...] = (),
     listed: list[str] | None = None,
+    reusable: bool = False,
 ) -> CommitRecord:
     """Write the index of the journal's save and commit it: the last act of a save, done by one rank, when all data files are durable.
 
     ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded, ``commit.APART``
     if the contents have ``rows``.
     ``kept``: see ``encode_index``. ``metrics``, ``tags``: what the job says of this checkpoint. ``lost``: what is not in
-    it any more (``CommitRecord.lost``). ``listed`` takes what
+    it any more (``CommitRecord.lost``). ``reusable``: see there. ``listed`` takes what
     ``CheckpointJournal.commit`` gives. If this raises, the save is not committed, and its index files are removed unless the
     journal is resumable; the case that ``CheckpointJournal.commit`` leaves open is open here, too.
 
@@ -57,7 +61,9 @@ def write_index(
     files = encode_index(contents, cache)
     record = _record(files, cache.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
-    record = replace(record, tags=tags, lost=lost, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)))
+    record = replace(
+        record, tags=tags, lost=lost, reusable=reusable, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap))
+    )
     try:
         for name, data in files.items():
             (journal.put if journal.resumable else journal.write)(record.index[name].path, data)
@@ -92,25 +98,40 @@ def set_tags(backend: Backend, tags: Collection[str], *, id: str | None = None, 
     return tagged
 
 
-def remove_checkpoint(backend: Backend, within: str = "", *, id: str | None = None, tags: Collection[str] = ()) -> bool:
+def remove_checkpoint(
+    backend: Backend,
+    within: str = "",
+    *,
+    id: str | None = None,
+    tags: Collection[str] = (),
+    referrers: Callable[[], Collection[str]] = tuple,
+) -> bool:
     """Remove a checkpoint: first the commit record, so that it does not exist any more, then its files and those of older saves.
 
     It is in the directory ``within`` (empty, or ending in a slash), which is no link. Stopped anywhere, it leaves a whole checkpoint or
     orphans. Files that are not of this format stay, and so do those of a save that began later. An absent checkpoint is no error. With
-    ``id`` and ``tags``, those that it had when somebody decided, nothing is removed if it has others now. Whether it was removed.
+    ``id`` and ``tags``, those that it had when somebody decided, nothing is removed if it has others now. ``referrers`` gives the names of
+    those that refer to its data files, if it may have some: then it stays. Whether it was removed.
 
     Raises:
         StorageError: the storage failed, or a link is on the way: nothing is removed beyond one.
     """
     data = read_record(backend, within)
-    last = None
+    last, may_be_referred_to = None, False
     if data is not None:
         with suppress(CorruptError, FormatError):  # then whoever removes it knows
             record = CommitRecord.from_bytes(data, _where(backend, within))
-            last = record.id
+            last, may_be_referred_to = record.id, record.reusable
             if id is not None and (record.id != id or set(record.tags) != set(tags)):
                 return False
     backend.delete(within + COMMIT_PATH)
+    # Only now: a save that refers to it publishes its own record first, and looks then whether this one is there
+    # (``clearing``). So at least one of the two sees the other.
+    names = referrers() if may_be_referred_to else ()
+    if names and data is not None:
+        backend.put_if(within + COMMIT_PATH, data, expected=None)
+        log.warning("%s stays, since %s refers to its data files", _where(backend, within), ", ".join(sorted(names)))
+        return False
     saves: dict[str, list[str]] = {}
     for entry in backend.list_prefix(within):
         save = id_of(entry.path.removeprefix(within))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,23 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.catalog import Contents, DataFile
 from ckpt.coordination.group import current_group
 from ckpt.engine.save.base.reuse import SeenVersions
 from ckpt.engine.save.job import save_cache
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
+from ckpt.formats.native.checks import find_problem
 from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.datafiles.references import RunBackend
+from ckpt.formats.native.writer import set_tags
 from ckpt.formats.registry import open_catalog
-from ckpt.policies import EverySteps
+from ckpt.io_backends.registry import open_backend
+from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.maintenance.orphans import find_orphans, remove_orphans
+from ckpt.maintenance.rebuild import rebuild_checkpoint
+from ckpt.maintenance.step_listing import infos, list_steps, remove_at, remove_steps
+from ckpt.policies import EverySteps, Latest, retention
 from tests.formats import oracle
 
 FROZEN = 4 * (256 * 256 + 256) * 4
@@ -280,3 +290,99 @@ def test_a_training_loop_refers_to_the_save_before(run: Path) -> None:
 def test_reuse_does_not_go_with_a_local_tier(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="local tier"):
         ckpt.Checkpointer(run, reuse=True, local=tmp_path / "fast")
+
+
+def test_a_copy_needs_no_other_checkpoint_and_keeps_metrics_tags_and_codec(run: Path, tmp_path: Path) -> None:
+    tuned = Tuned()
+    tuned.model[0].weight.data.zero_()
+    ckpt.save(run / "step-1", tuned.state, reusable=True, codec="zstd")
+    tuned.train()
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    set_tags(open_backend(str(run / "step-2")), ["kept"])
+    report = copy_checkpoint(run / "step-2", tmp_path / "copy")
+    assert report.committed
+    assert copy_checkpoint(run / "step-2", tmp_path / "copy").copied_files == 0  # the same command again finds it whole
+    shutil.rmtree(run)
+    holds(tmp_path / "copy", tuned.tensors())
+    record = CommitRecord.from_bytes((tmp_path / "copy" / "checkpoint.json").read_bytes(), "")
+    assert (record.features, record.tags) == (("codecs",), ("kept",))
+    # What was referred to can be referred to again.
+    (tmp_path / "copy").rename(tmp_path / "step-2")
+    assert ckpt.save(tmp_path / "step-3", tuned.state, base=tmp_path / "step-2").reused_bytes >= FROZEN
+
+
+def test_what_is_referred_to_stays_until_nobody_refers_to_it(run: Path) -> None:
+    tuned = Tuned()
+    with ckpt.Checkpointer(run, save=EverySteps(1), keep=Latest(1), reuse=True) as checkpointer:
+        for step in (1, 2, 3, 4):
+            tuned.train()
+            checkpointer.save(step, tuned.state)
+            checkpointer.wait()
+        assert [s.number for s in checkpointer.steps()] == [1, 4]
+        listed = {s.number: s for s in checkpointer.steps()}
+        assert listed[4].sources == (listed[1].url,)
+        assert listed[4].shared_bytes > FROZEN > listed[1].shared_bytes == 0
+    verdicts = {v.step: str(v) for v in retention(Latest(1), infos(list_steps(run)), datetime.now(timezone.utc))}
+    assert verdicts[1] == "kept: step 4 refers to it"
+    with pytest.raises(ConflictError, match="step-00000004"):
+        remove_at(str(run / "step-00000001"))
+    holds(run / "step-00000004", tuned.tensors())
+    remove_at(str(run / "step-00000004"))
+    remove_at(str(run / "step-00000001"))
+    assert not list(run.rglob("*.safetensors"))
+
+
+def test_a_step_that_is_replaced_leaves_the_files_that_others_refer_to(run: Path) -> None:
+    tuned, other = Tuned(), Tuned(seed=5)
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    wanted = tuned.tensors()
+    ckpt.save(run / "step-1", other.state, reusable=True)
+    ckpt.save(run / "step-1", other.state)
+    backend = open_backend(str(run))
+    orphans = find_orphans(backend, older_than=0, now=backend.now() or 0.0)
+    assert [(o.removable, o.reason) for o in orphans] == [(False, "step-2 refers to it")]
+    remove_orphans(backend, orphans)
+    holds(run / "step-1", other.tensors())
+    holds(run / "step-2", wanted)
+    remove_at(str(run / "step-2"))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=backend.now() or 0.0))
+    assert len(list(run.rglob("*.safetensors"))) == 1
+
+
+def test_a_save_that_comes_in_the_middle_of_a_removal_keeps_its_base(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-3", {"other": torch.zeros(2)})
+    step = list_steps(run)[0]
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")  # after the listing that decided
+    assert remove_steps(str(run), [step], {}) == []
+    holds(run / "step-2", tuned.tensors())
+    assert list_steps(run)[0].committed
+
+
+def test_rebuild_refuses_what_its_own_files_do_not_say(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    assert not rebuild_checkpoint(str(run / "step-2")).rebuilt
+    next((run / "step-2").glob("index-*/grids.arrow")).write_bytes(b"")
+    with pytest.raises(FormatError, match="refers to data files of others"):
+        rebuild_checkpoint(str(run / "step-2"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../../x/data/0123456789abcdef-00000.safetensors",
+        "../../data/x",
+        "../step-1/checkpoint.json",
+        "../step-1/data/../../../x",
+        "/etc/passwd",
+    ],
+)
+def test_a_hostile_index_leads_nowhere(path: str) -> None:
+    row = DataFile(path=path, size=5000, header=4096, digest="0" * 32, rank=0)
+    assert find_problem(Contents(tensors=(), files=(row,))) is not None
+    with pytest.raises(UsageError):
+        RunBackend(open_backend("/tmp/nowhere")).read(path)

@@ -24,7 +24,7 @@ from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError
-from ckpt.formats.journal import CheckpointJournal, files_of
+from ckpt.formats.journal import CheckpointJournal, files_of, removable_files, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import APART, CODED, REFERENCED
 from ckpt.formats.native.paths import id_of
@@ -264,6 +264,7 @@ class OpenSave:
             cache=cache,
             metrics=self.leader.metrics,
             listed=listed,
+            reusable=bool(with_128 or references.files),
         )
         longest = max((f.size for f in files), default=0)
         return RecordedSave(opened=self, tensor_bytes=record.tensor_bytes, listed=tuple(listed), longest=longest)
@@ -328,13 +329,15 @@ class RecordedSave:
         # that began after this one, from another job at the same URL.
         id, previous, backend = self.opened.id, self.opened.previous, self.opened.leader.backend
         try:
-            replaced = set(files_of(backend, previous))
+            replaced = set() if previous is None else {*files_of(backend, previous)}
             stale: dict[str, list[str]] = {}
             for path in sorted(self.listed or (e.path for e in backend.list_prefix())):
                 save = id_of(path)
                 if save is not None and save < id and path not in replaced:
                     stale.setdefault(save, []).append(path)
-            for path in sorted(replaced):
+            if stale:  # what others refer to is no orphan
+                stale = {save: [*kept] for save, paths in stale.items() if (kept := without_referred(backend, paths))}
+            for path in () if previous is None else sorted(removable_files(backend, previous)):
                 backend.delete(path)
             for save, paths in stale.items():
                 clear(backend, save, "", paths, partial(committed_id, backend))
