@@ -103,7 +103,7 @@ def prepare_image(collected: Collected, image: ImagePlan, take: Callable[[int], 
     segment = take(image.layout.nbytes)
     memory = torch.from_numpy(segment.data)
     batches = image.plan.batches[0]
-    stage = StagedBatches([Segment(batches, 0, 0, None)], memory)
+    stage = StagedBatches([Segment(batches, 0, 0, None)], [memory])
     source = ChunkSource(image.plan, tensors)
     capture = Capture(image.plan, collected.shard_table, source, stage, None, None, Spans(on=False), SaveMeter())
     if lazy:

@@ -203,6 +203,7 @@ class SaveHandle:
             log.error("the save of %s in the background failed: %s", self.url, err)
             phase, seconds = job.call.phase_name, time.perf_counter() - job.began
             self.failed_in, self.ran = phase, seconds
+            capture.stage.close()
             if not self.captured.done():  # no thread could be started for it
                 self._fence.down(err)
             self.durable.set_exception(err)

@@ -126,7 +126,7 @@ class Capture:
             else:
                 later |= inside
         with self._aside():
-            self.stage.capture(now, lambda batch, at: self.source.fill_batch(batch, self.stage.memory, at))
+            self.stage.capture(now, lambda batch, room: self.source.fill_batch(batch, room, 0))
         self.meter.add(captured=sum(batch.length for batch in now))
         if self.replicas is not None:
             later |= self.replicas.elsewhere()
@@ -199,14 +199,14 @@ class Capture:
         if self.error is not None:
             raise self.error
 
-    def _fill(self, batch: Batch, at: int) -> None:
+    def _fill(self, batch: Batch, room: torch.Tensor) -> None:
         many = len(batch.numbers) >= MANY
         with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length):
             if self._streams:
                 with self._aside():
-                    self.source.fill_batch(batch, self.stage.memory, at)
+                    self.source.fill_batch(batch, room, 0)
             else:
-                self.source.fill_batch(batch, self.stage.memory, at)
+                self.source.fill_batch(batch, room, 0)
         self.meter.add(captured=batch.length)
 
     def _outwait(self, batches: Sequence[Batch], beat: Callable[[], None]) -> None:

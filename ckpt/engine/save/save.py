@@ -49,7 +49,7 @@ from .leader import Leader, OpenSave, RecordedSave
 from .phases import Begun, Committed, Prepared, Written
 from .plan import APART
 from .replicas import Replicas
-from .staging import StagedBatches, lay_out
+from .staging import StagedBatches, borrow, lay_out
 from .tensor_source import ChunkSource
 from .writer import Alive, RankWriter, WriteInput
 
@@ -150,14 +150,20 @@ def stage(prepared: Prepared) -> Capture:
 
     Raises:
         UsageError: the staging budget is too small, or a CUDA graph is being captured.
+        NoSpaceError: the storage is memory, and full.
         CkptError: there is no memory for it.
     """
     job, shard_table, plan = prepared.job, prepared.collected.shard_table, prepared.plan
     with job.spans.span("stage"):
-        segments, nbytes = lay_out(plan.batches, job.options.staging)
         devices = devices_of(shard_table.tensors.values())
         refuse_in_graph(devices, job.call.url)
-        batches = StagedBatches(segments, job.cache.arena.reserve(nbytes, next(iter(devices), None)))
+        # Lent memory is not pinned, as a device's copies need it; and the size of a coded file is not known yet.
+        lent = borrow(prepared.backend, [file.size for file in plan.files]) if not devices and job.options.codec is None else ()
+        if lent:
+            batches = StagedBatches.in_lent(plan.batches, lent)
+        else:
+            segments, nbytes = lay_out(plan.batches, job.options.staging)
+            batches = StagedBatches.in_arena(segments, job.cache.arena.reserve(nbytes, next(iter(devices), None)))
     job.meter.staged = True
     return Capture(plan, shard_table, prepared.source, batches, prepared.fragments, prepared.replicas, job.spans, job.meter)
 

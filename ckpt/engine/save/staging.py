@@ -3,10 +3,14 @@
     arena, without a limit     │ image of file 0 ............ │ image of file 1 ...... │      every batch has a place of its own
     arena, with staging_bytes  │ half A: segments 0, 2, 4, … │ half B: segments 1, 3, … │   a half is filled while the other is written
 
+    memory that is lent        │ file 0 ................... │      │ file 1 ............... │    what is captured is where it stays
+
     segment 2 waits until segment 0 is written:   capture 0 │ capture 1 │ (wait) │ capture 2 │ capture 3 │ …
                                                              write 0 ────────────► write 1 ──► write 2 ───► …
 
 There is no deadlock: capturing waits for writing of an earlier segment only, and writing for capturing of the same one.
+
+A storage in this machine's memory lends that of each file (``Backend.lend``): then there is no arena, and writing is hashing.
 
 Invariants: one copy per byte, but for what is set aside before (``capture.py``); the arena is allocated once and used again by the next
 save; a batch is written only after it was captured, and its memory is used again only after it was written. The image of a data file lies
@@ -25,6 +29,7 @@ import torch
 
 from ckpt.engine.devices import no_memory, pin
 from ckpt.errors import UsageError
+from ckpt.io_backends.protocol import Backend, LentMemory
 
 from .plan import Batch
 from .throttle import Throttle
@@ -128,11 +133,33 @@ def _pages_of(start: int, last: Batch) -> int:
     return -(-(last.start + last.length - start) // PAGE) * PAGE
 
 
+def borrow(backend: Backend, sizes: Sequence[int]) -> Sequence[LentMemory]:
+    """The storage's own memory for files of these sizes; empty if it lends none.
+
+    Raises:
+        NoSpaceError: it does not have so much.
+    """
+    lent: list[LentMemory] = []
+    try:
+        for size in sizes:
+            memory = backend.lend(size)
+            if memory is None:
+                break
+            lent.append(memory)
+    except BaseException:
+        for memory in lent:
+            memory.close()
+        raise
+    return lent
+
+
 class StagedBatches:
     """The batches of one save on their way through the arena. One thread captures; writers wait for each batch and release it."""
 
-    def __init__(self, segments: Sequence[Segment], memory: torch.Tensor) -> None:
-        self.memory = memory
+    def __init__(self, segments: Sequence[Segment], memories: Sequence[torch.Tensor], lent: Sequence[LentMemory] = ()) -> None:
+        """``memories``: for each segment what it lies in. ``lent``: for each file, if it is the storage's."""
+        self.memories = memories
+        self.lent = lent
         self.throttle = Throttle()
         self.segments = segments
         self._segment_of = {id(batch): number for number, segment in enumerate(segments) for batch in segment.batches}
@@ -141,13 +168,27 @@ class StagedBatches:
         self._condition = threading.Condition()
         self._error: BaseException | None = None
 
-    def place(self, batch: Batch) -> int:
-        """Where the bytes of a batch are in ``memory``."""
-        segment = self.segments[self._segment_of[id(batch)]]
-        return segment.at + batch.start - segment.start
+    @classmethod
+    def in_arena(cls, segments: Sequence[Segment], memory: torch.Tensor) -> StagedBatches:
+        """All segments in one memory."""
+        return cls(segments, [memory] * len(segments))
 
-    def capture(self, batches: Iterable[Batch], fill: Callable[[Batch, int], None]) -> None:
-        """Copy batches into the arena by ``fill(batch, place)``, as soon as there is room for them; those already captured are skipped.
+    @classmethod
+    def in_lent(cls, files: Sequence[Sequence[Batch]], lent: Sequence[LentMemory]) -> StagedBatches:
+        """Each batch where it stays."""
+        mapped = [torch.frombuffer(memory.memory, dtype=torch.uint8) for memory in lent]
+        filled = [(batches, memory) for batches, memory in zip(files, mapped, strict=True) if batches]
+        return cls([Segment(batches, 0, 0, None) for batches, _ in filled], [memory for _, memory in filled], lent)
+
+    def room(self, batch: Batch) -> torch.Tensor:
+        """The memory of a batch: uint8 ``[its length]``."""
+        number = self._segment_of[id(batch)]
+        segment = self.segments[number]
+        at = segment.at + batch.start - segment.start
+        return self.memories[number][at : at + batch.length]
+
+    def capture(self, batches: Iterable[Batch], fill: Callable[[Batch, torch.Tensor], None]) -> None:
+        """Copy batches into the arena by ``fill(batch, room)``, as soon as there is room for them; those already captured are skipped.
 
         Raises whatever ``fill`` raises, and tells the writers.
         """
@@ -155,7 +196,7 @@ class StagedBatches:
             for batch in batches:
                 if id(batch) not in self._captured:
                     self._await_room(batch)
-                    fill(batch, self.place(batch))
+                    fill(batch, self.room(batch))
                     self.arrived(batch)
         except BaseException as err:
             self.fail(err)
@@ -192,6 +233,11 @@ class StagedBatches:
         with self._condition:
             self._error = self._error or error
             self._condition.notify_all()
+
+    def close(self) -> None:
+        """The save is over: give back what became no file."""
+        for memory in self.lent:
+            memory.close()
 
     def _raise(self) -> None:
         if self._error is not None:

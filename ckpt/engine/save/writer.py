@@ -17,7 +17,7 @@ from ckpt.concurrency.workers import Pending, run_tasks
 from ckpt.errors import CkptError
 from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.datafiles.datafile import DataFilePlan
-from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.io_backends.protocol import Backend, LentMemory, Writer
 from ckpt.settings import limits
 from ckpt.tracing.spans import Spans
 
@@ -124,7 +124,8 @@ class RankWriter:
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         """Write one file, all but making it durable."""
         plan = self.plan.files[number].labelled(self.id)
-        with self.open(plan) as writer:
+        lent = self.stage.lent[number] if self.stage is not None and self.stage.lent else None
+        with self.open(plan, lent) as writer:
             run_tasks([partial(self._batch, writer, batch) for batch in self.plan.batches[number]], self.threads, "ckpt-write")
             # The header has the digests of all chunks, so it is written last, into room that the plan has left at
             # byte 0. Until then the file is not a valid one, and no commit record names it.
@@ -138,10 +139,10 @@ class RankWriter:
         return {n - first: known[n] for n in range(first, first + count) if n in known} if known else {}
 
     @contextmanager
-    def open(self, plan: DataFilePlan) -> Iterator[Writer]:
-        """A new file, which is forgotten if the block fails."""
+    def open(self, plan: DataFilePlan, lent: LentMemory | None = None) -> Iterator[Writer]:
+        """A new file, which is forgotten if the block fails; in the storage's own memory, if it has lent some."""
         with self.journal.making(plan.path):
-            writer = self.backend.create(plan.path, plan.size)
+            writer = self.backend.create(plan.path, plan.size) if lent is None else self.backend.create_in(plan.path, lent)
         try:
             yield writer
         except BaseException:
@@ -179,11 +180,11 @@ class RankWriter:
         if self.stage is None:
             return None
         self.stage.wait(batch)
-        at = self.stage.place(batch)
+        room = self.stage.room(batch)
         for number in mixed:
-            begin = at + sum(batch.lengths[: batch.numbers.index(number)])
-            self.source.patch(number, self.stage.memory[begin : begin + self.source.nbytes(number)])
-        return self.stage.memory.numpy().data[at : at + batch.length]
+            begin = sum(batch.lengths[: batch.numbers.index(number)])
+            self.source.patch(number, room[begin : begin + self.source.nbytes(number)])
+        return room.numpy().data
 
     def _scratch(self, batch: Batch) -> memoryview:
         """The bytes of small chunks, copied next to each other."""
