@@ -34,6 +34,7 @@ COMMANDS = {
     "stats": "Show where the time of a save went.",
     "watch": "Follow a save in progress.",
     "live": "Show the versions of a live state and who takes them.",
+    "memory": "Run, show or end the daemon that holds checkpoints in memory.",
     "report": "Draw saves as one HTML file.",
     "advise": "Recommend how often a run should save.",
     "tag": "Add or remove tags, which protect a checkpoint from removal.",

@@ -14,6 +14,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from weakref import finalize
 
@@ -148,7 +149,10 @@ class Loan:
 
     def close(self) -> None:
         """Give it back, unless it was put."""
-        self.mapping = None
+        if self.mapping is not None:
+            self.mapping = None
+            with suppress(CkptError):  # a daemon that is gone has nothing any more
+                self._connection.ask({"ask": "give_back"})
         self._close()
 
 
@@ -339,6 +343,7 @@ class DaemonConnection:
     def __init__(self, sock: socket.socket, folder: Path) -> None:
         self._sock = sock
         self._folder = folder
+        self._close = finalize(self, sock.close)
         answer, files = self.ask({"ask": "hello", "protocol": PROTOCOL})
         if answer.get("protocol") != PROTOCOL or not files:
             close_all(files)
@@ -386,7 +391,7 @@ class DaemonConnection:
         return not readable.poll(0)  # nothing is asked, so only the end can come
 
     def close(self) -> None:
-        self._sock.close()
+        self._close()
 
 
 def _checked(packet: Packet) -> tuple[Message, Sequence[int]]:

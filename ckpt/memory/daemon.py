@@ -76,6 +76,7 @@ class MemoryDaemon:
             "replace": self._replace,
             "lend": self._lend,
             "put": self._put,
+            "give_back": self._give_back,
             "put_bytes": self._put_bytes,
             "get": self._get,
             "stat": self._stat,
@@ -232,6 +233,12 @@ class MemoryDaemon:
         known = self._store.put(connection.lent, str(asked["path"]), None if digest is None else str(digest))
         connection.lent = None
         return {"object": known.row()}, []
+
+    def _give_back(self, connection: ClientConnection, asked: Message) -> Answer:
+        if connection.lent is not None:
+            self._store.take_back(connection.lent)
+            connection.lent = None
+        return {}, []
 
     def _put_bytes(self, connection: ClientConnection, asked: Message) -> Answer:
         expected = None if asked["expected"] is None else b64decode(asked["expected"], validate=True)

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from weakref import finalize
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError
 from ckpt.live.wire import Channel, dial, receive, send
@@ -49,6 +50,7 @@ class RemoteMemory:
         self._alive = alive
         self._lock = threading.Lock()
         self._idle: deque[Channel] = deque()
+        finalize(self, _close_all, self._idle)
 
     def list(self, prefix: str) -> list[MemoryObject]:
         """
@@ -87,8 +89,7 @@ class RemoteMemory:
 
     def close(self) -> None:
         with self._lock:
-            while self._idle:
-                self._idle.popleft().close()
+            _close_all(self._idle)
 
     def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None) -> Message:
         """The answer to a question; ``then`` takes what comes behind it."""
@@ -149,3 +150,8 @@ class RemoteMemory:
                 where=f"mem://{self.address}",
                 hint="set CKPT_MEMORY_SECRET, the same on all machines, before their daemons start",
             ) from err
+
+
+def _close_all(channels: deque[Channel]) -> None:
+    while channels:
+        channels.popleft().close()

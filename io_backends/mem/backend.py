@@ -68,29 +68,29 @@ class MemBackend(Backend):
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """See ``Backend.read``."""
         check_read(offset, length)
-        found = self._get(path)
-        wanted = max(found.known.size - offset, 0) if length is None else length
-        _check_inside(found.known, offset, wanted)
+        opened = self._get(path)
+        wanted = max(opened.known.size - offset, 0) if length is None else length
+        _check_inside(opened.known, offset, wanted)
         data = bytearray(wanted)
-        _fill(found, offset, memoryview(data))
+        _fill(opened, offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """See ``Backend.read_into``."""
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
-        found = self._get(path)
-        _check_inside(found.known, offset, view.nbytes)
-        _fill(found, offset, view)
+        opened = self._get(path)
+        _check_inside(opened.known, offset, view.nbytes)
+        _fill(opened, offset, view)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
         """See ``Backend.read_hashed``."""
         check_read(offset, None)
-        found = self._get(path)
-        _check_inside(found.known, offset, buffer.nbytes)
+        opened = self._get(path)
+        _check_inside(opened.known, offset, buffer.nbytes)
         for at in range(0, buffer.nbytes, limits.CACHE_BLOCK):
             block = buffer[at : at + limits.CACHE_BLOCK]
-            _fill(found, offset + at, block)
+            _fill(opened, offset + at, block)
             update(block)
 
     def read_start(self, path: str, length: int) -> tuple[bytes, int]:
@@ -204,7 +204,7 @@ def _check_inside(known: MemoryObject, offset: int, length: int) -> None:
         raise past_end(f"{SCHEME}{known.path}", offset, length, known.size)
 
 
-def _fill(found: MappedObject, offset: int, view: memoryview) -> None:
+def _fill(opened: MappedObject, offset: int, view: memoryview) -> None:
     filled = 0
     while filled < view.nbytes:
-        filled += os.preadv(found.file, [view[filled:]], offset + filled)
+        filled += os.preadv(opened.file, [view[filled:]], offset + filled)

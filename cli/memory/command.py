@@ -1,0 +1,129 @@
+"""``ckpt memory serve | status | drop | stop``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import URL, OneOf
+from ckpt.errors import UsageError
+from ckpt.text import units
+
+
+@click.command("memory", short_help="Run, show or end the daemon that holds checkpoints in memory.")
+@click.argument("what", type=OneOf(("serve", "status", "drop", "stop")), metavar="serve|status|drop|stop")
+@click.argument("url", type=URL, required=False)
+@click.option("--budget", metavar="SIZE", help="serve: hold at most so much, e.g. 64GiB. [default: half of what is available]")
+@click.option("--replace", is_flag=True, help="serve: let this release go on in place of the daemon that runs, with all it holds.")
+@click.option("--listen", is_flag=True, help="status: listen for other machines, if it does not yet, and show the address.")
+@click.option("--all", "everything", is_flag=True, help="drop: everything.")
+@click.option("--yes", is_flag=True, help="stop: even if it holds checkpoints, which are lost.")
+@options
+def command(
+    what: str,
+    url: str | None,
+    *,
+    budget: str | None,
+    replace: bool,
+    listen: bool,
+    everything: bool,
+    yes: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run, show or end the daemon that holds the checkpoints of mem:// on this machine, for this account.
+
+    It starts by itself with the first save to mem://. serve runs it in the foreground, as a sidecar or a service. drop deletes what lies
+    below URL. CKPT_MEMORY_DIR chooses the daemon.
+
+    \b
+    Example:
+      ckpt memory status
+      ckpt memory drop mem://runs/a/step-00000100
+      ckpt memory serve --budget 64GiB
+    """
+    output = Output(json=as_json, quiet=quiet)
+    if (url is not None) != (what == "drop" and not everything):
+        raise UsageError("drop takes a URL or --all, the others no URL", hint="ckpt memory drop mem://runs/a")
+    if what == "serve":
+        _serve(output, None if budget is None else units.parse_size(budget), replace=replace)
+    elif what == "status":
+        _status(output, listen=listen)
+    elif what == "drop":
+        _drop(output, url)
+    else:
+        _stop(output, yes=yes)
+
+
+def _serve(output: Output, budget: int | None, *, replace: bool) -> None:
+    from ckpt.memory import client, place
+    from ckpt.memory.running import serve
+
+    folder = place.folder()
+    if replace:
+        daemon = client.connect(start=False)
+        daemon.replace()
+        output.document({"folder": str(folder), "pid": daemon.status()["pid"]}) if output.json else output.talk("replaced")
+        return
+    output.talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")
+    serve(folder, budget)
+
+
+def _status(output: Output, *, listen: bool) -> None:
+    from ckpt.memory import client
+
+    daemon = client.connect(start=False)
+    if listen:
+        daemon.address()
+    status = daemon.status()
+    if output.json:
+        output.document(status)
+        return
+    used = sum(status[kind] for kind in ("objects", "lent", "dropped", "spare"))
+    output.line(
+        f"process {status['pid']}, release {status['release']}, {units.duration(status['seconds'])}, in {status['folder']}; "
+        f"{units.size(used)} of {units.size(status['budget'])} in use, {status['clients']} clients"
+    )
+    if status["addresses"]:
+        output.line("listens at " + ", ".join(f"{host}:{port}" for host, port in status["addresses"]) + f"; {status['peers']} peers")
+    rows = [(units.size(size), f"mem://{path}") for path, size in sorted(status["by_checkpoint"].items())]
+    for kind, meaning in (("lent", "saves in progress"), ("dropped", "dropped, still read"), ("spare", "spare, to be filled again")):
+        if status[kind]:
+            rows.append((units.size(status[kind]), meaning))
+    if rows:
+        output.table((">SIZE", "WHAT"), rows)
+    for pull in status["pulls"]:
+        if pull["state"] != "complete":
+            error: dict[str, Any] = pull["error"] or {}
+            output.line(f"{pull['state']}: {pull['path']} from {pull['source']} {error.get('message', '')}".rstrip())
+
+
+def _drop(output: Output, url: str | None) -> None:
+    from ckpt.io_backends.mem.backend import MemBackend
+    from ckpt.memory import client
+
+    prefix = "" if url is None else MemBackend(url).url.removeprefix("mem://")
+    if url is not None and not prefix:
+        raise UsageError("this URL is everything", where=url, hint="give --all if that is meant")
+    freed = client.connect(start=False).drop(prefix)
+    if output.json:
+        output.document({"dropped": f"mem://{prefix}", "bytes": freed})
+    else:
+        output.line(f"dropped {units.size(freed)}")
+
+
+def _stop(output: Output, *, yes: bool) -> None:
+    from ckpt.memory import client
+
+    daemon = client.connect(start=False)
+    status = daemon.status()
+    if status["count"] and not yes:
+        raise UsageError(
+            f"it holds {len(status['by_checkpoint'])} checkpoints of {units.size(status['objects'])}, which are lost when it ends",
+            where=status["folder"],
+            hint="copy what is needed (ckpt cp), then give --yes",
+        )
+    daemon.stop()
+    output.document({"pid": status["pid"]}) if output.json else output.line(f"process {status['pid']} has ended")

@@ -1,0 +1,98 @@
+"""``ckpt memory``, against a real daemon; and the commands that read and copy, on ``mem://``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ckpt
+from ckpt.cli.main import cli
+from tests.memory.daemons import daemon_in
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A run of two checkpoints in memory; ``CKPT_MEMORY_DIR`` of its daemon."""
+    with daemon_in(tmp_path_factory.mktemp("memory")) as daemon:
+        for step in (1, 2):
+            ckpt.save(f"mem://runs/a/step-{step:08d}", {"w": torch.arange(1000) * step})
+        yield str(daemon.folder)
+
+
+@pytest.fixture(autouse=True)
+def _its_daemon(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_DIR", run)
+
+
+def command(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+def document(*args: object) -> Any:
+    result = command(*args)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_commands_work_on_memory(tmp_path: Path) -> None:
+    assert "step-00000002" in command("ls", "mem://runs/a").stdout
+    assert command("verify", "mem://runs/a/step-00000001").exit_code == 0
+    assert command("diff", "mem://runs/a/step-00000001", "mem://runs/a/step-00000002").exit_code == 3
+    assert command("cp", "mem://runs/a/step-00000002", tmp_path / "out").exit_code == 0
+    assert command("diff", tmp_path / "out", "mem://runs/a/step-00000002").exit_code == 0
+    assert command("cp", tmp_path / "out", "mem://copies/2").exit_code == 0
+    assert torch.equal(ckpt.open("mem://copies/2")["w"].read(), torch.arange(1000) * 2)
+    assert document("memory", "--json", "drop", "mem://copies")["bytes"] > 8000
+
+
+def test_status(run: str) -> None:
+    status = document("memory", "status", "--json", "--listen")
+    assert (status["folder"], list(status["by_checkpoint"])) == (run, ["runs/a/step-00000001", "runs/a/step-00000002"])
+    text = command("memory", "status").stdout
+    assert "mem://runs/a/step-00000002" in text and f"{status['addresses'][0][0]}:{status['addresses'][0][1]}" in text
+
+
+@pytest.mark.parametrize("args", [["drop"], ["drop", "mem://"], ["drop", "mem://a", "--all"], ["status", "mem://a"], ["stop"], ["sleep"]])
+def test_nothing_is_lost_by_mistake(args: list[str]) -> None:
+    assert command("memory", *args).exit_code == 2
+    assert len(document("memory", "status", "--json")["by_checkpoint"]) == 2
+
+
+def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "own"))
+    assert [command("memory", *args).exit_code for args in (["status"], ["drop", "--all"], ["stop"])] == [10] * 3
+    with subprocess.Popen([sys.executable, "-m", "ckpt", "memory", "serve", "--budget", "5MiB"], stderr=subprocess.DEVNULL) as daemon:
+        end = time.monotonic() + 60
+        while command("memory", "status").exit_code:
+            assert time.monotonic() < end and daemon.poll() is None
+            time.sleep(0.05)
+        assert document("memory", "status", "--json")["budget"] == 5 << 20
+        assert command("memory", "serve").exit_code == 32  # there is one
+        assert document("memory", "serve", "--replace", "--json")["pid"] == daemon.pid
+        ckpt.save("mem://a", {"w": torch.ones(3)})
+        assert command("memory", "stop").exit_code == 2
+        assert document("memory", "stop", "--yes", "--json") == {"pid": daemon.pid}
+        assert daemon.wait(10) == 0
+
+
+def test_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "own"))
+    with subprocess.Popen([sys.executable, "-m", "ckpt.memory.running", str(tmp_path / "own")], stderr=subprocess.DEVNULL) as daemon:
+        while not (tmp_path / "own" / "socket").exists():
+            assert daemon.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.2)  # until it has its handlers
+        os.kill(daemon.pid, signal.SIGINT)
+        assert daemon.wait(20) == 0
+    assert not (tmp_path / "own" / "socket").exists()

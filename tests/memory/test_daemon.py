@@ -1,0 +1,398 @@
+"""The daemon of a machine's memory: who it outlives, what it keeps, whom it refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import AccessError, BusyError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError
+from ckpt.memory import client, place
+from ckpt.memory.client import MemoryClient
+from ckpt.memory.messages import receive, send
+from tests.memory.daemons import daemon_in
+
+MIB = 1 << 20
+
+TRAINERS = """
+import itertools, os, sys, torch, ckpt
+from ckpt.memory import client
+
+def train(first, capture):
+    state = {"w": torch.empty(1 << 18), "step": 0}
+    for step in itertools.count(int(first)):
+        state["w"].fill_(step)
+        state["step"] = step
+        ckpt.save_async(f"mem://run/step-{step:08d}", state, capture=capture).result()
+        print("saved", step, flush=True)
+        client.connect().drop(f"run/step-{step - 2:08d}")
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        print("pid", os.getpid(), flush=True)
+        train(*line.split())
+    os.waitpid(child, 0)
+    print("dead", child, flush=True)
+"""
+"""Forks a trainer for each line, and says what becomes of it: importing torch for each would take most of the time."""
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    """In a session of its own."""
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def committed() -> list[str]:
+    return [k.path.split("/")[1] for k in client.connect().list("run/") if k.path.endswith("checkpoint.json")]
+
+
+def is_running(pid: int) -> bool:
+    """Not when nobody has asked yet what it ended with, either."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    return False
+
+
+def await_nothing_lent(daemon: MemoryClient) -> None:
+    end = time.monotonic() + 10
+    while daemon.status()["lent"]:
+        assert time.monotonic() < end, daemon.status()
+        time.sleep(0.01)
+
+
+def test_it_is_light(daemon: MemoryClient) -> None:
+    pid = daemon.status()["pid"]
+    assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = int(status.split("VmRSS:")[1].split()[0])
+    assert resident < 40 * 1024, f"{resident} kB"
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_killed_trainer_loses_nothing_that_was_committed(daemon: MemoryClient, rounds: int) -> None:
+    choice, last = random.Random(rounds), 0
+    with start(TRAINERS) as trainers:
+        assert trainers.stdin is not None and trainers.stdout is not None
+        for number in range(rounds):
+            trainers.stdin.write(f"{last + 1} {('eager', 'lazy')[number % 2]}\n")
+            trainers.stdin.flush()
+            pid = int(trainers.stdout.readline().split()[1])
+            last = [int(trainers.stdout.readline().split()[1]) for _ in range(2)][-1]
+            time.sleep(choice.random() * 0.05)
+            os.kill(pid, signal.SIGKILL)
+            while (line := trainers.stdout.readline().split())[0] == "saved":
+                last = int(line[1])
+            # What it called saved is there, whole; what it was writing is not.
+            steps = [int(name.removeprefix("step-")) for name in committed()]
+            assert steps[-1] >= last and len(steps) >= 2
+            for step in steps[-2:]:
+                state = {"w": torch.empty(1 << 18), "step": 0}
+                ckpt.load(f"mem://run/step-{step:08d}", state)
+                assert state["step"] == step and bool((state["w"] == float(step)).all())
+            await_nothing_lent(daemon)
+            last = steps[-1]
+        trainers.stdin.close()
+
+
+def test_killing_the_process_group_of_its_first_client_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "deep" / ("x" * 90) / "memory"))  # longer than a socket's name may be
+    code = "from ckpt.memory import client; client.connect().put('a/b', b'kept'); print('ready', flush=True); import time; time.sleep(60)"
+    trainer = start(code)
+    assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
+    os.killpg(trainer.pid, signal.SIGKILL)
+    trainer.communicate()
+    daemon = client.connect(start=False)
+    try:
+        pid = daemon.status()["pid"]
+        assert [k.path for k in daemon.list()] == ["a/b"]
+        assert os.getsid(pid) not in (trainer.pid, os.getsid(0))
+    finally:
+        daemon.stop()
+    while is_running(pid):  # it has let go of its lock, and is about to end
+        time.sleep(0.01)
+    with pytest.raises(NotFoundError):
+        client.connect(start=False)
+
+
+def test_many_start_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
+    code = "from ckpt.memory import client; print(client.connect().status()['pid'])"
+    starters = [start(code) for _ in range(4)]
+    pids = {starter.communicate(timeout=60)[0] for starter in starters}
+    client.connect(start=False).stop()
+    assert len(pids) == 1 and pids != {""}
+
+
+class TestBudget:
+    def test_what_does_not_fit_is_refused_by_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_BUDGET", "8MiB")
+        with daemon_in(tmp_path) as daemon:
+            state = {"w": torch.ones(MIB)}  # 4 MiB
+            ckpt.save("mem://run/step-00000001", state)
+            with pytest.raises(NoSpaceError) as error:
+                ckpt.save_async("mem://run/step-00000002", state)
+            for part in ("mem://run/step-00000001: 4.", "8.0 MiB", "CKPT_MEMORY_BUDGET", "ckpt memory drop"):
+                assert part in str(error.value)
+            await_nothing_lent(daemon)
+            assert committed() == ["step-00000001"]
+            assert daemon.drop("run/step-00000001") > 4 * MIB
+            ckpt.save("mem://run/step-00000002", state)
+            assert daemon.status()["objects"] <= daemon.status()["budget"]
+
+    def test_no_budget_by_mistake(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_BUDGET", "much")
+        monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
+        with pytest.raises(StorageError, match="no memory daemon could be started"):
+            client.connect()
+        assert "CKPT_MEMORY_BUDGET" in (tmp_path / place.LOG).read_text()
+
+    def test_memory_goes_round(self, daemon: MemoryClient) -> None:
+        """Pages of deleted objects are filled again; dropped ones are freed, though the one who filled them still maps them."""
+        for number in range(3):
+            loan = daemon.lend(2 * MIB)
+            loan.memory[:] = bytes([number]) * (2 * MIB)
+            loan.put(f"run/{number}")
+            daemon.delete(f"run/{number}")
+        assert daemon.status()["spare"] == 2 * MIB
+        pid = daemon.status()["pid"]
+        assert [Path(f"/proc/{pid}/fd/{fd}").stat().st_blocks * 512 for fd in memfds(pid)] == [2 * MIB]
+        daemon.drop("run")
+        assert daemon.status()["spare"] == 0 and memfds(pid) == []
+
+
+def memfds(pid: int) -> list[str]:
+    """The files of objects that a process has open."""
+    names = os.listdir(f"/proc/{pid}/fd")
+    return [n for n in names if "ckpt-object" in os.readlink(f"/proc/{pid}/fd/{n}") and os.stat(f"/proc/{pid}/fd/{n}").st_size > 4096]
+
+
+def test_the_capture_is_the_only_copy(daemon: MemoryClient) -> None:
+    code = """
+import torch, ckpt
+def anonymous():
+    return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) >> 10
+state = {"w": torch.ones(16 << 20)}
+ckpt.save_async("mem://run/step-00000001", {"w": torch.ones(5)}).result()
+before = anonymous()
+for step in (2, 3):
+    ckpt.save_async(f"mem://run/step-0000000{step}", state, capture="eager").result()
+print(anonymous() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16, done.stdout  # MiB, of a state of 64
+
+
+def test_what_was_saved_cannot_be_written(daemon: MemoryClient) -> None:
+    code = """
+import ctypes
+from ckpt.memory import client
+loan = client.connect().lend(1 << 20)
+address = loan.data.ctypes.data
+ctypes.memset(address, 1, 8)
+loan.put("run/f")
+print("put", flush=True)
+ctypes.memset(address, 2, 8)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("put\n", -signal.SIGSEGV)
+    read = daemon.get("run/f")
+    assert os.pread(read.file, 8, 0) == b"\1" * 8
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(read.file, b"x", 0)
+
+
+def test_a_flipped_byte_is_found(daemon: MemoryClient) -> None:
+    state = {"w": torch.ones(MIB)}
+    ckpt.save("mem://run/step-00000001", state)
+    pid = daemon.status()["pid"]
+    (data,) = [fd for fd in memfds(pid) if os.access(f"/proc/{pid}/fd/{fd}", os.W_OK) and is_writable(pid, fd)]
+    with open(f"/proc/{pid}/fd/{data}", "r+b") as file:
+        file.seek(2 * MIB)
+        file.write(b"\xff")
+    with pytest.raises(CorruptError, match="w"):
+        ckpt.load("mem://run/step-00000001", state)
+
+
+def is_writable(pid: int, fd: str) -> bool:
+    flags = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().split("flags:")[1].split()[0]
+    return bool(int(flags, 8) & os.O_RDWR)
+
+
+class TestStrangers:
+    @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another account")
+    def test_another_account(self, daemon: MemoryClient) -> None:
+        (daemon.folder / "socket").chmod(0o666)
+        daemon.folder.chmod(0o711)
+        ours, its = os.pipe()
+        child = os.fork()
+        if not child:
+            answer = b"?"
+            with suppress(BaseException):
+                os.chdir(daemon.folder)
+                os.setuid(65534)
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sock.settimeout(10)
+                sock.connect("socket")
+                packet = receive(sock)
+                answer = str(packet.message if packet else None).encode()
+            os.write(its, answer)
+            os._exit(0)
+        os.waitpid(child, 0)
+        daemon.folder.chmod(0o700)
+        assert b"another account" in os.read(ours, 1000)
+        for fd in (ours, its):
+            os.close(fd)
+
+    def test_a_folder_that_others_reach(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o755)
+        with pytest.raises(AccessError, match="others than this account"):
+            client.connect(folder=tmp_path)
+
+    def test_a_daemon_of_another_release(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o700)
+        listening = place.listen_socket(tmp_path)
+
+        def answer() -> None:
+            sock, _ = listening.accept()
+            receive(sock)
+            send(sock, {"protocol": 99, "release": "9.0", "pid": 1})
+            sock.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(FormatError, match=r"release 9\.0 and speaks version 99"):
+            client.connect(start=False, folder=tmp_path)
+        thread.join()
+        listening.close()
+
+    def test_nonsense_is_refused_and_others_are_served(self, daemon: MemoryClient) -> None:
+        for data in (b"", b"j", b"jnot json", b"j[1]", b'j{"ask": "get"}', b'j{"ask": "lend", "size": "x"}', b"f", b"\xff" * 1000):
+            with place.connect_socket(daemon.folder, 5.0) as sock:
+                sock.send(data)
+        daemon.put("run/f", b"x")
+        assert len(daemon.list()) == 1
+
+
+def test_two_jobs_have_a_daemon_each(daemon: MemoryClient, tmp_path: Path) -> None:
+    daemon.put("run/f", b"one")
+    with daemon_in(tmp_path / "other") as other:
+        other.put("run/f", b"two")
+        assert other.status()["pid"] != daemon.status()["pid"]
+        assert other.drop("") == 3
+    assert os.pread(daemon.get("run/f").file, 3, 0) == b"one"
+
+
+def test_a_hanging_daemon_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "TIMEOUT", 0.5)
+    with daemon_in(tmp_path) as daemon:
+        pid = daemon.status()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StorageError, match="has not answered"):
+                daemon.list()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        monkeypatch.setattr(client, "TIMEOUT", 30.0)
+        assert list(daemon.list()) == []
+
+
+def test_a_daemon_that_dies_is_started_again(tmp_path: Path) -> None:
+    with daemon_in(tmp_path) as daemon:
+        ckpt.save("mem://run/step-00000001", {"w": torch.ones(3)})
+        loan = daemon.lend(10)
+        pid = daemon.status()["pid"]
+        os.kill(pid, signal.SIGKILL)
+        while is_running(pid):
+            time.sleep(0.01)
+        with pytest.raises(StorageError, match="gone"):
+            loan.put("run/f")
+        with pytest.raises(NotFoundError):
+            ckpt.load("mem://run/step-00000001", {"w": torch.ones(3)})
+        ckpt.save("mem://run/step-00000001", {"w": torch.ones(3)})
+        assert committed() == ["step-00000001"]
+
+
+class TestReplace:
+    def test_another_program_goes_on_with_all_objects(self, daemon: MemoryClient) -> None:
+        ckpt.save("mem://run/step-00000001", {"w": torch.arange(100_000)})
+        before = daemon.list()
+        pid, reader = daemon.status()["pid"], daemon.get(before[0].path)
+        daemon.replace()
+        assert (daemon.status()["pid"], daemon.list()) == (pid, before)
+        assert daemon.get(before[0].path).known == reader.known
+        assert torch.equal(ckpt.open("mem://run/step-00000001")["w"].read(), torch.arange(100_000))
+        daemon.delete(before[0].path)
+        assert daemon.status()["dropped"] > 0  # its reader from before
+        reader.close()
+        assert daemon.drop("") > 0 and daemon.status()["dropped"] == 0
+
+    def test_not_in_the_middle_of_a_save(self, daemon: MemoryClient) -> None:
+        loan = daemon.lend(5)
+        with pytest.raises(BusyError):
+            daemon.replace()
+        loan.put("run/f")
+        assert daemon.stat("run/f").size == 5
+
+
+def test_it_ends_when_nobody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_IDLE", "0.1")
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
+    code = "from ckpt.memory import client; print(client.connect().status()['pid'])"
+    pid = int(start(code).communicate(timeout=60)[0])
+    end = time.monotonic() + 20
+    while (tmp_path / "socket").exists():
+        assert time.monotonic() < end, f"{pid} still runs"
+        time.sleep(0.05)
+
+
+class TestPull:
+    def test_objects_arrive_with_their_digest(self, daemon: MemoryClient, tmp_path: Path) -> None:
+        ckpt.save("mem://run/step-00000001", {"w": torch.arange(3 * MIB)})
+        wanted = [known.path for known in daemon.list()]
+        with daemon_in(tmp_path / "other") as other:
+            other.pull(daemon.address(), wanted, secret=daemon.secret())
+            assert {row["state"] for row in await_pulls(other)} == {"complete"}
+            here, there = other.list(), {known.path: known for known in daemon.list()}
+            assert [(k.path, k.size, k.digest) for k in here] == [(p, there[p].size, there[p].digest) for p in wanted]
+            assert all(known.digest for known in here)
+            assert torch.equal(ckpt.open("mem://run/step-00000001")["w"].read(), torch.arange(3 * MIB))
+
+    def test_what_is_wrong_is_not_kept(self, daemon: MemoryClient, tmp_path: Path) -> None:
+        loan = daemon.lend(5 * MIB)
+        loan.put("run/damaged", digest="0" * 32)
+        with daemon_in(tmp_path / "other") as other:
+            other.pull(daemon.address(), ["run/damaged", "run/absent"], secret=daemon.secret())
+            damaged, absent = await_pulls(other)
+            assert (damaged["state"], damaged["error"]["kind"]) == ("failed", "CorruptError")
+            assert (absent["state"], absent["error"]["kind"]) == ("failed", "NotFoundError")
+            assert list(other.list()) == [] and other.status()["lent"] == 0
+
+    def test_the_pace_is_kept(self, daemon: MemoryClient, tmp_path: Path) -> None:
+        daemon.lend(9 * MIB).put("run/f")
+        with daemon_in(tmp_path / "other") as other:
+            began = time.monotonic()
+            other.pull(daemon.address(), ["run/f"], secret=daemon.secret(), pace=18 * MIB)
+            await_pulls(other)
+            assert time.monotonic() - began > 0.4
+
+
+def await_pulls(daemon: MemoryClient) -> list[dict[str, object]]:
+    end = time.monotonic() + 30
+    while True:
+        rows = list(daemon.pulls())
+        if all(row["state"] in ("complete", "failed") for row in rows):
+            return rows
+        assert time.monotonic() < end, rows
+        time.sleep(0.02)
