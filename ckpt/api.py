@@ -28,6 +28,8 @@ def save(
     url: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
+    only: str | Sequence[str] | None = None,
+    trainable: bool = False,
     layout: Layout | None = None,
     check_replicas: bool = True,
     merge_flat_shards: bool = True,
@@ -50,6 +52,10 @@ def save(
         state: nested dicts, lists and tuples of modules, optimizers, schedulers, anything with ``state_dict``/``load_state_dict``,
             tensors, DTensors, numbers, strings, bytes, numpy values and :class:`ckpt.PerRank`. Values that are neither sharded
             nor ``PerRank`` must be equal on all ranks that have them.
+        only: save a part: globs of names, as for :func:`load`. The checkpoint says that it is a part, and a strict load of it into a whole
+            state is an error; load the base first, then the part with the same ``only=``.
+        trainable: save a part: leave out parameters that do not require a gradient, and what an optimizer has for them. Load it with
+            ``trainable=True``.
         layout: places for plain tensors that are parts of larger ones (Megatron-style models).
         check_replicas: compare the bytes of replicated tensors between ranks before committing.
         merge_flat_shards: store flat shards (ZeRO, Megatron's distributed optimizer, FSDP1) as whole rows: ranks send each other
@@ -70,6 +76,7 @@ def save(
 
     Raises:
         StateError: a value cannot be stored.
+        NamesError: a glob of ``only`` matches no name.
         LayoutError: a tensor's place is not clear.
         MismatchError: the base has none of the state's tensors. Other errors of :func:`open`: it cannot be read.
         ConsistencyError: the ranks' states do not make one checkpoint; CoverageError for holes and overlaps, ReplicaError for replicas
@@ -89,6 +96,8 @@ def save(
         options = _save_options(
             *(group, url, layout),
             progress=progress,
+            only=only,
+            trainable=trainable,
             check_replicas=check_replicas,
             merge_flat_shards=merge_flat_shards,
             codec=codec,
@@ -109,6 +118,8 @@ def save_async(
     capture: Literal["lazy", "eager"] = "lazy",
     when_busy: Literal["wait", "refuse"] = "wait",
     staging_bytes: int | None = None,
+    only: str | Sequence[str] | None = None,
+    trainable: bool = False,
     layout: Layout | None = None,
     check_replicas: bool = True,
     merge_flat_shards: bool = True,
@@ -135,8 +146,8 @@ def save_async(
         capture: ``"lazy"``, or ``"eager"``: when the call returns, the state may change in any way.
         when_busy: one save of a job is in flight at a time: ``"wait"`` for the one before, or ``"refuse"`` with :class:`BusyError`.
         staging_bytes: most host memory for the copy; by default as much as this rank writes. With less, capturing waits for writing.
-        url, state, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress, base, reusable: as for
-            :func:`save`. Candidates for the base are hashed before the call returns.
+        url, state, only, trainable, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress, base,
+            reusable: as for :func:`save`. Candidates for the base are hashed before the call returns.
 
     Raises:
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
@@ -154,6 +165,8 @@ def save_async(
         options = _save_options(
             *(group, url, layout),
             progress=progress,
+            only=only,
+            trainable=trainable,
             check_replicas=check_replicas,
             merge_flat_shards=merge_flat_shards,
             codec=codec,
@@ -190,6 +203,7 @@ def load(
     state: Mapping[str, Any],
     *,
     only: str | Sequence[str] | None = None,
+    trainable: bool = False,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     cast: bool = False,
@@ -213,6 +227,7 @@ def load(
         url: the checkpoint.
         state: as for :func:`save`; its tensors say what this rank needs.
         only: globs of names in the state to load; all others are left alone.
+        trainable: leave parameters alone that do not require a gradient, and what an optimizer has for them.
         rename: name or glob in the checkpoint → name or glob in the state; one ``*`` on each side stands for the same text, and the first
             rule that matches decides. The state of an optimizer has names of its own: with ``"model.*": "net.*"`` goes
             ``"optimizer.state.model.*": "optimizer.state.net.*"``. Its groups follow their parameters. Names of parameters within their
@@ -254,7 +269,9 @@ def load(
         check_layout(layout, group.ranks)
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
-        selection = Selection(only=(only,) if isinstance(only, str) else tuple(only or ()), rename=tuple((rename or {}).items()))
+        selection = Selection(
+            only=(only,) if isinstance(only, str) else tuple(only or ()), rename=tuple((rename or {}).items()), trainable=trainable
+        )
         options = LoadOptions(
             layout=layout,
             selection=selection,

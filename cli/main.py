@@ -29,6 +29,7 @@ from .console.output import Output, logging_to_stderr, unwritable, verbose
 COMMANDS = {
     "ls": "List the checkpoints of a run.",
     "inspect": "Show what a checkpoint contains.",
+    "plan": "Show what a load into a layout would read.",
     "verify": "Check every byte of a checkpoint against its digests.",
     "diff": "Compare two checkpoints, of any formats.",
     "stats": "Show where the time of a save went.",

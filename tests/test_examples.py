@@ -339,3 +339,18 @@ def test_the_demo_holds(tmp_path: Path) -> None:
     assert len(resumed) == 8 and resumed == rows["straight.losses"]
     trained = {row["step"]: float.fromhex(row["loss"]) for row in rows["trained-0.losses"]}
     assert len(trained) >= 12 and trained[max(trained)] < trained[1] - 0.5
+
+
+def test_parts_and_averages_go_on(tmp_path: Path) -> None:
+    """Stopped half way and started again, the example ends with the loss of a run that was not stopped; checkpoints are small."""
+    spec = importlib.util.spec_from_file_location("examples_lora_ema", DEMO.parent / "lora_ema.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.train(str(tmp_path / "two"), 6, 3)
+    example.train(str(tmp_path / "two"), 12, 3)
+    example.train(str(tmp_path / "one"), 12, 3)
+    one, two = (ckpt.open(str(tmp_path / run / "steps" / "step-00000012")) for run in ("one", "two"))
+    assert set(one) == set(two) and not any(".base." in name for name in one)
+    assert all(torch.equal(one[name].read(), two[name].read()) for name in one)
+    assert ckpt.list_steps(str(tmp_path / "one" / "steps"))[-1].tensor_bytes < 50_000

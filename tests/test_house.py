@@ -95,8 +95,8 @@ CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", 
 TWICE = {"CheckpointManager", "Config"}
 """Class names that two modules may share: torchtitan asks for these, and ``titan`` has the same for training loops written after it."""
 
-WIDEST = 21
-"""Files of one folder at most."""
+WIDEST = 24
+"""Files of one folder at most; cli/ has one for each command."""
 LOOSE = 12
 """Files beside the rooms at most."""
 

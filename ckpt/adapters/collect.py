@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import CoverageError, StateError
 from ckpt.layout.layout import Layout
+from ckpt.plan.part import StatePart
 from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
 from .dtensor import dtensor_types, is_dtensor
@@ -18,6 +19,7 @@ from .fsdp1 import FlatPart
 from .in_place import is_stateful
 from .modules import ModuleTensors, tensors_of
 from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
+from .part import LEFT_OUT, PartTaker, is_frozen
 from .per_rank import Compound, PerRank
 from .shard_cache import ShardCache
 from .shard_table import ShardTable
@@ -33,10 +35,20 @@ class Collected:
     shard_table: ShardTable
     state: Node = None
     own: dict[str, Node] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+    """Globs of the part that no name of this rank matches."""
 
 
-def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout | None, shards: ShardCache | None = None) -> Collected:
-    """Walk a state. No tensor is copied. ``shards`` is what the last walk found, if there was one.
+def collect(
+    state: object,
+    *,
+    rank: int,
+    ranks: tuple[int, ...],
+    layout: Layout | None,
+    shards: ShardCache | None = None,
+    part: StatePart | None = None,
+) -> Collected:
+    """Walk a state. No tensor is copied. ``shards`` is what the last walk found, if there was one; ``part`` what is wanted, if not all.
 
     Raises:
         UsageError: it is not a dict.
@@ -48,9 +60,13 @@ def collect(state: object, *, rank: int, ranks: tuple[int, ...], layout: Layout 
     with torch.no_grad():
         shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
         collected, parts = Collected(shard_table), dict[int, ModuleTensors]()
-        walk = _CollectWalk(collected, names_in(seen.modules, parts), parts)
+        taker = None if part is None else PartTaker(part)
+        walk = _CollectWalk(collected, names_in(seen.modules, parts), parts, taker)
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
-        collected.state, _ = _rehomed(encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor)), "", walk.renumbered)
+        node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
+        if taker is not None:
+            node, collected.idle = taker.labelled(node), taker.idle()
+        collected.state, _ = _rehomed(node, "", walk.renumbered)
     _check_memory(shard_table.tensors.values())
     for tensor in shard_table.unproven():
         _check_complete(tensor, rank)
@@ -148,12 +164,14 @@ def _without_memory(tensor: torch.Tensor) -> bool:
 class _CollectWalk:
     """The ``leaf`` callbacks of one walk over a state."""
 
-    def __init__(self, collected: Collected, names: ParamNames, parts: dict[int, ModuleTensors]) -> None:
+    def __init__(self, collected: Collected, names: ParamNames, parts: dict[int, ModuleTensors], taker: PartTaker | None = None) -> None:
         self.collected = collected
         self.shard_table = collected.shard_table
         self.names = names
         self.parts = parts
         """Tensors of the state's modules, by id."""
+        self.taker = taker
+        """What decides what a part has; None for a whole state."""
         self.renumbered: dict[str, str] = {}
         """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
 
@@ -161,6 +179,8 @@ class _CollectWalk:
         if isinstance(value, (torch.Tensor, Sharded)):
             return self.tensor(value, path)
         if isinstance(value, PerRank):
+            if not self.wants(path):
+                return LEFT_OUT
             if path in self.collected.own:
                 raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
             self.collected.own[path] = encode(value.saved(self.shard_table.rank, self.shard_table.ranks), path, self.own_leaf)
@@ -174,13 +194,22 @@ class _CollectWalk:
         if is_stateful(value):
             # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
             # would have them.
-            outside = dict(self.renumbered)
-            node = encode(value.state_dict(), path, self.inner_leaf)  # type: ignore[attr-defined]
-            self.renumbered = outside
-            return node
+            outside, given = dict(self.renumbered), value.state_dict()  # type: ignore[attr-defined]
+            if self.taker is not None and not self.taker.wants_some(path, given):
+                return LEFT_OUT
+            taker, self.taker = self.taker, None  # all of it
+            node = encode(given, path, self.inner_leaf)
+            self.taker, self.renumbered = taker, outside
+            return node if taker is None else taker.decided(node)
         return None
 
+    def wants(self, path: str, value: object = None) -> bool:
+        """Whether what is at ``path`` is saved."""
+        return self.taker is None or self.taker.wants(path, value)
+
     def tensor(self, tensor: Any, path: str) -> Node:
+        if not self.wants(path, tensor):
+            return LEFT_OUT
         shard_table = self.shard_table
         shard_table.add(path or _named(path), tensor)
         name = shard_table.names[path]
@@ -210,17 +239,22 @@ class _CollectWalk:
             raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
         shard_table = self.shard_table
-        shard_table.optimizer_updated.update(shard_table.add(join(path, name), part).info.name for name, part in parts.flat.items())
-        for name, tensor in parts.tensors.items():
+        wanted = {name: part for name, part in parts.flat.items() if self.wants(join(path, name), part)}
+        shard_table.optimizer_updated.update(shard_table.add(join(path, name), part).info.name for name, part in wanted.items())
+        tensors = {name: tensor for name, tensor in parts.tensors.items() if self.wants(join(path, name), tensor)}
+        for name, tensor in tensors.items():
             stored = shard_table.add(join(path, name), tensor).info.name
             (shard_table.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else shard_table.forward_mutable).add(stored)
             if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
                 shard_table.frozen.add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:
-            extra = [(name, encode(value, join(path, name), self.inner_leaf)) for name, value in parts.extra.items()]
+            extra = [(n, encode(value, at, self.inner_leaf)) for n, value in parts.extra.items() if self.wants(at := join(path, n))]
             node = mapping_node([("", node), *extra])
-        return node
+            wanted |= dict(extra)
+        if self.taker is None:
+            return node
+        return self.taker.decided(node) if wanted or tensors else LEFT_OUT
 
     def optimizer(self, optimizer: Optimizer, path: str) -> Node:
         groups = params_of(optimizer, self.names, path)
@@ -229,33 +263,48 @@ class _CollectWalk:
         values: dict[str, Node] = {"": {"$tensors": prefix}}
         param_groups = []
         for group, named in zip(optimizer.param_groups, groups, strict=True):
+            complete: list[tuple[str, torch.Tensor | FlatPart]] = []
             for name, param in named:
+                if self.taker is not None and self.taker.part.trainable and is_frozen(param):
+                    continue
+                whole = self.wants(join(path, name)) or self.wants(f"{prefix}.{name}")  # as a load selects
+                complete += [(name, param)] if whole else []
                 if isinstance(param, FlatPart):
-                    rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}")
+                    rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}", whole=whole)
                 else:
-                    rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix)
+                    rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix, whole=whole)
                 if rest:
                     values[self.param_name(name, param)] = rest
-            stored = list(dict.fromkeys(self.param_name(name, param) for name, param in named))
-            param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
-        return {"state": mapping_node(list(values.items())), "param_groups": {"$param_groups": param_groups}}
+            stored = list(dict.fromkeys(self.param_name(name, param) for name, param in complete))
+            if stored or self.taker is None:
+                param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
+        node = {"state": mapping_node(list(values.items())), "param_groups": {"$param_groups": param_groups}}
+        if self.taker is None:
+            return node
+        has_state = any(name.startswith(f"{prefix}.") for name in self.shard_table.tensors)
+        return self.taker.decided(node) if param_groups or has_state or len(values) > 1 else LEFT_OUT
 
-    def param_state(self, state: dict[str, object], param: torch.Tensor, name: str, prefix: str) -> dict[str, Node]:
-        """Add the tensors of one parameter's state; return the nodes of what is not a tensor."""
+    def param_state(self, state: dict[str, object], param: torch.Tensor, name: str, prefix: str, *, whole: bool) -> dict[str, Node]:
+        """Add the tensors of one parameter's state; return the nodes of what is not a tensor. Unless it is wanted ``whole``, each key is
+        asked for."""
         rest = {}
         for key, value in state.items():
             state_name = f"{prefix}.{name}.{key}"
+            if not whole and not self.wants(state_name):
+                continue
             if isinstance(value, torch.Tensor):
                 self.shard_table.optimizer_updated.add(self.shard_table.add_state(state_name, value, param, name, prefix).info.name)
             else:
                 rest[key] = encode(value, state_name, self.leaf)
         return rest
 
-    def flat_state(self, state: dict[str, object], part: FlatPart, state_name: str) -> dict[str, Node]:
+    def flat_state(self, state: dict[str, object], part: FlatPart, state_name: str, *, whole: bool) -> dict[str, Node]:
         """The same for a parameter in a flat one; ranks that have none of its elements have none of its state."""
         rest = {}
         for key, value in state.items() if part.count else ():
             at = f"{state_name}.{key}"
+            if not whole and not self.wants(at):
+                continue
             if isinstance(value, torch.Tensor):
                 self.shard_table.optimizer_updated.add(self.shard_table.add(at, part.state(value, at)).info.name)
             else:

@@ -34,6 +34,8 @@ class Selection:
     only: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
     then: tuple[tuple[str, str], ...] = ()
+    trainable: bool = False
+    """Parameters that training does not change are left alone."""
 
     def __post_init__(self) -> None:
         for old, new in self.rename:

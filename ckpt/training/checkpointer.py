@@ -74,6 +74,7 @@ class Checkpointer:
         reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
             (docs/guides/lora-frozen-ema.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
             refer to stays as long as they do. Not with ``local``.
+        only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is loaded whole: it has the base.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
             :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
     """
@@ -86,6 +87,8 @@ class Checkpointer:
         keep: KeepPolicy = All(),  # noqa: B008  a value
         capture: Literal["lazy", "eager"] = "lazy",
         staging_bytes: int | None = None,
+        only: str | Sequence[str] | None = None,
+        trainable: bool = False,
         layout: Layout | None = None,
         check_replicas: bool = True,
         merge_flat_shards: bool = True,
@@ -114,6 +117,8 @@ class Checkpointer:
             threads=threads,
             staging=staging_bytes,
             reusable=reuse,
+            only=only,
+            trainable=trainable,
         )
         if reuse and local is not None:
             raise UsageError("reuse=True does not work with a local tier", where=root, hint="leave one of reuse= and local= out")
@@ -202,7 +207,10 @@ class Checkpointer:
         if self._spread is not None:
             self._spread.nodes.read_from.clear()
         try:
-            own = restored = load_nearest(self._tiers, self.group, self.timeout, load_one, step)
+            part = self._options.part
+            same_part: dict[str, Any] = {} if part is None else {"only": part.only, "trainable": part.trainable}
+            load_own = partial(load_one, **{**same_part, **options})
+            own = restored = load_nearest(self._tiers, self.group, self.timeout, load_own, step)
             if restored is None and origin is not None:
                 restored = load_origin(origin, self.group, self.timeout, load_one)
         except CkptError as err:

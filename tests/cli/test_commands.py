@@ -254,6 +254,7 @@ MORE = {
     "convert": ("--to", "native"),
     "merge": ("--last", "2"),
     "lora": ("merge",),
+    "plan": ("--layout", "2"),
     "advise": ("--mtbf", "6h"),
     "report": ("-o", "report.html"),
 }

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.engine.dry_run.layouts import MeshRules, forecast_on_mesh
+from ckpt.formats.registry import open_catalog
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_exchange import apart, in_small_pieces
 from tests.distributed.test_shared_reads import save_in, state_in
@@ -78,3 +80,18 @@ def test_each_rank_writes_what_it_said(ranks: Ranks, tmp_path: Path) -> None:
         unsure = {"id": "", "seconds": 0.0, "memory": 0, "dry_run": False, "estimated_from": None}
         assert replace(dry, **unsure) == replace(real, **unsure)
     assert sum(dry.sent_bytes for dry, _ in reports) > 0
+
+
+def load_rows(url: str) -> ckpt.LoadReport:
+    return ckpt.load(url, state_in("rows", empty=True))
+
+
+def test_a_plan_on_a_mesh_is_what_such_ranks_read(ranks: Ranks, tmp_path: Path) -> None:
+    """What one process plans for ranks that do not exist is what they do when they do."""
+    url = str(tmp_path / "a")
+    ranks.run(2, save_in, url, "columns", None)
+    planned = forecast_on_mesh(open_catalog(url), MeshRules.of({"fsdp": 3})).ranks
+    fields = ("tensors", "bytes_needed", "bytes_read", "bytes_received", "requests", "files")
+    for one, real in zip(planned, ranks.run(3, load_rows, url), strict=True):
+        assert {f: getattr(one, f) for f in fields} == {f: getattr(real, f) for f in fields}
+    assert sum(one.bytes_received for one in planned) > 0

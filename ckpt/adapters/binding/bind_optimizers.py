@@ -16,6 +16,7 @@ from ckpt.adapters.collect import stored_param_name
 from ckpt.adapters.dtensor import is_dtensor
 from ckpt.adapters.fsdp1 import FlatPart
 from ckpt.adapters.optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers, state_path
+from ckpt.adapters.part import is_frozen
 from ckpt.adapters.stateful import StatefulObject
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.catalog import TensorEntry
@@ -72,6 +73,10 @@ class OptimizerBinder:
             for name, placed in named:
                 part = placed if isinstance(placed, FlatPart) else None
                 param = placed.owner if isinstance(placed, FlatPart) else placed
+                if self.selection.trainable and is_frozen(placed):
+                    stored = stored_param_name(self.shard_table, name, placed)
+                    self.binding.used.update(entry.name for entry in self.states_below(prefix).get(stored, {}).values())
+                    continue
                 complete = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
                 if not complete and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
                     continue

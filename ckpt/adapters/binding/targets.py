@@ -17,6 +17,7 @@ from ckpt.adapters.dtensor import is_dtensor
 from ckpt.adapters.in_place import like
 from ckpt.adapters.memory import raw_view
 from ckpt.adapters.optimizers import decode_inline
+from ckpt.adapters.part import is_frozen
 from ckpt.adapters.shard_table import ShardTable
 from ckpt.adapters.sharded import Sharded, is_sharded_tensor
 from ckpt.adapters.stateful import StatefulObject
@@ -132,9 +133,18 @@ class Binder:
         if self.selection.only and not self.selection.wants(state_name):
             return
         local = self.shard_table.add(state_name, tensor)
+        if self.selection.trainable and is_frozen(tensor):
+            self.left_alone(state_name)
+            return
         self.target(state_name, local)
         if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
+
+    def left_alone(self, state_name: str) -> None:
+        """A tensor of the state that keeps its values, whether the checkpoint has some or not."""
+        entry = self.entries.get(self.shard_table.names[state_name])
+        if entry is not None:
+            self._used(entry.name)
 
     def target(self, state_name: str, local: LocalTensor) -> None:
         """Match a placed tensor with its stored one."""

@@ -16,6 +16,7 @@ from ckpt.formats.native.commit import LABELS
 from ckpt.plan import machines
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
+from ckpt.plan.part import LABEL, part_in
 from ckpt.plan.tables import ranks_text
 from ckpt.transport.shm_pool import machine
 
@@ -128,6 +129,8 @@ def _unexpected(catalog: Catalog, select: Selection, unused: Set[str], values: s
     names = [n for n in unused if select.wants(select.renamed(n))]
     taken = values if not select.only and not select.moves else frozenset[str]()
     for path, node in tree.leaves(catalog.state, but=_OF_TENSORS, outside=taken):
+        if path.partition(".")[0] == LABEL:
+            continue
         counted = not tree.refers(node) or tree.tag_of(node) in ("$per_rank", "$param_groups")
         if counted and path and select.wants(renamed_path(select, path)) and not _covered(select, path, values):
             names.append(path)
@@ -170,10 +173,13 @@ def _mismatch(
     lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
     lines += report_names("match no name", idle)
     kind = ShapeError if not missing and not unexpected and not idle else NamesError if not misfits else MismatchError
-    return kind(
-        "the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines),
-        hint=ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=[*misfits, *notes.values()], ranks=everywhere),
-    )
+    hint = ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=[*misfits, *notes.values()], ranks=everywhere)
+    part = part_in(catalog.state) if missing else None
+    if part is not None:
+        given = part.text()
+        lines.insert(0, f"  the checkpoint is a part of a state: it was saved with {given}")
+        hint = f"load the base first, then this part over it with {given}"
+    return kind("the checkpoint does not fit the state; nothing in the state was changed\n" + "\n".join(lines), hint=hint)
 
 
 def _moved(path: str, select: Selection) -> str:

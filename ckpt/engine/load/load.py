@@ -47,7 +47,7 @@ from .phases import Divided, Filled, Matched
 from .read_exchange import ReadExchange
 from .reader import Reader, TensorLoad, changed
 from .setting import accept, run_each, set_all
-from .shared_reads import SharedReads, worth_all, worth_parts, worth_replicas
+from .shared_reads import SharedReads, what_is_worth
 from .without_memory import as_if_created
 
 log = logging.getLogger("ckpt")
@@ -176,8 +176,8 @@ def exchange_of(matched: Matched, reader: Reader) -> ReadExchange | None:
     for entry in sharing.entries():
         reader.check_tiling(entry)
     near = machines.neighbours(matched.machines, group.ranks.index(group.rank), group.ranks)
-    worth = worth_parts if options.exchange == "parts" else worth_all if options.verify == "full" else worth_replicas
-    sharing.divide(matched.refused, near if options.exchange == "parts" else None, worth)
+    parts = options.exchange == "parts"
+    sharing.divide(matched.refused, near if parts else None, what_is_worth(parts=parts, verify=options.verify))
     return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), job.call)
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from ckpt.byte_source.digest_reader import Verify
 from ckpt.catalog import TensorEntry
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
@@ -278,6 +279,11 @@ def worth_parts(chunk: SharedChunk, itemsize: int) -> bool:
     """Where reading costs less than sending: ranks would read at least twice what they want to check it, and it is not little."""
     count, numel = len(chunk.ranks), chunk.box.numel
     return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= limits.SMALL_SHARED_READ
+
+
+def what_is_worth(*, parts: bool, verify: Verify) -> Callable[[SharedChunk, int], bool]:
+    """Which chunks are shared: only ``parts`` that would be read twice to check them, or all that it saves to share."""
+    return worth_parts if parts else worth_all if verify == "full" else worth_replicas
 
 
 def refused(digests: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:

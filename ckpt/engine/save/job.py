@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.io_backends import retries
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
+from ckpt.plan.part import StatePart
 from ckpt.tracing.progress_callback import ProgressCallback, reported
 from ckpt.tracing.spans import Spans, limit_for
 from ckpt.tracing.stall import Stall
@@ -65,6 +66,8 @@ class SaveOptions:
     threads: int
     merge_flat_shards: bool = True
     codec: str | None = None
+    part: StatePart | None = None
+    """What of the state is saved; None: all of it."""
     spans: bool = True
     staging: int | None = None
     metrics: Mapping[str, float] | None = None
@@ -90,6 +93,8 @@ class SaveOptions:
         progress: ProgressCallback | None = None,
         base: str | None = None,
         reusable: bool = False,
+        only: str | Sequence[str] | None = None,
+        trainable: bool = False,
     ) -> SaveOptions:
         """What a caller gives, with the defaults of the environment.
 
@@ -104,6 +109,7 @@ class SaveOptions:
             threads=settings.threads(threads),
             merge_flat_shards=merge_flat_shards,
             codec=codec,
+            part=StatePart.of(only, trainable=trainable),
             spans=settings.spans(),
             staging=staging,
             progress=progress,

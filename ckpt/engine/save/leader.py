@@ -23,7 +23,7 @@ from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
-from ckpt.errors import AccessError, CkptError, ConsistencyError, ReplicaError
+from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError, ReplicaError
 from ckpt.formats.journal import CheckpointJournal, files_of, removable_files, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import APART, CODED, REFERENCED
@@ -42,6 +42,7 @@ from .replicas import replica_problems
 log = logging.getLogger("ckpt")
 
 KEPT = 2
+_GLOBS = "names are paths in the state, such as model.layers.0.lora_A.weight and optimizer.state.<parameter>.exp_avg; * matches dots too"
 
 
 @dataclass(eq=False)
@@ -114,8 +115,13 @@ class Leader:
         if len(by_options) > 1:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
             raise ConsistencyError(
-                f"the ranks save with different options: {each}", hint="give merge_flat_shards= and codec= alike on every rank"
+                f"the ranks save with different options: {each}",
+                hint="give merge_flat_shards=, codec=, only= and trainable= alike on every rank",
             )
+        idle = set.intersection(*(set(row.get("idle", ())) for row in rows.values()))
+        if idle:
+            globs = ", ".join(map(repr, sorted(idle)))
+            raise NamesError(f"only= has globs that no name of the state matches: {globs}", where=self.call.url, hint=_GLOBS)
         return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:

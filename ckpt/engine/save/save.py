@@ -110,7 +110,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
     group, options, plans = job.call.group, job.options, job.cache.plans
     backend = open_backend(job.call.url)
     with job.spans.span("collect"):
-        collected = collect(state, rank=group.rank, ranks=group.ranks, layout=options.layout, shards=plans.shards)
+        collected = collect(state, rank=group.rank, ranks=group.ranks, layout=options.layout, shards=plans.shards, part=options.part)
         values = tree.text(collected.state).encode()
         own_values = json.dumps(collected.own).encode() if collected.own else b""
     with job.spans.span("plan"):
@@ -208,6 +208,10 @@ def begin_row(prepared: Prepared) -> Row:
         "state": call.share(prepared.values),
         "options": f"merge_flat_shards={prepared.job.options.merge_flat_shards} codec={prepared.job.options.codec}{_base_text(prepared)}",
     }
+    part = prepared.job.options.part
+    if part is not None:
+        row["options"] += f" {part.text()}"
+        row["idle"] = collected.idle
     if collected.own and call.group.size > APART:
         own_row = encode_row(plan.own_tensors, collected.own)
         # No two ranks have the same row: most are too small to be worth messages of their own.

@@ -1,0 +1,180 @@
+"""Parts of a state: what ``only=`` and ``trainable=`` save, that they load over a base, and that a part says what it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.ema import Average
+from ckpt.errors import NamesError, StateError, UsageError
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update, as adapters have it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(size, size)
+        self.base.requires_grad_(False)
+        self.lora_A = nn.Linear(size, 2, bias=False)
+        self.lora_B = nn.Linear(2, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x))  # type: ignore[no-any-return]
+
+
+def job(seed: int = 0, *, all_params: bool = True) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Adapted(12), nn.BatchNorm1d(12), Adapted(12))
+    optimizer = torch.optim.AdamW(model.parameters() if all_params else [p for p in model.parameters() if p.requires_grad])
+    for _ in range(2):
+        model(torch.randn(4, 12)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "step": 2 + seed,
+        "notes": {"a": 1 + seed, "lora": 2 + seed},
+        "list": [torch.ones(2), 5],
+    }
+
+
+def names(url: str) -> set[str]:
+    return set(ckpt.open(url))
+
+
+def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {f"model.{name}": t for name, t in state["model"].state_dict().items()}
+    of_param = {id(p): n for n, p in state["model"].named_parameters()}
+    for p, values in state["optimizer"].state.items():
+        found |= {f"optimizer.state.model.{of_param[id(p)]}.{key}": t for key, t in values.items()}
+    return {name: t.detach().clone() for name, t in found.items()}
+
+
+def check_loaded(state: dict[str, Any], before: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], taken: Any) -> None:
+    """What is ``taken`` has the saved bits, and everything else keeps its own."""
+    now = tensors(state)
+    for name in now:
+        assert torch.equal(now[name], saved[name] if taken(name) else before[name]), name
+
+
+@pytest.mark.parametrize("all_params", [True, False])
+def test_trainable(url: str, all_params: bool) -> None:
+    """The frozen weights are not in it; a step, buffers and all that is trained are."""
+    saved = job(0, all_params=all_params)
+    report = ckpt.save(url, saved, trainable=True)
+    assert not any("base" in name for name in names(url))
+    assert {n for n in tensors(saved) if "base" not in n} <= names(url)
+    assert report.tensor_bytes < 0.7 * sum(t.nbytes for t in tensors(saved).values())
+    other = job(1, all_params=all_params)
+    before = tensors(other)
+    loaded = ckpt.load(url, other, trainable=True)
+    assert loaded.missing == loaded.unexpected == ()
+    check_loaded(other, before, tensors(saved), lambda name: "base" not in name)
+    assert (other["step"], other["notes"]) == (2, {"a": 1, "lora": 2})
+
+
+def test_only_what_a_load_with_the_same_globs_takes(url: str, root: str) -> None:
+    """Saving a part, and loading the part of a whole checkpoint, take the same names and values."""
+    saved = job(0)
+    ckpt.save(f"{root}/whole", saved)
+    for number, only in enumerate(["*lora*", ["model.0.*", "step"], ["optimizer.*"], ["optimizer.state.*.exp_avg"], ["list.0", "notes.a"]]):
+        part = f"{root}/part{number}"
+        ckpt.save(part, saved, only=only)
+        from_part, from_whole = job(1), job(1)
+        a, b = ckpt.load(part, from_part, only=only), ckpt.load(f"{root}/whole", from_whole, only=only)
+        assert (a.tensors, a.missing, a.unexpected, b.missing) == (b.tensors, (), (), ())
+        now, expected = tensors(from_part), tensors(from_whole)
+        assert now.keys() == expected.keys() and all(torch.equal(now[n], expected[n]) for n in now)
+        assert {k: from_part[k] for k in ("step", "notes")} == {k: from_whole[k] for k in ("step", "notes")}
+        assert torch.equal(from_part["list"][0], from_whole["list"][0]) and from_part["list"][1] == from_whole["list"][1]
+        assert len(names(part)) < len(names(f"{root}/whole"))
+        assert ckpt.verify(part).ok
+
+
+def test_a_part_says_that_it_is_one(url: str) -> None:
+    """A strict load of it into the whole state says what is missing, and to load the base first."""
+    ckpt.save(url, job(0), only="*lora*")
+    state = job(1)
+    before = tensors(state)
+    with pytest.raises(NamesError) as error:
+        ckpt.load(url, state)
+    assert "a part of a state: it was saved with only='*lora*'" in error.value.message
+    assert "model.0.base.weight" in error.value.message
+    assert error.value.hint == "load the base first, then this part over it with only='*lora*'"
+    check_loaded(state, before, before, lambda name: False)
+    ckpt.save(url, job(0), trainable=True)
+    with pytest.raises(NamesError, match="model.0.base.weight") as error:
+        ckpt.load(url, state)
+    assert error.value.hint == "load the base first, then this part over it with trainable=True"
+    assert ckpt.load(url, state, strict=False).unexpected == ()
+
+
+def test_base_and_part_make_the_whole(root: str) -> None:
+    base, tuned = job(0), job(0)
+    ckpt.save(f"{root}/base", base)
+    tuned["model"](torch.randn(4, 12)).sum().backward()
+    tuned["optimizer"].step()
+    tuned["step"] = 9
+    ckpt.save(f"{root}/part", tuned, trainable=True)
+    state = job(1)
+    ckpt.load(f"{root}/base", state)
+    ckpt.load(f"{root}/part", state, trainable=True)
+    now, expected = tensors(state), tensors(tuned)
+    assert all(torch.equal(now[name], expected[name]) for name in expected) and state["step"] == 9
+
+
+def test_background_saves_averages_and_dry_runs(url: str) -> None:
+    state = job(0)
+    state["ema"] = Average(state["model"], 0.5)
+    dry = ckpt.save(url, state, trainable=True, dry_run=True)
+    ckpt.save_async(url, state, trainable=True).result()
+    assert {n for n in names(url) if n.startswith("ema.")} == {
+        f"ema.weights.{n}" for n, p in state["model"].named_parameters() if p.requires_grad
+    }
+    other = job(1)
+    other["ema"] = Average(other["model"], 0.5)
+    assert ckpt.load(url, other, trainable=True).bytes_needed == dry.tensor_bytes
+    assert all(torch.equal(other["ema"].weights[n], w) for n, w in state["ema"].weights.items())
+
+
+def test_objects_with_a_state_of_their_own(url: str) -> None:
+    """A scheduler is taken as a whole if something of it is selected, and not at all otherwise."""
+    state = job(0)
+    state["scheduler"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 3)
+    ckpt.save(url, state, only=["scheduler", "*lora*"])
+    other = copy.deepcopy(state)
+    other["scheduler"].last_epoch = 17
+    ckpt.load(url, other, only=["scheduler", "*lora*"])
+    assert other["scheduler"].last_epoch == state["scheduler"].last_epoch
+    ckpt.save(url, state, only="*lora*")
+    with pytest.raises(NamesError, match="scheduler"):
+        ckpt.load(url, {"scheduler": other["scheduler"]})
+
+
+def test_what_is_refused(url: str) -> None:
+    with pytest.raises(NamesError, match=r"no name of the state matches: '\*lorra\*'"):
+        ckpt.save(url, job(), only=["*lora*", "*lorra*"])
+    with pytest.raises(UsageError, match="only= takes globs"):
+        ckpt.save(url, job(), only=[])
+    with pytest.raises(StateError, match="ckpt-part"):
+        ckpt.save(url, {**job(), "ckpt-part": 1}, trainable=True)
+    with pytest.raises(ckpt.errors.NotFoundError):
+        ckpt.open(url)
+
+
+def test_a_run_of_parts(root: str) -> None:
+    """A Checkpointer of parts goes on from its newest part, over a base that was loaded before."""
+    with ckpt.Checkpointer(root, trainable=True) as c:
+        c.save(3, saved := job(0)).result()
+    state = job(1)
+    before = tensors(state)
+    with ckpt.Checkpointer(root, trainable=True) as c:
+        assert c.restore(state) == 3
+    check_loaded(state, before, tensors(saved), lambda name: "base" not in name)

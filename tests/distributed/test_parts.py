@@ -1,0 +1,68 @@
+"""A part of a sharded model loads over a base, on another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+from tests.distributed.ranks import Ranks
+
+
+def job(ranks: int, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": seed}
+
+
+def full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: t.full_tensor().detach() for name, t in state["model"].named_parameters()}
+
+
+def save(url: str, ranks: int) -> dict[str, torch.Tensor]:
+    state = job(ranks, 0)
+    report = ckpt.save(url, state, trainable=True)
+    dry = ckpt.save(url, state, trainable=True, dry_run=True)
+    assert (dry.tensor_bytes, dry.rank_bytes) == (report.tensor_bytes, report.rank_bytes)
+    return full(state)
+
+
+def load(url: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    state = job(ranks, 1)
+    before = full(state)
+    try:
+        ckpt.load(url, state)
+    except ckpt.errors.NamesError as err:
+        hint = str(err.hint)
+    ckpt.load(url, state, trainable=True)
+    assert state["step"] == 0
+    return before, full(state), hint
+
+
+def different(url: str) -> str:
+    try:
+        ckpt.save(url, job(2, 0), only="model.*" if torch.distributed.get_rank() else "model.1.*")
+    except ckpt.errors.ConsistencyError as err:
+        return err.message
+    return ""
+
+
+def test_a_part_of_a_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    (saved, *_) = ranks.run(2, save, url, 2)
+    assert not any("0." in name.removeprefix("model.")[:2] for name in ckpt.open(url) if name.startswith("model."))
+    for before, after, hint in ranks.run(3, load, url, 3):
+        for name, tensor in after.items():
+            assert torch.equal(tensor, before[name] if name.startswith("0.") else saved[name])
+        assert "trainable=True" in hint
+    assert all("different options" in text for text in ranks.run(2, different, str(tmp_path / "b")))
