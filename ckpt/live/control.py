@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ckpt.coordination.remote_errors import error_of, error_to_json
 from ckpt.coordination.rows import Row
-from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, UsageError
+from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, StorageError, UsageError
 from ckpt.settings import limits
 
 from .connections import ConnectionServer
@@ -40,6 +40,29 @@ def split_address(address: str) -> tuple[str, int, str]:
     if parts.scheme != "tcp" or not host or port is None or parts.query or parts.fragment or parts.username:
         raise _no_address(address)
     return host, port, name
+
+
+def listen_at(address: str) -> socket.socket:
+    """The socket of a source at its address; on any free port if that is 0.
+
+    Raises:
+        StorageError: nobody can listen there.
+    """
+    host, port, _ = split_address(address)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server((str(where[0]), port), family=family, backlog=1024)
+    except OSError as err:
+        raise StorageError(
+            f"the leader cannot listen there: {err}", where=address, hint="use an address of the leader's machine and a free port"
+        ) from err
+
+
+def with_port(address: str, port: socket.socket) -> str:
+    """The address with the port that it really is."""
+    host, _, name = split_address(address)
+    spelled = f"[{host}]" if ":" in host else host
+    return f"tcp://{spelled}:{port.getsockname()[1]}/{name}"
 
 
 def _reached_at(address: str) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -17,16 +17,19 @@ import xxhash
 
 from ckpt import tree
 from ckpt.adapters.collect import Collected
+from ckpt.adapters.memory import RAW
+from ckpt.adapters.tensors import LocalShard, LocalTensor
 from ckpt.coordination.call import Call
 from ckpt.engine.devices import devices_of, refuse_in_graph
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.fence import CaptureFence, Outcome
 from ckpt.engine.save.meter import SaveMeter
-from ckpt.engine.save.plan import RankPlan, plan_image
+from ckpt.engine.save.plan import RankPlan, plan_image, replicated_chunks
+from ckpt.engine.save.replicas import Replicas
 from ckpt.engine.save.staging import Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import DeadlineError
-from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, split_tables
 from ckpt.tracing.spans import Spans
 from ckpt.tracing.stall import Stall
@@ -48,13 +51,17 @@ class ImagePlan:
     plan: RankPlan
     table: bytes
     own_table: Table
+    assignments: Mapping[str, ChunkAssignment]
+    """How tensors that other ranks know too are cut where their replicas are compared; none if they are not."""
+    replicated: Sequence[tuple[str, Sequence[int]]]
 
     @classmethod
-    def of(cls, collected: Collected, rank: int) -> ImagePlan:
+    def of(cls, collected: Collected, rank: int, *, check_replicas: bool) -> ImagePlan:
         shard_table = collected.shard_table
         infos, own = tuple(t.info for t in shard_table.tensors.values()), frozenset(shard_table.own)
         layout = SegmentLayout.of(infos, rank)
         shared, alone = split_tables(infos, shard_table.aliases, own)
+        assignments = assign(shared.tensors) if check_replicas else {}
         return cls(
             infos=infos,
             aliases=dict(shard_table.aliases),
@@ -63,6 +70,8 @@ class ImagePlan:
             plan=plan_image(infos, [(b.tensor.name, b.box) for b in layout.all()]),
             table=shared.to_bytes(),
             own_table=alone,
+            assignments=assignments,
+            replicated=replicated_chunks(assignments, rank),
         )
 
     def fits(self, collected: Collected) -> bool:
@@ -141,6 +150,24 @@ def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSe
     layout = prepared.image.layout
     prepared.capture.compare(_CapturedDigests(prepared.segment, layout))
     return PublishedSegment(prepared.segment, layout, digests, f"rank {call.group.rank} of {call.url}, process {os.getpid()}")
+
+
+def replica_digests(prepared: PreparedImage, call: Call, threads: int) -> dict[str, str]:
+    """What the leader compares replicas by: digests of what was captured. The state may be another one by now."""
+    image, segment = prepared.image, prepared.segment
+
+    def captured(name: str) -> LocalTensor:
+        boxes = image.layout.boxes[name]
+        memory = torch.from_numpy(segment.data)
+        parts = []
+        for placed in boxes:
+            raw = memory[placed.start : placed.start + placed.nbytes].view(RAW[placed.tensor.dtype.itemsize])
+            parts.append(LocalShard(placed.box, raw.view(placed.box.shape)))
+        return LocalTensor(boxes[0].tensor, parts, name)
+
+    replicas = Replicas(image.assignments, image.replicated, captured, call.group.rank)
+    replicas.hash(threads, call.heartbeat)
+    return replicas.row(call)
 
 
 class _CapturedDigests(Sequence[int]):

@@ -27,13 +27,13 @@ from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.rows import Row
 from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.save.job import check_capture
-from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.layout.layout import Layout
 from ckpt.transport.shm_pool import machine
 
-from .control import ControlServer, split_address
+from .control import ControlServer, listen_at, split_address, with_port
 from .holdings import Holdings
-from .publication import ImagePlan, PreparedImage, Publication, capture_image, not_sealed, prepare_image, seal_image
+from .publication import ImagePlan, PreparedImage, Publication, capture_image, not_sealed, prepare_image, replica_digests, seal_image
 from .registry import VersionRegistry
 from .secret import fingerprint, forget_secret, given_secret, new_secret
 from .segments.published import PublishedSegment
@@ -59,6 +59,7 @@ class Source:
         process_group: the ranks that take part, if not all.
         keep: how many versions are there at most. Each is a copy of this rank's part in host memory; one more is being captured.
         delta: a sink on another machine gets only the elements that changed since the version that it has, as long as that one is kept.
+        check_replicas: compare the bytes of replicated tensors between the ranks that have them before a version is there.
         secret: what sinks must know; by default ``CKPT_LIVE_SECRET``, or else a file that only this account on the leader's machine reads.
         timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
 
@@ -77,6 +78,7 @@ class Source:
         process_group: ProcessGroup | None = None,
         keep: int = 2,
         delta: bool = False,
+        check_replicas: bool = True,
         secret: str | bytes | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ class Source:
         self._timeout = settings.timeout(timeout)
         self._threads = settings.threads(None)
         base = current_group(process_group)
+        self._check_replicas = check_replicas and base.size > 1
         self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
         if layout is not None:
             layout.check_ranks(base.ranks)
@@ -99,6 +102,8 @@ class Source:
         self._last: Publication | None = None
         self._lock = threading.Condition()
         self._published: dict[int, PublishedSegment] = {}
+        self._steps: dict[int, int] = {}
+        """Of the versions that are kept, by number."""
         self._numbers: tuple[str, Mapping[str, int]] = "", {}
         """Of the tensors in the catalog of the newest version, with the digest of their names."""
         self._closed = False
@@ -123,13 +128,16 @@ class Source:
         port: socket.socket | None = None
         with call.phase("listen"):
             if call.is_leader:
-                port = _listen(address)
-                address = _with_port(address, port)
-            row: Row = {"secret": fingerprint(given)}
+                port = listen_at(address)
+                address = with_port(address, port)
+            row: Row = {"secret": fingerprint(given), "options": [self._keep, self._delta, self._check_replicas]}
 
             def begin(rows: dict[int, Row]) -> Row:
                 if len({row["secret"] for row in rows.values()}) > 1:
                     raise UsageError("the ranks of the source were given different secrets", hint="give the same secret= on every rank")
+                if any(each["options"] != row["options"] for each in rows.values()):
+                    message = "the ranks of the source were given different options"
+                    raise UsageError(message, hint="give the same keep=, delta= and check_replicas= on every rank")
                 known = new_secret(address) if given is None else given
                 return {"address": address, "run": secrets.token_hex(8), "secret": known.hex()}
 
@@ -169,10 +177,8 @@ class Source:
 
         Sinks see the version when every rank has sealed its part. Waits for the publication before, which has had a step's time.
 
-        Copies that several ranks hold of a tensor are taken from any of them: they are not compared with each other, as a save does.
-
         Raises:
-            UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``.
+            UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``; or a version of this step is kept.
             CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result.
         """
         check_capture(capture, None)
@@ -192,11 +198,14 @@ class Source:
         call = self._group.call("publish", self.address, self._timeout)
         number = self._count = self._count + 1
         try:
+            if step in self._steps.values():
+                hint = "publish each step once; a trainer that goes back to an earlier step makes a new Source"
+                raise UsageError(f"step {step} is published already", where=self.address, hint=hint)
             collected = collect(self._state, rank=self._group.rank, ranks=self._group.ranks, layout=self._layout, shards=self._shards)
             if len(self._shards.known) > 4 * len(collected.shard_table.tensors) + 1000:
                 self._shards.known.clear()  # of states that are not published any more
             if self._image is None or not self._image.fits(collected):
-                self._image = ImagePlan.of(collected, self._group.rank)
+                self._image = ImagePlan.of(collected, self._group.rank, check_replicas=self._check_replicas)
             prepared = prepare_image(collected, self._image, self._pool.take, self.address, lazy=capture == "lazy")
         except BaseException as err:
             call.fail("seal", err)
@@ -235,6 +244,7 @@ class Source:
                 "state": call.share(prepared.state),
                 "own": call.share(prepared.own) if prepared.own else None,
                 "segment": [prepared.segment.capacity, published.digest],
+                "replicas": replica_digests(prepared, call, self._threads),
                 "at": [address.file, address.token],
             }
             with self._lock:
@@ -252,6 +262,7 @@ class Source:
                 raise
             with self._lock:
                 self._published[number].numbers = self._numbers[1]
+                self._steps = {n: s for n, s in self._steps.items() if n >= agreed["oldest"]} | {number: step}
                 # Not only what was dropped this time: a rank whose publication failed late has not heard of the last drop.
                 for old in [each for each in self._published if each < agreed["oldest"]]:
                     del self._published[old]
@@ -330,20 +341,3 @@ class Source:
         except CkptError:
             if error is None:
                 raise
-
-
-def _listen(address: str) -> socket.socket:
-    host, port, _ = split_address(address)
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server((str(where[0]), port), family=family, backlog=1024)
-    except OSError as err:
-        raise StorageError(
-            f"the leader cannot listen there: {err}", where=address, hint="use an address of the leader's machine and a free port"
-        ) from err
-
-
-def _with_port(address: str, port: socket.socket) -> str:
-    host, _, name = split_address(address)
-    spelled = f"[{host}]" if ":" in host else host
-    return f"tcp://{spelled}:{port.getsockname()[1]}/{name}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
-from ckpt.engine.save.leader import grouped
+from ckpt.engine.save.leader import compare_replicas, grouped
 from ckpt.errors import ConsistencyError
 from ckpt.plan.tables import Table, join_tables
 from ckpt.plan.values import join_values
@@ -31,13 +31,14 @@ class VersionLeader:
         """Make the version ``number`` of what all ranks have sealed; what they need to serve it, and the numbers that are dropped.
 
         Raises:
-            ConsistencyError, CoverageError: it does not make one state.
+            ConsistencyError, CoverageError: it does not make one state; ReplicaError: ranks differ in what they should have alike.
         """
         steps = {rank: row["step"] for rank, row in rows.items()}
         if len(set(steps.values())) > 1:
             raise ConsistencyError(
                 f"the ranks publish different steps: {steps}", where=call.url, hint="publish the same step on every rank"
             )
+        compare_replicas(call, rows)
         digests = [d for row in rows.values() for d in (row["table"], row["state"], row["own"]) if d is not None]
         new = [d for d in dict.fromkeys(digests) if not self._registry.knows(d)]
         call.fetch_all(new)

@@ -163,10 +163,8 @@ def make_plan(key: _Key, *, rank: int, position: int, merge_flat_shards: bool, c
     shared, own = split_tables(key.infos, key.aliases, key.own)
     assignments = assign(shared.tensors, merge_flat_shards=merge_flat_shards) | assign(own.tensors)
     sends, receives = fragments(shared.tensors, assignments, rank) if merge_flat_shards else ([], [])
-    compared = {id(o): _replicated(o, rank) for o in _distinct(assignments) if o.replicas > 1}
-    replicated = [(name, numbers) for name, o in assignments.items() if (numbers := compared.get(id(o)))]
     plan = plan_assigned(key.infos, assignments, rank=rank, position=position, codec=codec)
-    plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated)
+    plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated_chunks(assignments, rank))
     parts = [part.to_bytes() for part in shared.parts()]
     return replace(plan, shared=parts, own=own.to_bytes(), own_tensors=_own_tensors(plan, own))
 
@@ -257,6 +255,12 @@ def _own_tensors(plan: RankPlan, own: Table) -> bytes:
         files = [file[t.name, i] for i in range(len(assignment.owners))]
         tensors.append(OwnTensor(t.name, t.dtype, t.shape, assignment.product, files if len({*files}) > 1 else files[:1]))
     return encode_tensors(tensors, own.aliases)
+
+
+def replicated_chunks(assignments: Mapping[str, ChunkAssignment], rank: int) -> list[tuple[str, Sequence[int]]]:
+    """The tensors of this rank that other ranks have too, and the chunks by which they are compared."""
+    compared = {id(o): _replicated(o, rank) for o in _distinct(assignments) if o.replicas > 1}
+    return [(name, numbers) for name, o in assignments.items() if (numbers := compared.get(id(o)))]
 
 
 def _replicated(assignment: ChunkAssignment, rank: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""Digests of replicated tensors, so that the ranks that have them can be compared before a save commits."""
+"""Digests of replicated tensors, so that the ranks that have them can be compared: before a save commits, before a live state moves."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -9,39 +10,53 @@ import numpy as np
 import xxhash
 
 from ckpt.adapters.memory import as_bytes
+from ckpt.adapters.tensors import LocalTensor
 from ckpt.concurrency.workers import run_tasks
+from ckpt.coordination.call import Call
 from ckpt.layout.geometry import Box
+from ckpt.plan.ownership import ChunkAssignment
 from ckpt.plan.tables import ranks_text
 
-from .plan import RankPlan
-from .tensor_source import ChunkSource
+from .plan import Chunk
 
 GROUP = 64
 """Tensors that are hashed in one task."""
 
 
 class Replicas:
-    """Hashes the replicated tensors of one rank. Chunks that the rank writes are hashed when they are written."""
+    """Hashes the replicated tensors of one rank. Chunks that the rank writes are hashed when they are written.
 
-    def __init__(self, plan: RankPlan, source: ChunkSource, rank: int) -> None:
-        self.plan = plan
-        self.source = source
+    ``replicated``: names, and the chunks of each by which it is compared (``replicated_chunks``). ``tensor`` gives the memory of a name.
+    ``written``: the chunks that are written, in the order of the digests that ``digests`` gets.
+    """
+
+    def __init__(
+        self,
+        assignments: Mapping[str, ChunkAssignment],
+        replicated: Sequence[tuple[str, Sequence[int]]],
+        tensor: Callable[[str], LocalTensor],
+        rank: int,
+        written: Sequence[Chunk] = (),
+    ) -> None:
+        self.assignments = assignments
+        self.replicated = replicated
+        self.tensor = tensor
         self.rank = rank
-        self._written = {(c.name, c.number): i for i, c in enumerate(plan.chunks)} if plan.replicated else {}
+        self._written = {(c.name, c.number): i for i, c in enumerate(written)} if replicated else {}
         self._digests: dict[tuple[str, int], int] = {}
 
     def elsewhere(self) -> frozenset[str]:
         """Names of the tensors of which this rank has bytes that only other ranks write."""
-        return frozenset(name for name, numbers in self.plan.replicated if any((name, i) not in self._written for i in numbers))
+        return frozenset(name for name, numbers in self.replicated if any((name, i) not in self._written for i in numbers))
 
     def hash(self, threads: int, beat: Callable[[], None]) -> None:
         """Hash what other ranks write. Reads the state's memory, so it must come before the state changes."""
-        todo = self.plan.replicated
+        todo = self.replicated
         run_tasks([partial(self._hash, todo[i : i + GROUP], beat) for i in range(0, len(todo), GROUP)], threads, "ckpt-hash")
 
     def _hash(self, group: Sequence[tuple[str, Sequence[int]]], beat: Callable[[], None]) -> None:
         for name, numbers in group:
-            assignment = self.plan.assignments[name]
+            assignment = self.assignments[name]
             for i in numbers:
                 if assignment.merged:
                     self._digests[name, i] = self._flat(name)
@@ -50,14 +65,18 @@ class Replicas:
             beat()
 
     def _bytes(self, name: str, box: Box) -> memoryview:
-        return as_bytes(self.source.tensor(name).gather(box)) if box.numel else memoryview(b"")
+        return as_bytes(self.tensor(name).gather(box)) if box.numel else memoryview(b"")
 
     def _flat(self, name: str) -> int:
         """Digest of all that this rank has of a tensor that is cut into flat ranges: its chunks are of other ranks' bytes, too."""
         digest = xxhash.xxh3_64()
-        for part in self.source.tensor(name).parts:
+        for part in self.tensor(name).parts:
             digest.update(as_bytes(part.memory))
         return digest.intdigest()
+
+    def row(self, call: Call, written: Sequence[int] = ()) -> dict[str, str]:
+        """For the leader, which compares it (``leader.compare_replicas``): digests of :meth:`digests`."""
+        return {ranks: call.share(json.dumps(digests).encode()) for ranks, digests in self.digests(written).items()}
 
     def digests(self, written: Sequence[int]) -> dict[str, Mapping[str, str]]:
         """Digest of each replicated tensor by name, for each set of ranks that have the same ones. ``written``: digests of this rank's
@@ -67,8 +86,8 @@ class Replicas:
         """
         by_ranks: dict[str, dict[str, str]] = {}
         ids: dict[tuple[int, int], str] = {}
-        for name, numbers in self.plan.replicated:
-            assignment = self.plan.assignments[name]
+        for name, numbers in self.replicated:
+            assignment = self.assignments[name]
             cell = self._cell(name) if assignment.merged else int(assignment.cell[numbers[0]])
             key = id(assignment.cell_holders), cell
             if key not in ids:
@@ -82,7 +101,7 @@ class Replicas:
         return dict(by_ranks)
 
     def _cell(self, name: str) -> int:
-        return int(np.flatnonzero((self.plan.assignments[name].cell_holders == self.rank).any(axis=1))[0])
+        return int(np.flatnonzero((self.assignments[name].cell_holders == self.rank).any(axis=1))[0])
 
 
 def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:

@@ -140,7 +140,9 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         plan=plan,
         source=source,
         fragments=FragmentExchange(plan, source, peers_of(group, timeout=options.timeout)) if moves else None,
-        replicas=Replicas(plan, source, group.rank) if options.check_replicas and group.size > 1 else None,
+        replicas=Replicas(plan.assignments, plan.replicated, source.tensor, group.rank, plan.chunks)
+        if options.check_replicas and group.size > 1
+        else None,
         reuse=reuse,
     )
 
@@ -305,7 +307,7 @@ def _replica_digests(prepared: Prepared, writer: RankWriter) -> dict[str, str]:
     if prepared.capture is None:
         with job.spans.span("hash"):
             replicas.hash(job.options.threads, job.heartbeat.give)
-    return {ranks: job.call.share(json.dumps(digests).encode()) for ranks, digests in replicas.digests(writer.digests).items()}
+    return replicas.row(job.call, writer.digests)
 
 
 def _row_of_spans(prepared: Prepared) -> Row:

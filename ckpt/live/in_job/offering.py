@@ -21,7 +21,10 @@ from ckpt.adapters.tensors import LocalTensor
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, settle_devices
-from ckpt.engine.save.leader import grouped
+from ckpt.engine.load.job import LoadJob
+from ckpt.engine.save.leader import compare_replicas, grouped
+from ckpt.engine.save.plan import replicated_chunks
+from ckpt.engine.save.replicas import Replicas
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.live.catalog import LiveCatalog
 from ckpt.live.client import Holder
@@ -29,6 +32,7 @@ from ckpt.live.filling import PlanCache
 from ckpt.live.server import PieceServer
 from ckpt.live.versions import own_blob
 from ckpt.plan import machines
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.transport.shm_pool import machine
@@ -48,6 +52,14 @@ class ReshardCache:
     key: tuple[object, ...] = ()
     catalog: LiveCatalog | None = None
     plans: PlanCache = field(default_factory=PlanCache)
+    tensors: tuple[TensorSpec, ...] = ()
+    assignments: Mapping[str, ChunkAssignment] = field(default_factory=dict)
+    """How ``tensors``, those of this rank that others know too, are cut where their replicas are compared."""
+
+    def replicas(self, tensors: tuple[TensorSpec, ...], local: Mapping[str, LocalTensor], rank: int) -> Replicas:
+        if self.tensors != tensors:
+            self.tensors, self.assignments = tensors, assign(tensors)
+        return Replicas(self.assignments, replicated_chunks(self.assignments, rank), local.__getitem__, rank)
 
 
 def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
@@ -86,14 +98,22 @@ def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
 
 
 def offer(
-    call: Call, meeting: Meeting, state: Mapping[str, Any], layout: Layout | None, server: PieceServer | None, cache: ReshardCache
+    job: LoadJob,
+    meeting: Meeting,
+    state: Mapping[str, Any],
+    layout: Layout | None,
+    server: PieceServer | None,
+    cache: ReshardCache,
+    *,
+    check_replicas: bool,
 ) -> Offered:
     """Say what this rank has, and hear what all have. Collective. ``server``: what gives this rank's part, if it serves.
 
     Raises:
         StateError, LayoutError, ConsistencyError, CoverageError: the old states do not make one.
+        ReplicaError: ranks that should have the same bytes do not.
     """
-    rank = call.group.rank
+    call, rank = job.call, job.call.group.rank
     local: dict[str, LocalTensor] = {}
 
     def collected() -> Row:
@@ -109,6 +129,11 @@ def offer(
         row: Row = {"table": call.share(shared.to_bytes()), "state": call.share(tree.text(mine.state).encode())}
         if mine.own or table.own:
             row["own"] = call.share(own_blob(mine.own, own))
+        if check_replicas and len(meeting.old) > 1:
+            with job.span("hash"):
+                replicas = cache.replicas(shared.tensors, local, rank)
+                replicas.hash(job.options.threads, call.heartbeat)
+                row["replicas"] = replicas.row(call)
         if server is not None:
             row |= {"addresses": server.addresses, "network": server.network}
         return row
@@ -131,6 +156,8 @@ def offer(
 def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[int, Row]) -> Row:
     """Leader: check that the old states make one, and leave for all ranks what they need to know of it."""
     offers = {rank: rows[rank] for rank in meeting.old}
+    if "replicas" in offers[meeting.old[0]]:
+        compare_replicas(call, offers)
     call.fetch_all(row[key] for row in offers.values() for key in ("table", "state", "own") if key in row)
     own = {meeting.old.index(rank): json.loads(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
     state = join_values([(ranks, json.loads(call.fetch(digest))) for digest, ranks in grouped(offers, "state")])

@@ -84,6 +84,7 @@ def reshard(
     names: str | os.PathLike[str] | None = None,
     convention: str | None = None,
     numbers: Mapping[str, int] | None = None,
+    check_replicas: bool = True,
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -94,8 +95,7 @@ def reshard(
 
     Each rank takes the bytes that it wants from a rank that has them, and no others; every piece is verified. Tensors, modules, optimizers,
     ``PerRank`` values and plain values come along as in a :func:`ckpt.load` of a checkpoint of the old state. The old state is only read,
-    and must not change before the call returns. Copies that several ranks hold of a tensor are taken from any of them: they are not
-    compared with each other, as a save does.
+    and must not change before the call returns.
 
     Args:
         old_state: what a rank has; None or ``{}`` on ranks that join. At least one rank has one.
@@ -107,6 +107,8 @@ def reshard(
         rename, strict, cast: as for :func:`ckpt.load`, with the old state in the place of the checkpoint.
         names, convention, numbers: as for :func:`ckpt.translated`: the old state in other names, where fused tensors come apart and others
             are put together. ``rename`` and ``only`` speak of the new names.
+        check_replicas: compare the bytes of replicated tensors between the ranks that have them, as :func:`ckpt.save` does: they are then
+            taken from any of these.
         timeout: seconds without a sign of life after which a rank counts as dead.
         threads: ranks that this one takes bytes from at once.
         process_group: all ranks that take part; by default the world.
@@ -115,6 +117,7 @@ def reshard(
     Raises:
         UsageError: no rank has an old state; or there is no such translation.
         StateError, LayoutError, ConsistencyError, CoverageError: the old states do not make one.
+        ReplicaError: replicas of a tensor differ.
         NamesError, ShapeError, MismatchError: the old state does not fit the new one, or they share memory; nothing was changed.
         RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message says
             whether this rank's new state was changed. The old state is whole.
@@ -133,11 +136,13 @@ def reshard(
     )
     views = views_of(names, convention, numbers)
     translation = names if names is None else os.fspath(names), convention, sorted((numbers or {}).items())
-    asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, translation])
+    asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, check_replicas, translation])
     call = group.call("reshard", WHAT, options.timeout)
     job = LoadJob(call=call, options=options, recorded=None, writes=StateWrites())
     with gc_paused():
-        return _Reshard(job, group, _memory.setdefault(group, ReshardCache()), views, asked).run(old_state, layout, new_state)
+        return _Reshard(job, group, _memory.setdefault(group, ReshardCache()), views, asked).run(
+            old_state, layout, new_state, check_replicas=check_replicas
+        )
 
 
 _memory: WeakKeyDictionary[Members, ReshardCache] = WeakKeyDictionary()
@@ -157,7 +162,9 @@ class _Reshard:
         self.served: dict[str, Holdings] = {}
         """What the server gives, once the numbers of the tensors are known."""
 
-    def run(self, old: Mapping[str, Any] | None, layout: Layout | None, new: Mapping[str, Any] | None) -> ReshardReport:
+    def run(
+        self, old: Mapping[str, Any] | None, layout: Layout | None, new: Mapping[str, Any] | None, *, check_replicas: bool
+    ) -> ReshardReport:
         began = time.perf_counter()
         with _telling_whether_changed(self.job.writes):
             meeting = meet(self.call, self.asked, has_old=bool(old), has_new=bool(new))
@@ -170,7 +177,7 @@ class _Reshard:
                     self.call.fail("offer", err)
                     raise
             try:
-                offered = offer(self.call, meeting, old or {}, layout, server, self.cache)
+                offered = offer(self.job, meeting, old or {}, layout, server, self.cache, check_replicas=check_replicas)
                 numbers = offered.catalog.numbers
                 self.served[self.version] = holdings_of({numbers[name]: tensor for name, tensor in offered.local.items()})
                 fitted = self.fit(offered, new or {})

@@ -1,0 +1,73 @@
+"""Ranks that should have the same bytes, and do not: neither a reshard nor a publication takes one of them for the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ckpt import live
+from ckpt.errors import ReplicaError, UsageError
+from tests.distributed.ranks import Ranks
+
+
+def trained(flipped: int | None) -> dict[str, Any]:
+    """``norm`` on both ranks, ``up`` cut over them; one element of ``norm`` is another one on rank ``flipped``."""
+    rank, mesh = dist.get_rank(), DeviceMesh("cpu", [0, 1])
+    norm, up = torch.arange(9.0), torch.arange(16.0).view(4, 4).chunk(2)[rank].clone()
+    if rank == flipped:
+        norm[4] = -1
+    return {
+        "norm": DTensor.from_local(norm, mesh, [Replicate()], run_check=False),
+        "up": DTensor.from_local(up, mesh, [Shard(0)], run_check=False),
+    }
+
+
+def blank() -> dict[str, Any]:
+    return {"norm": torch.full((9,), -7.0), "up": torch.full((4, 4), -7.0)}
+
+
+def differing() -> dict[str, Any]:
+    rank, results = dist.get_rank(), {}
+    new = blank()
+    try:
+        live.reshard(trained(1), new, timeout=20)
+    except ReplicaError as err:
+        results["reshard"] = err.message
+    results["untouched"] = all(bool((t == -7).all()) for t in new.values())
+    live.reshard(trained(1), new, timeout=20, check_replicas=False)
+    results["unchecked"] = new["up"].tolist() == torch.arange(16.0).view(4, 4).tolist()
+    live.reshard(trained(None), new, timeout=20)
+    results["equal"] = new["norm"].tolist() == list(range(9))
+    state = trained(1)
+    with live.Source("tcp://127.0.0.1:0/s", state, timeout=20) as source:
+        try:
+            source.publish(1, capture="eager").result(20)
+        except ReplicaError as err:
+            results["publish"] = err.message
+        with torch.no_grad():
+            state["norm"].to_local()[4] = 4
+        results["step"] = source.publish(1, capture="eager").result(20).step  # the failed one does not count
+        try:
+            source.publish(1)
+        except UsageError as err:
+            results["twice"] = err.message
+        results["next"] = source.publish(2, capture="eager").result(20).step
+    try:
+        live.Source("tcp://127.0.0.1:0/s", state, timeout=20, check_replicas=bool(rank))
+    except UsageError as err:
+        results["options"] = err.message
+    return results
+
+
+def test_replicas_that_differ_are_named(ranks: Ranks) -> None:
+    for results in ranks.run(2, differing):
+        assert "tensor norm: rank 0 ≠ rank 1" in results["reshard"] and "nothing in the new state was changed" in results["reshard"]
+        assert results["untouched"] and results["unchecked"] and results["equal"]
+        assert results["publish"].startswith("replicas differ: tensor norm: rank 0 ≠ rank 1")
+        assert (results["step"], results["next"]) == (1, 2)
+        assert results["twice"] == "step 1 is published already"
+        assert results["options"] == "the ranks of the source were given different options"
