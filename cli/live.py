@@ -41,7 +41,8 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
         for version in status.versions[-1:]:
             output.line(str(version.step))
         return
-    output.line(f"run {status.run}, {len(status.versions)} version{'s' * (len(status.versions) != 1)}, {len(status.sinks)} sinks")
+    versions, sinks = len(status.versions), len(status.sinks)
+    output.line(f"run {status.run}, {versions} version{'s' * (versions != 1)}, {sinks} sink{'s' * (sinks != 1)}")
     output.table(
         (">STEP", ">SIZE", ">RANKS", ">AGE", ">TAKEN BY"),
         [(str(v.step), units.size(v.bytes), str(v.ranks), units.duration(v.age), str(len(v.taken_by))) for v in reversed(status.versions)],

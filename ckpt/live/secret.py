@@ -16,6 +16,7 @@ from ckpt.errors import AccessError, UsageError
 from .control import split_address
 
 _BYTES = 32
+_HINT = "give secret= or CKPT_LIVE_SECRET to the source and its sinks; or let XDG_RUNTIME_DIR name a folder of this account"
 
 
 def given_secret(secret: str | bytes | None) -> bytes | None:
@@ -38,17 +39,26 @@ def fingerprint(secret: bytes | None) -> str | None:
 
 
 def new_secret(address: str) -> bytes:
-    """Make one, and leave it in a file that only this account reads, for sinks of this machine."""
+    """Make one, and leave it in a file that only this account reads, for sinks of this machine.
+
+    Raises:
+        AccessError: the file cannot be written, or others could reach it.
+    """
     made = secrets.token_hex(_BYTES)
     path = _path(address)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    _check_private(path.parent)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        beside.unlink()
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-        file.write(made)
-    beside.replace(path)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _check_private(path.parent)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            beside.unlink()
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(made)
+        beside.replace(path)
+    except AccessError:
+        raise
+    except OSError as err:
+        raise AccessError(f"the source's secret cannot be left for sinks of this machine: {err}", where=str(path), hint=_HINT) from err
     return made.encode()
 
 
@@ -80,6 +90,10 @@ def sink_secret(secret: str | bytes | None, address: str) -> bytes:
             where=address,
             hint="give secret= or CKPT_LIVE_SECRET, the same as for the source; by itself it is found on its machine, in its account",
         ) from err
+    except AccessError:
+        raise
+    except OSError as err:
+        raise AccessError(f"the source's secret cannot be read: {err}", where=str(path), hint=_HINT) from err
 
 
 def _path(address: str) -> Path:
@@ -95,5 +109,5 @@ def _check_private(path: Path) -> None:
         raise AccessError(
             f"others than this account can reach it (mode {stat.S_IMODE(seen.st_mode):o})",
             where=str(path),
-            hint="remove it, and start the source again",
+            hint=f"remove it, and start the source again; or {_HINT}",
         )

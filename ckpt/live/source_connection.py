@@ -20,6 +20,24 @@ log = logging.getLogger("ckpt")
 
 _numbers = count(1)
 """Of the sinks of this process."""
+_RELEASE = "use the same release of ckpt at both ends"
+
+
+def check_holders(rows: object, where: str) -> None:
+    """Raise CorruptError unless these say of each rank of a source where it is: what comes later need not look again."""
+    try:
+        if not isinstance(rows, list):
+            raise TypeError(f"{type(rows).__name__} in the place of a list")
+        for row in rows:
+            file, token = row["at"]
+            fields = [row["rank"], row["pid"], file, *(port for _, port in row["addresses"])]
+            texts = [row["network"], row["machine"], token, *(host for host, _ in row["addresses"])]
+            wrong = [value for value in fields if type(value) is not int] + [value for value in texts if not isinstance(value, str)]
+            if wrong:
+                raise ValueError(f"{wrong[0]!r:.80} is of the wrong kind")
+    except (KeyError, TypeError, ValueError) as err:
+        message = f"what came does not say where the ranks of the source are: {err!r}"
+        raise CorruptError(message, where=where, hint=_RELEASE) from err
 
 
 class SourceConnection:
@@ -54,6 +72,7 @@ class SourceConnection:
             if answer["version"] is not None:
                 if digest_of_blob(data) != answer["version"].get("digest"):
                     raise CorruptError("the manifest of a version came damaged", where=self._address, hint="take again")
+                check_holders(answer["holders"], self._address)
                 return answer, data
             if time.monotonic() >= end:
                 newer = "no version yet" if after is None else f"no version newer than {after}"
@@ -69,8 +88,11 @@ class SourceConnection:
         if not digests:
             return {}
         answer, data = self._ask({"op": "blobs", "digests": digests}, time.monotonic() + self._timeout, alive)
+        sizes = answer.get("sizes")
+        if not isinstance(sizes, list) or len(sizes) != len(digests) or any(type(size) is not int or size < 0 for size in sizes):
+            raise CorruptError("the parts of a version's manifest came with sizes that make no sense", where=self._address, hint=_RELEASE)
         blobs, at = {}, 0
-        for digest, size in zip(digests, answer["sizes"], strict=True):
+        for digest, size in zip(digests, sizes, strict=True):
             blobs[digest] = data[at : at + size]
             at += size
             if digest_of_blob(blobs[digest]) != digest:

@@ -11,7 +11,7 @@ Nothing of the state changes before the switch. In-place takes have no memory fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ from ckpt.engine.load.job import LoadJob
 from ckpt.engine.load.reader import changed
 from ckpt.engine.load.setting import run_each, set_all
 from ckpt.engine.load.shared_reads import SharedReads
+from ckpt.errors import CorruptError, CoverageError
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.settings import limits
 
@@ -241,16 +242,16 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
     with gc_paused():
         targets = matched.binding.targets.values()
         plan = plan_filling(targets, matched.catalog, rank=puller.receiver, near=near, cache=cache.plan, source=offered.manifest.tables)
-    mapped = open_local(
+    opened = open_local(
         [rank for rank in plan.transfers.shares if rank in near],
         offered.holders,
         offered.manifest,
         lambda rank: cache.layout_of(offered, rank),
         lambda rank: cache.share_of(plan, rank, cache.layout_of(offered, rank)),
     )
-    mapped, wrong = check_local(mapped, puller.threads, puller.alive)
-    if wrong and in_place:  # before anything is changed
-        raise wrong[0]
+    mapped, wrong = check_local(opened, puller.threads, puller.alive)
+    if wrong and in_place:  # before anything is changed: may others stand in for them?
+        _check_replaceable(plan.transfers, opened.keys() - mapped.keys(), wrong[0])
     pieces: list[tuple[Share, int, memoryview]] = []
     lock = threading.Lock()
 
@@ -264,6 +265,15 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
     left = _without(plan.transfers, mapped)
     pulled = Pulled() if in_place else puller.pull(offered, left, Filling(plan), keep, room)
     return StagedTake(matched=matched, plan=plan, mapped=mapped, pieces=pieces, pulled=pulled, left=left if in_place else None)
+
+
+def _check_replaceable(plan: TransferPlan, damaged: Set[int], error: CorruptError) -> None:
+    """Raise ``error`` unless other ranks have all that is damaged on these. Their servers refuse what is, and so they are replaced."""
+    try:
+        for rank in damaged:
+            plan.without(rank, plan.shares[rank], range(len(plan.shares[rank].requests.pieces)), damaged)
+    except CoverageError:
+        raise error from None
 
 
 def _without(plan: TransferPlan, mapped: Mapping[int, LocalHolder]) -> TransferPlan:
@@ -282,8 +292,9 @@ def _without(plan: TransferPlan, mapped: Mapping[int, LocalHolder]) -> TransferP
 
 def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: Sequence[Callable[[], None]], where: str) -> Pulled:
     """Copy everything into the state. What an in-place take still lacks comes now."""
-    matched, plan = staged.matched, staged.plan
+    matched = staged.matched
     run_each(matched.binding.create)
+    plan = staged.plan.with_memory() if matched.binding.create else staged.plan
     filling = Filling(plan)
     devices = devices_of(target for target, _ in plan.targets)
     settle_devices(devices, where)

@@ -130,10 +130,16 @@ def test_a_byte_flips_and_nobody_else_has_it(how: str, victim: tuple[str, int], 
 
 
 @pytest.mark.parametrize(
-    ("how", "victim", "shared"), [pytest.param("segment", ("source", 1), False, marks=pytest.mark.slow), ("wire", ("pair", 0), False)]
+    "fault",
+    [
+        pytest.param(Fault(how="segment", victim=("source", 1), shared=False, copies=True), marks=pytest.mark.slow),
+        Fault(how="segment", victim=("source", 1), shared=True, copies=True, switch="in-place"),
+        Fault(how="wire", victim=("pair", 0), shared=False, copies=True),
+    ],
+    ids=str,
 )
-def test_a_byte_flips_and_another_holder_stands_in(how: str, victim: tuple[str, int], shared: bool) -> None:
-    result = happen(Fault(how=how, victim=victim, shared=shared, copies=True))
+def test_a_byte_flips_and_another_holder_stands_in(fault: Fault) -> None:
+    result = happen(fault)
     check(result)
     assert [e.whole for job in ("pair", "single") for e in result.living(job)] == [2, 2, 2]
 

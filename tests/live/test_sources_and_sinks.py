@@ -17,9 +17,9 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.errors import AccessError, ConsistencyError, DeadlineError, MismatchError, NotFoundError, UsageError
+from ckpt.errors import AccessError, ConsistencyError, CorruptError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
-from ckpt.live.source_connection import SourceConnection
+from ckpt.live.source_connection import SourceConnection, check_holders
 from ckpt.live.take import Puller
 from ckpt.rng import Generators
 from tests.distributed.ranks import Ranks
@@ -372,6 +372,49 @@ def test_the_secret_of_a_source_is_for_its_account_alone(tmp_path: Path, monkeyp
         with pytest.raises(AccessError, match="others than this account"):
             Sink(source.address, state)
     assert not file.exists()
+
+
+def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"t": torch.zeros(3)}
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(AccessError, match="secret cannot be left.*CKPT_LIVE_SECRET") as caught:
+        Source("tcp://127.0.0.1:0/a", state, timeout=2)
+    assert "XDG_RUNTIME_DIR" in str(caught.value)
+    (tmp_path / f"ckpt-live-{os.getuid()}").write_text("a file in the place of the folder")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
+        Source("tcp://127.0.0.1:0/a", state, timeout=2)
+    with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
+        Sink("tcp://127.0.0.1:9/a", state)
+    if os.getuid() == 0:  # a folder of somebody else
+        (tmp_path / f"ckpt-live-{os.getuid()}").unlink()
+        (tmp_path / f"ckpt-live-{os.getuid()}").mkdir(mode=0o700)
+        os.chown(tmp_path / f"ckpt-live-{os.getuid()}", 12345, 12345)
+        with pytest.raises(AccessError, match="others than this account"):
+            Source("tcp://127.0.0.1:0/a", state, timeout=2)
+
+
+ROW = {"rank": 0, "addresses": [["127.0.0.1", 9]], "network": "n", "machine": "m", "pid": 1, "at": [3, "token"]}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {},
+        None,
+        [None],
+        [{}],
+        *([ROW | {key: None}] for key in ROW),
+        [ROW | {"at": [3]}],
+        [ROW | {"addresses": [["h"]]}],
+        [ROW | {"pid": "1"}],
+    ],
+    ids=str,
+)
+def test_rows_of_a_source_that_make_no_sense_are_corrupt(rows: Any) -> None:
+    check_holders([ROW], "tcp://s")
+    with pytest.raises(CorruptError, match="where the ranks of the source are"):
+        check_holders(rows, "tcp://s")
 
 
 def test_values_of_single_ranks_and_tied_tensors_come_along() -> None:
