@@ -212,6 +212,9 @@ class GroupError(CkptError):
 class RankFailedError(GroupError):
     """Another rank raised; the message has its name and its error."""
 
+    cause: str | None = None
+    """Name of the class that it raised; the first one of several. A copy by pickle has none."""
+
 
 class ExchangeError(GroupError):
     """What another rank sent was damaged on the way. That says nothing about what is stored."""

@@ -14,6 +14,7 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
 
+from .console.dividing import divided
 from .console.interrupts import nothing_begun, when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
@@ -94,7 +95,7 @@ def command(
     """Convert the checkpoint at SRC, in any format that ckpt reads, and write it to DST. Memory use stays below --memory at any size.
 
     DST is a directory; for torch a file, and for hf a file if it ends in .safetensors. Nothing can be opened at DST until the conversion
-    is complete. After an interruption the same command resumes. Under torchrun the processes share the files among them.
+    is complete. After an interruption the same command resumes. Under torchrun or srun the processes share the files among them.
 
     \b
     Example:
@@ -104,22 +105,22 @@ def command(
       ckpt convert --to torch --no-optimizer runs/a/step-00001000 model.pt
       ckpt convert --to native --repair megatron/iter_0001000 mended/
       ckpt convert --to megatron --tp 4 --names llama --convention megatron hf/ m/
-      torchrun --nproc-per-node 4 --no-python ckpt convert --to native a/ b/
+      torchrun --nproc-per-node 4 -m ckpt convert --to native a/ b/
     """
     require_torch("`ckpt convert`")
     with nothing_begun():
         from ckpt.converters.convert import convert
 
-    output = Output(json=as_json, quiet=quiet)
-    with when_interrupted("nothing was written; run the command again"):
-        views = views_of(source, mapping, config)
-    chosen |= {"views": views, "config": config, "job": parse_numbers(job, "--job", "data_parallel_size=12")}
-    with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("convert", output) as update:
-        report = convert(source, target, to=to, part=part_of_job(), dry_run=dry_run, progress=update, **chosen)
-    if output.json:
-        output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
-    elif not output.quiet:
-        _tell(report, output, dry_run=dry_run, translated=views is not None)
+    with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
+        with when_interrupted("nothing was written; run the command again"):
+            views = views_of(source, mapping, config)
+        chosen |= {"views": views, "config": config, "job": parse_numbers(job, "--job", "data_parallel_size=12")}
+        with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("convert", output) as update:
+            report = convert(source, target, to=to, part=part_of_job(work), dry_run=dry_run, progress=update, **chosen)
+        if output.json:
+            output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
+        elif not output.quiet:
+            _tell(report, output, dry_run=dry_run, translated=views is not None)
 
 
 def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: bool) -> None:

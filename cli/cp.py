@@ -9,6 +9,7 @@ import click
 
 from ckpt.text import units
 
+from .console.dividing import divided
 from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL
@@ -16,6 +17,7 @@ from .console.progress import Update, progress
 from .console.requirements import require_torch
 
 if TYPE_CHECKING:
+    from ckpt.coordination.divided_work import DividedWork
     from ckpt.maintenance.copy import CopyReport
 
 _INTERRUPTED = "run the same command again to resume: complete files are not copied again; to give up, remove them with `ckpt gc --yes`"
@@ -32,6 +34,7 @@ def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_
 
     Every byte is checked against its digest on the way. The checkpoint exists at DST only when all of it is there. After an interruption
     the same command resumes. Another checkpoint at DST is never replaced. The copy of a virtual checkpoint is self-contained.
+    Under torchrun or srun the processes share the files among them.
 
     \b
     Example:
@@ -40,29 +43,30 @@ def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_
     """
     from ckpt.io_backends.registry import join_url
 
-    output = Output(json=as_json, quiet=quiet)
     if target.endswith("/"):
         target = join_url(target, source.rstrip("/").rpartition("/")[2])
-    with when_interrupted("nothing was written" if dry_run else _INTERRUPTED), progress("cp", output) as update:
-        report = _copy(source, target, threads=threads, progress=update, dry_run=dry_run)
-    if output.json:
-        output.document({**asdict(report), "dry_run": dry_run})
-    elif not output.quiet:
-        output.line(_sentence(report, dry_run=dry_run))
+    with divided(target, Output(json=as_json, quiet=quiet)) as (work, output):
+        with when_interrupted("nothing was written" if dry_run else _INTERRUPTED), progress("cp", output) as update:
+            report = _copy(source, target, threads=threads, progress=update, dry_run=dry_run, work=work)
+        if output.json:
+            output.document({**asdict(report), "dry_run": dry_run})
+        elif not output.quiet:
+            output.line(_sentence(report, dry_run=dry_run))
 
 
-def _copy(source: str, target: str, *, threads: int | None, progress: Update, dry_run: bool) -> CopyReport:
+def _copy(source: str, target: str, *, threads: int | None, progress: Update, dry_run: bool, work: DividedWork | None) -> CopyReport:
     """Copy the files; of a virtual checkpoint, which has none, make a self-contained one."""
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
     from ckpt.maintenance.copy import CopyReport, copy_checkpoint
 
     if not isinstance(open_catalog(source), VirtualCatalog):
-        return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run)
+        return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run, work=work)
     require_torch("`ckpt cp` of a virtual checkpoint")
     from ckpt.converters.convert import convert
 
-    made = convert(source, target, to="native", threads=threads, progress=progress, dry_run=dry_run)
+    part = (0, 1) if work is None else work
+    made = convert(source, target, to="native", part=part, threads=threads, progress=progress, dry_run=dry_run)
     return CopyReport(
         source=source,
         target=target,

@@ -9,6 +9,7 @@ import click
 
 from ckpt.text import units
 
+from .console.dividing import divided
 from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
@@ -39,7 +40,7 @@ def command(action: str, base: str, adapter: str, target: str, *, dry_run: bool,
     """Write the model at BASE, in any format, to OUT with the LoRA adapter of PEFT in the directory ADAPTER merged into its weights.
 
     Products are computed in float32, added and cast to the dtype of the weight. Memory use stays below --memory at any size. After an
-    interruption the same command resumes. Under torchrun the processes share the files among them.
+    interruption the same command resumes. Under torchrun or srun the processes share the files among them.
 
     \b
     Example:
@@ -49,16 +50,16 @@ def command(action: str, base: str, adapter: str, target: str, *, dry_run: bool,
     require_torch("`ckpt lora`")
     from ckpt.converters.arithmetic.lora import merge
 
-    output = Output(json=as_json, quiet=quiet)
-    with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress(f"lora {action}", output) as update:
-        report = merge(base, adapter, target, part=part_of_job(), dry_run=dry_run, progress=update, **chosen)
-    written = report.written
-    if output.json:
-        output.document({**asdict(report), "dry_run": dry_run})
-    elif not output.quiet:
-        changes = f"{units.plural(report.updated, 'weight')} updated, {units.plural(report.replaced, 'tensor')} replaced"
-        contents = f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)}; {changes}"
-        verdict = "other processes are not ready yet" if not written.finished else style("ok", "green")
-        output.line(f"would write {contents}" if dry_run else f"{verdict}: {written.target}: {contents}")
-        for note in written.notes if written.finished else ():
-            output.talk(note)
+    with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
+        with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress(f"lora {action}", output) as update:
+            report = merge(base, adapter, target, part=part_of_job(work), dry_run=dry_run, progress=update, **chosen)
+        written = report.written
+        if output.json:
+            output.document({**asdict(report), "dry_run": dry_run})
+        elif not output.quiet:
+            changes = f"{units.plural(report.updated, 'weight')} updated, {units.plural(report.replaced, 'tensor')} replaced"
+            contents = f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)}; {changes}"
+            verdict = "other processes are not ready yet" if not written.finished else style("ok", "green")
+            output.line(f"would write {contents}" if dry_run else f"{verdict}: {written.target}: {contents}")
+            for note in written.notes if written.finished else ():
+                output.talk(note)

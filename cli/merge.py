@@ -12,6 +12,7 @@ import click
 from ckpt.errors import UsageError
 from ckpt.text import units
 
+from .console.dividing import divided
 from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
@@ -82,7 +83,7 @@ def command(
 
     Floating-point tensors are averaged in float32, in the order of the arguments, and cast back; other tensors must be equal. Step,
     options and other values come from one SRC. Optimizers are left out. Memory use stays below --memory at any size. After an interruption
-    the same command resumes. Under torchrun the processes share the files among them.
+    the same command resumes. Under torchrun or srun the processes share the files among them.
 
     \b
     Example:
@@ -93,20 +94,20 @@ def command(
     require_torch("`ckpt merge`")
     from ckpt.converters.arithmetic.merge import last_steps, merge
 
-    output = Output(json=as_json, quiet=quiet)
-    if last is not None:
-        sources = _steps_of_run(sources, last, last_steps)
-        values_from = values_from or last
-    if values_from is not None and values_from > len(sources):
-        raise UsageError(f"--values-from {values_from}: there are {units.plural(len(sources), 'checkpoint')}")
-    views = views_of(sources[0], mapping, config)
-    chosen |= {"views": views, "config": config, "values_from": (values_from or 1) - 1}
-    with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("merge", output) as update:
-        report = merge(target, sources, part=part_of_job(), dry_run=dry_run, progress=update, **chosen)
-    if output.json:
-        output.document({**asdict(report), "dry_run": dry_run})
-    elif not output.quiet:
-        _tell(report, output, dry_run=dry_run)
+    with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
+        if last is not None:
+            sources = _steps_of_run(sources, last, last_steps)
+            values_from = values_from or last
+        if values_from is not None and values_from > len(sources):
+            raise UsageError(f"--values-from {values_from}: there are {units.plural(len(sources), 'checkpoint')}")
+        views = views_of(sources[0], mapping, config)
+        chosen |= {"views": views, "config": config, "values_from": (values_from or 1) - 1}
+        with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("merge", output) as update:
+            report = merge(target, sources, part=part_of_job(work), dry_run=dry_run, progress=update, **chosen)
+        if output.json:
+            output.document({**asdict(report), "dry_run": dry_run})
+        elif not output.quiet:
+            _tell(report, output, dry_run=dry_run)
 
 
 def _steps_of_run(sources: Sequence[str], last: int, last_steps: Any) -> tuple[str, ...]:

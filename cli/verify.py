@@ -8,6 +8,7 @@ import click
 
 from ckpt.text import units
 
+from .console.dividing import divided
 from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL
@@ -30,7 +31,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
     """Check the checkpoint at URL: its index, that its chunks cover each tensor exactly, its files, and every byte.
 
     All problems are listed, not only the first. The exit code is 0 if there are none and 20 if there are any. It is 22 if all bytes are
-    intact but --semantic finds tensors that are not consistent.
+    intact but --semantic finds tensors that are not consistent. Under torchrun or srun the processes share the chunks among them.
 
     \b
     Example:
@@ -39,22 +40,22 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
     """
     from ckpt.engine.verify.verify import verify
 
-    output = Output(json=as_json, quiet=quiet)
-    with when_interrupted("nothing was changed; the same command starts from the beginning"), progress("verify", output) as update:
-        report = verify(url, threads=threads, progress=update)
-    meaning = _check_semantic(url, threads) if semantic and report.ok else None
-    if output.json:
-        output.document(
-            _fields(url, report) | {"remedy": remedy_of(report), "semantic": None if meaning is None else _semantic_fields(meaning)}
-        )
-    else:
-        _print(report, output)
-        if meaning is not None:
-            _print_semantic(meaning, output)
-    if not report.ok:
-        click.get_current_context().exit(CORRUPT)
-    if meaning is not None and meaning.problems:
-        click.get_current_context().exit(MISFIT)
+    with divided(url, Output(json=as_json, quiet=quiet)) as (work, output):
+        with when_interrupted("nothing was changed; the same command starts from the beginning"), progress("verify", output) as update:
+            report = verify(url, threads=threads, progress=update, work=work)
+        meaning = _check_semantic(url, threads) if semantic and report.ok and not output.muted else None
+        if output.json:
+            output.document(
+                _fields(url, report) | {"remedy": remedy_of(report), "semantic": None if meaning is None else _semantic_fields(meaning)}
+            )
+        else:
+            _print(report, output)
+            if meaning is not None:
+                _print_semantic(meaning, output)
+        if not report.ok:
+            click.get_current_context().exit(CORRUPT)
+        if meaning is not None and meaning.problems:
+            click.get_current_context().exit(MISFIT)
 
 
 def _check_semantic(url: str, threads: int | None) -> SemanticReport:

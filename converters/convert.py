@@ -1,7 +1,8 @@
 """Conversions: what is chosen of a checkpoint, written in another format; in bounded memory, resumable, by one process or several.
 
-Invariants: nothing can be opened at the destination before all of it is durable. A file is written by one process, number ``i`` by process
-``i mod`` the number of processes, so nobody has to divide the work; whoever finds all files there finishes.
+Invariants: nothing can be opened at the destination before all of it is durable. A file is written by one process, and all compute from the
+plan which one does (``plan.division``). Processes that communicate let the first one finish (``pipeline.divided``); of those that do not,
+whoever finds all files there does.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.conversion import Conversion
+from ckpt.converters.pipeline.divided import Part, WrittenFiles, replacements_noticed, write_divided
 from ckpt.converters.pipeline.options import ConvertKeywords, ConvertOptions
 from ckpt.converters.pipeline.repair import RepairReport, repaired
 from ckpt.converters.pipeline.target import Target, target
 from ckpt.converters.select.selection import OutputSet
 from ckpt.converters.targets.hf_config import read_configuration
 from ckpt.errors import MismatchError, UsageError
-from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.settings import limits
 from ckpt.text.urls import url_text
@@ -67,7 +67,7 @@ def convert(
     url: str | os.PathLike[str],
     *,
     to: str,
-    part: tuple[int, int] = (0, 1),
+    part: Part = (0, 1),
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
     **options: Unpack[ConvertKeywords],
@@ -78,7 +78,8 @@ def convert(
     If a conversion was killed, the same call resumes it: whole files stay.
 
     Args:
-        part: number of this process, and how many there are that make the same call, at once or one after another.
+        part: number of this process, and how many there are that make the same call, at once or one after another. Or, of processes that
+            communicate, the work that they divide: each gives the report of all, and finishes or fails when all do.
         dry_run: only report what would be written.
         progress: called with the bytes that this process has written so far, and all that it has to.
         views: from the shapes of stored tensors to the tensors to make of them (``mapping.convention.translated``); filling becomes zeros.
@@ -136,7 +137,7 @@ def run(
     conversion: Conversion,
     *,
     source: str,
-    part: tuple[int, int] = (0, 1),
+    part: Part = (0, 1),
     progress: ProgressCallback | None = None,
     dry_run: bool = False,
     repair: RepairReport | None = None,
@@ -148,18 +149,8 @@ def run(
         MismatchError: values are not such as what is computed takes. Nothing of the conversion is left.
     """
     chosen = conversion.chosen
-    plan = conversion.look() if dry_run else conversion.begin(part)
-    missing, read = conversion.missing(plan), 0
-    if not dry_run:
-        try:
-            with ExitStack() as watched:
-                for catalog in chosen.catalogs:
-                    watched.enter_context(replacement_noticed(catalog))
-                read = conversion.write(plan, missing, progress=progress)
-        except MismatchError:
-            conversion.discard(plan)
-            raise
-    written = [plan.files[i] for i in missing]
+    written = _write(conversion, part, progress, dry_run=dry_run)
+    plan = written.plan
     return ConvertReport(
         source=source,
         target=conversion.url,
@@ -170,15 +161,32 @@ def run(
         files=tuple(f.path for f in plan.files),
         file_bytes=sum(f.size for f in plan.files),
         id=conversion.id,
-        written_files=len(written),
-        written_bytes=sum(f.size for f in written),
-        read_bytes=read,
+        written_files=written.files,
+        written_bytes=written.bytes,
+        read_bytes=written.read,
         left_out=tuple(sorted({*chosen.catalog.tensors} - chosen.taken - chosen.united | {*chosen.left_out})),
-        finished=not dry_run and conversion.finish(plan, again=not missing),
+        finished=written.finished,
         seconds=time.monotonic() - began,
         repair=repair,
         notes=conversion.format.notes(chosen) if conversion.name is None and conversion.options.config is None else (),
     )
+
+
+def _write(conversion: Conversion, part: Part, progress: ProgressCallback | None, *, dry_run: bool) -> WrittenFiles:
+    if not dry_run and not isinstance(part, tuple):
+        return write_divided(conversion, part, progress)
+    plan = conversion.look() if dry_run or not isinstance(part, tuple) else conversion.begin(part)
+    missing, read, finished = conversion.missing(plan), 0, False
+    if not dry_run:
+        try:
+            with replacements_noticed(conversion.chosen):
+                read = conversion.write(plan, missing, progress=progress)
+        except MismatchError:
+            conversion.discard(plan)
+            raise
+        finished = conversion.finish(plan, again=not missing)
+    size = sum(plan.files[i].size for i in missing)
+    return WrittenFiles(plan=plan, files=len(missing), bytes=size, read=read, finished=finished)
 
 
 def _chosen(format: Target, catalog: Catalog, options: ConvertOptions) -> tuple[OutputSet, RepairReport | None]:

@@ -18,6 +18,7 @@ def failure(kind: str, phase: str, failed: dict[int, Any]) -> GroupError:
     hint = next((err["hint"] for err in failed.values() if err["hint"]), None)
     error = RankFailedError(f"{kind} failed in phase {phase!r}: {failures}", hint=hint)
     error.ranks = tuple(sorted(failed))
+    error.cause = failed[min(failed)]["type"]
     return error
 
 
@@ -27,6 +28,7 @@ def failed_on(rank: int, report: dict[str, Any]) -> CkptError:
         return CorruptError(f"{report['message']} (found by rank {rank})", where=report["where"], hint=report["hint"])
     error = RankFailedError(f"rank {rank} failed: {report['message']}", where=report["where"], hint=report["hint"])
     error.ranks = (rank,)
+    error.cause = report["type"]
     return error
 
 

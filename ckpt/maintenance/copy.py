@@ -12,9 +12,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import xxhash
+
 from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.byte_source.storage import StorageSource, source_of
 from ckpt.concurrency.imap_unordered import imap_unordered
+from ckpt.coordination.divided_work import DividedWork
+from ckpt.coordination.rows import Row
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
@@ -25,6 +29,7 @@ from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
+from ckpt.plan.division import balanced
 from ckpt.reread import read_checked
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback
@@ -61,6 +66,7 @@ def copy_checkpoint(
     threads: int | None = None,
     progress: ProgressCallback | None = None,
     dry_run: bool = False,
+    work: DividedWork | None = None,
 ) -> CopyReport:
     """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it. What it refers to in other
     checkpoints is copied too: the copy needs none of them.
@@ -70,6 +76,8 @@ def copy_checkpoint(
 
     ``progress`` is called from this thread with the bytes done so far and the bytes in all. The latter grow if files that an interrupted
     copy left turn out to be damaged.
+
+    ``work``, of several processes: each copies a part of the files, the first one commits, and all report what all have done.
 
     Raises:
         NotFoundError, NotCommittedError: there is no checkpoint at ``source``.
@@ -85,6 +93,8 @@ def copy_checkpoint(
     run = Transfer(source, target)
     if dry_run:
         missing = run.sizes.keys() - run.complete()
+    elif work is not None:
+        missing = _copy_part(run, threads or THREADS, progress, work)
     else:
         run.target.prepare()
         with replacement_noticed(run.catalog):
@@ -101,6 +111,33 @@ def copy_checkpoint(
         committed=not dry_run and not run.committed_before,
         seconds=time.monotonic() - began,
     )
+
+
+def _copy_part(run: Transfer, threads: int, progress: ProgressCallback | None, work: DividedWork) -> set[str]:
+    """Copy this process's part, and commit when all have. Gives the paths of what all have copied."""
+    paths = sorted(run.sizes)
+    shares = balanced([run.sizes[path] for path in paths], work.count)
+
+    def begin(rows: dict[int, Row]) -> Row:
+        if len({row["record"] for row in rows.values()}) > 1:
+            hint = "give all of them a source on storage that they share, and copy again"
+            raise ConflictError("the processes do not see the same checkpoint, or it was replaced", where=run.source.url, hint=hint)
+        run.target.prepare()
+        return {}
+
+    def copy() -> Row:
+        with replacement_noticed(run.catalog):
+            missing = run.copy([paths[n] for n in shares[work.number]], threads, report)
+        return {"missing": sorted(missing), "made_room": run.made_room}
+
+    def commit(rows: dict[int, Row]) -> Row:
+        run.made_room = any(row["made_room"] for row in rows.values())
+        run.commit()
+        return {"missing": [path for row in rows.values() for path in row["missing"]]}
+
+    work.agree("begin", lambda: {"record": xxhash.xxh3_128_hexdigest(run.record_bytes)}, begin)
+    with work.shown([sum(run.sizes[paths[n]] for n in share) for share in shares], progress) as report:
+        return set(work.agree("copy", copy, commit)["missing"])
 
 
 class _Meter:

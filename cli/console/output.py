@@ -27,22 +27,27 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """The form of output that the user chose. ``quiet``: only names on stdout and only errors on stderr."""
+    """The form of output that the user chose. ``quiet``: only names on stdout and only errors on stderr. ``muted``: another process of the
+    same work says everything."""
 
     json: bool = False
     quiet: bool = False
+    muted: bool = False
 
     def document(self, fields: Mapping[str, Any]) -> None:
         """The one JSON document of a command, on stdout; on one line unless stdout is a terminal."""
+        if self.muted:
+            return
         _print(printable_json(json.dumps(fields, ensure_ascii=False, allow_nan=False, indent=2 if sys.stdout.isatty() else None)))
 
     def line(self, text: str = "") -> None:
         """A line of data, on stdout. Colours are dropped where nobody would see them."""
-        _print(rendered(text, colours=_has_colours(sys.stdout)))
+        if not self.muted:
+            _print(rendered(text, colours=_has_colours(sys.stdout)))
 
     def talk(self, text: str) -> None:
         """A message, on stderr; nothing if quiet."""
-        if not self.quiet:
+        if not (self.quiet or self.muted):
             click.echo(rendered(text, colours=_has_colours(sys.stderr)), err=True)
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

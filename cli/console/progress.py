@@ -22,7 +22,7 @@ Update = Callable[[int, int], None]
 @contextmanager
 def progress(label: str, output: Output) -> Iterator[Update]:
     """A place to report bytes to, for as long as the block runs."""
-    if output.quiet:
+    if output.quiet or output.muted:
         yield lambda done, total: None
     elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         with _bar(label) as update:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +11,10 @@ from ckpt.cli.console.output import Command
 from ckpt.cli.console.parameters import GroupedOption
 from ckpt.errors import UsageError
 from ckpt.text import units
+
+if TYPE_CHECKING:
+    from ckpt.converters.pipeline.divided import Part
+    from ckpt.coordination.divided_work import DividedWork
 
 INTERRUPTED = "run the same command again to resume: files that are complete are not written again; `ckpt gc` removes them"
 
@@ -29,9 +32,8 @@ def parse_size(context: click.Context, parameter: click.Parameter, text: str | N
         raise click.BadParameter(err.message) from err
 
 
-def part_of_job() -> tuple[int, int]:
-    """Rank and number of the processes, from the variables that torchrun sets."""
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise UsageError(f"RANK={rank} is not a rank of WORLD_SIZE={world}", hint="unset both, or start with torchrun")
-    return int(rank), int(world)
+def part_of_job(work: DividedWork | None) -> Part:
+    """This process's part: of the work that it divides with others, or by RANK and WORLD_SIZE of processes that do not communicate."""
+    from ckpt.coordination.launched import rank_and_size
+
+    return rank_and_size() if work is None else work

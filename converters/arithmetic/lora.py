@@ -29,6 +29,7 @@ import torch
 from ckpt.catalog import Catalog
 from ckpt.converters.convert import ConvertReport, files_beside, run
 from ckpt.converters.pipeline.conversion import Conversion
+from ckpt.converters.pipeline.divided import Part
 from ckpt.converters.pipeline.options import ConvertOptions, MergeKeywords
 from ckpt.converters.pipeline.target import target
 from ckpt.converters.select.computed import Computed, is_floating, operand
@@ -110,7 +111,7 @@ def merge(
     *,
     allow_nan: bool = False,
     to: str = "hf",
-    part: tuple[int, int] = (0, 1),
+    part: Part = (0, 1),
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
     **options: Unpack[MergeKeywords],

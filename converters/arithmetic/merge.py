@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ckpt.catalog import Catalog
 from ckpt.converters.convert import ConvertReport, files_beside, run
 from ckpt.converters.pipeline.conversion import Conversion
+from ckpt.converters.pipeline.divided import Part
 from ckpt.converters.pipeline.options import ConvertOptions, MergeKeywords
 from ckpt.converters.pipeline.target import target
 from ckpt.converters.select.computed import FLOATING, Computed, Operand, is_floating, operand
@@ -67,7 +68,7 @@ def merge(
     copy: Sequence[str] = (),
     allow_nan: bool = False,
     to: str = "native",
-    part: tuple[int, int] = (0, 1),
+    part: Part = (0, 1),
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
     **options: Unpack[MergeKeywords],

@@ -15,6 +15,7 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_dig
 from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, open_backend
+from ckpt.plan.division import balanced
 from ckpt.settings import threads as default_threads
 from ckpt.tracing.progress_callback import ProgressCallback
 
@@ -106,6 +107,16 @@ class Conversion:
         self._check_previous(self.record)
         return planned if self.record.id == id else self._plan(self.record.id)
 
+    def join(self, id: str, *, ended: bool) -> OutputPlan:
+        """The plan of what the first of several processes has begun, or finds to have ended."""
+        self.record, self._ended = ConversionJournal(self.backend, self.name, id, self.digest), ended
+        return self._plan(id)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this very conversion had ended before it was begun again."""
+        return self._ended
+
     def _end(self) -> OutputPlan | None:
         """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
         if self.record is not None or self.options.overwrite:
@@ -179,9 +190,9 @@ class Conversion:
         """Files of this process that are not there yet."""
         if self._ended:
             return []
-        mine = range(self.part[0], len(planned.files), self.part[1])
+        mine = balanced([file.size for file in planned.files], self.part[1])[self.part[0]]
         if self.record is None:
-            return [] if self.part[0] else list(mine)
+            return [] if self.part[0] else mine
         there = self._there(planned, self.record)
         return [i for i in mine if i not in there]
 

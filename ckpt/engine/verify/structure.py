@@ -6,9 +6,9 @@ A problem never ends the check; every function here gives all that it finds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,15 @@ class Problem:
     tensor: str | None = None
     box: Box | None = None
     message: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "box": None if self.box is None else [self.box.offset, self.box.shape]}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Problem:
+        """What ``to_json`` gave."""
+        box = None if fields["box"] is None else Box(tuple(fields["box"][0]), tuple(fields["box"][1]))
+        return cls(**{**fields, "box": box})
 
     def __str__(self) -> str:
         what = (self.file, f"{self.tensor or ''}{self.box or ''}" or None)

@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ckpt.byte_source.chunk import ChunkName
 from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.byte_source.port import ByteSource
 from ckpt.byte_source.storage import source_of
-from ckpt.catalog import Catalog, Extent, TensorEntry
+from ckpt.catalog import Catalog, Extent
 from ckpt.concurrency.imap_unordered import imap_unordered
-from ckpt.errors import CkptError, CorruptError
-from ckpt.formats.external.base import ExternalCatalog
+from ckpt.coordination.divided_work import DividedWork
+from ckpt.coordination.rows import Row
+from ckpt.errors import CkptError, ConflictError, CorruptError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.coding.codecs import decode
 from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
+from ckpt.plan.division import runs
 from ckpt.plan.reads import group_ranges
 from ckpt.settings import limits
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback
 
-from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling, file_of
+from .chunks import ChunkToVerify, by_storage, stored_chunks
+from .structure import FAILURES, Problem, check_index, check_native_files, check_state, check_tiling
 
 __all__ = ["Problem", "VerifyReport", "verify"]
 
@@ -53,45 +54,25 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """``others`` are chunks that lie in the same bytes, whose checksum is one."""
-
-    entry: TensorEntry
-    number: int
-    extent: Extent
-    others: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.extent.offset + self.extent.length
-
-    @property
-    def name(self) -> ChunkName:
-        return ChunkName(self.entry.name, self.entry.grid.box(self.number), self.extent)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements: more than those that are stored if it is coded."""
-        return self.entry.grid.box(self.number).numel * self.entry.dtype.itemsize
-
-    def problem(self, kind: str, message: str) -> Problem:
-        if self.others:
-            message += f"; in this chunk or one of {self.others:,} others, which lie in the same storage"
-        return Problem(kind=kind, file=self.extent.path, tensor=self.entry.name, box=self.entry.grid.box(self.number), message=message)
-
-
-@dataclass(frozen=True, slots=True)
 class _Result:
     bytes: int
     problems: list[Problem]
 
 
-def verify(url: str | os.PathLike[str], *, threads: int | None = None, progress: ProgressCallback | None = None) -> VerifyReport:
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: ProgressCallback | None = None,
+    work: DividedWork | None = None,
+) -> VerifyReport:
     """Read a checkpoint whole and compare it with its digests.
 
     Args:
         threads: how many read and hash at once; by default one for each usable core, at least 2 and at most 16.
         progress: called from this thread with the bytes done so far and the bytes in all.
+        work: divided over several processes. Each reads a part of the chunks, the first one checks the structure, and all give the report
+            of all.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that could be verified. What is wrong inside one is not raised
@@ -106,8 +87,11 @@ def verify(url: str | os.PathLike[str], *, threads: int | None = None, progress:
     except CorruptError as err:
         problems = check_index(open_backend(url), err)
         return VerifyReport(files=0, chunks=0, undigested=0, bytes=0, seconds=time.monotonic() - began, problems=tuple(problems))
-    structure = _structure(catalog)
-    done = _read_all(source_of(catalog), structure.reads, threads, progress)
+    structure = _structure(catalog) if work is None else _agreed_structure(catalog, work)
+    if work is None:
+        done = _read_all(source_of(catalog), _jobs(structure.reads), threads, progress)
+    else:
+        done = _read_part(source_of(catalog), _jobs(structure.reads), threads, progress, work)
     if (structure.problems or done.problems) and (replaced := replacement(catalog)) is not None:
         raise replaced
     sorted_problems = sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
@@ -131,72 +115,70 @@ class _Structure:
     problems: tuple[Problem, ...]
     files: int
     chunks: int
-    reads: list[_Chunk]
+    reads: list[ChunkToVerify]
 
 
 def _structure(catalog: Catalog) -> _Structure:
     problems = [*check_tiling(catalog), *check_state(catalog)]
     broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
-    chunks = list(_chunks(catalog, broken, problems))
+    return _with_chunks(catalog, broken, problems)
+
+
+def _agreed_structure(catalog: Catalog, work: DividedWork) -> _Structure:
+    """The same on every process; the first one looks for what is wrong."""
+    looked: list[_Structure] = []
+
+    def look(rows: dict[int, Row]) -> Row:
+        if len({row["record"] for row in rows.values()}) > 1:
+            hint = "give all of them a URL on storage that they share, and verify again"
+            raise ConflictError("the processes do not see the same checkpoint, or it was replaced", where=catalog.url, hint=hint)
+        problems = [*check_tiling(catalog), *check_state(catalog)]
+        broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
+        looked.append(_with_chunks(catalog, broken, problems))
+        return {"broken": sorted(broken), "problems": [p.to_json() for p in looked[0].problems]}
+
+    record = catalog.record
+    found = work.agree("structure", lambda: {"record": None if record is None else record.id}, look)
+    if looked:
+        return looked[0]
+    mine = _with_chunks(catalog, frozenset(found["broken"]), [])
+    return replace(mine, problems=tuple(Problem.from_json(p) for p in found["problems"]))
+
+
+def _with_chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -> _Structure:
+    chunks = list(stored_chunks(catalog, broken, problems))
     return _Structure(
         problems=tuple(problems),
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),
         chunks=len(chunks),
-        reads=_by_storage(catalog, chunks),
+        reads=by_storage(catalog, chunks),
     )
-
-
-def _chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -> Iterator[_Chunk]:
-    """Every chunk whose bytes can be found, those in ``broken`` files left out; what cannot be found goes to ``problems``."""
-    for entry in catalog.tensors.values():
-        if entry.alias is not None:
-            continue
-        numbers = [n for n in range(len(entry.grid)) if entry.grid.file(n) not in broken] if broken else range(len(entry.grid))
-        try:
-            extents = catalog.extents(entry, numbers)
-        except FAILURES:
-            yield from _chunks_one_by_one(catalog, entry, numbers, problems)
-        else:
-            yield from map(_Chunk, [entry] * len(extents), numbers, extents)
-
-
-def _by_storage(catalog: Catalog, chunks: list[_Chunk]) -> list[_Chunk]:
-    """The chunks, but in place of those that lie in a storage with a checksum, that storage."""
-    if not isinstance(catalog, ExternalCatalog):
-        return chunks
-    try:
-        storages = sorted(catalog.storages(), key=lambda s: s[:2])
-    except FAILURES:
-        return chunks  # what cannot be found is among the problems already
-    starts = [(s.path, s.offset) for s in storages]
-    inside: dict[int, list[_Chunk]] = {}
-    left = []
-    for chunk in chunks:
-        # Archives of torch.save keep one CRC-32 per storage, and a storage holds many tensors. The storage is read
-        # once in place of the chunks inside it; if it is wrong, the message says that it may be any of them.
-        at = bisect_right(starts, (chunk.extent.path, chunk.extent.offset)) - 1
-        storage = storages[at] if at >= 0 and chunk.extent.crc32 is None and chunk.extent.length else None
-        if storage is not None and storage.path == chunk.extent.path and chunk.end <= storage.offset + storage.length:
-            inside.setdefault(at, []).append(chunk)
-        else:
-            left.append(chunk)
-    return left + [_Chunk(members[0].entry, members[0].number, storages[at], len(members) - 1) for at, members in inside.items()]
-
-
-def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[int], problems: list[Problem]) -> Iterator[_Chunk]:
-    for number in numbers:
-        try:
-            yield _Chunk(entry, number, catalog.extents(entry, [number])[0])
-        except FAILURES as err:
-            file, box = file_of(err, catalog.url), entry.grid.box(number)
-            problems.append(Problem(kind="header", file=file, tensor=entry.name, box=box, message=err.message))
 
 
 # ------------------------------------------------------------------------------------------------------------- every byte
 
 
-def _read_all(source: ByteSource, chunks: list[_Chunk], threads: int | None, progress: ProgressCallback | None) -> _Result:
-    jobs = _jobs(chunks)
+def _read_part(
+    source: ByteSource, jobs: list[list[ChunkToVerify]], threads: int | None, progress: ProgressCallback | None, work: DividedWork
+) -> _Result:
+    """What is wrong in all of them, this process and the others having read a part each."""
+    sizes = [_end(job) - job[0].extent.offset for job in jobs]
+    parts = runs(sizes, work.count)
+    mine = parts[work.number]
+
+    def read() -> Row:
+        result = _read_all(source, jobs[mine.start : mine.stop], threads, report)
+        return {"bytes": result.bytes, "problems": [p.to_json() for p in result.problems]}
+
+    def join(rows: dict[int, Row]) -> Row:
+        return {"bytes": sum(row["bytes"] for row in rows.values()), "problems": [p for row in rows.values() for p in row["problems"]]}
+
+    with work.shown([sum(sizes[part.start : part.stop]) for part in parts], progress) as report:
+        all_parts = work.agree("read", read, join)
+    return _Result(all_parts["bytes"], [Problem.from_json(p) for p in all_parts["problems"]])
+
+
+def _read_all(source: ByteSource, jobs: list[list[ChunkToVerify]], threads: int | None, progress: ProgressCallback | None) -> _Result:
     if not threads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = max(min(max(cores, 2), 16), source.io_hints.concurrency)
@@ -211,7 +193,7 @@ def _read_all(source: ByteSource, chunks: list[_Chunk], threads: int | None, pro
     return _Result(bytes_done, problems)
 
 
-def _jobs(chunks: list[_Chunk]) -> list[list[_Chunk]]:
+def _jobs(chunks: list[ChunkToVerify]) -> list[list[ChunkToVerify]]:
     """Chunks that lie one after another in one file and fit the buffer together; a longer one, or one that is coded, is alone."""
     plain = [chunk for chunk in chunks if chunk.extent.codec is None]
     jobs = [[chunk] for chunk in chunks if chunk.extent.codec is not None]
@@ -221,7 +203,7 @@ def _jobs(chunks: list[_Chunk]) -> list[list[_Chunk]]:
     return sorted(jobs, key=lambda job: job[0].extent[:2])
 
 
-def _end(job: Sequence[_Chunk]) -> int:
+def _end(job: Sequence[ChunkToVerify]) -> int:
     """One past the last byte of a job."""
     return max(chunk.end for chunk in job)
 
@@ -240,7 +222,7 @@ class _Verifier:
     def __init__(self, source: ByteSource) -> None:
         self._reader = DigestReader(source, crc32=True)
 
-    def check(self, job: list[_Chunk]) -> _Result:
+    def check(self, job: list[ChunkToVerify]) -> _Result:
         """What is wrong with the chunks of a job, read again if anything is."""
 
         def read() -> _Result:
@@ -255,7 +237,7 @@ class _Verifier:
         except _Wrong as err:
             return err.result
 
-    def _look(self, job: list[_Chunk]) -> _Result:
+    def _look(self, job: list[ChunkToVerify]) -> _Result:
         start, end = job[0].extent.offset, _end(job)
         if job[0].extent.codec is not None:
             return self._check_encoded(job[0], job[0].extent.codec)
@@ -270,7 +252,7 @@ class _Verifier:
         problems = [self._compare(c, buffer[c.extent.offset - start : c.end - start]) for c in job]
         return _Result(end - start, [p for p in problems if p is not None])
 
-    def _split(self, job: list[_Chunk], err: CkptError) -> _Result:
+    def _split(self, job: list[ChunkToVerify], err: CkptError) -> _Result:
         """A failed read is repeated chunk by chunk, so that only the chunks that cannot be read are named."""
         if len(job) == 1:
             return _Result(0, [job[0].problem("read", err.message)])
@@ -278,7 +260,7 @@ class _Verifier:
         results = [self._look([chunk]) for chunk in job]
         return _Result(sum(r.bytes for r in results), [p for r in results for p in r.problems])
 
-    def _check_long(self, chunk: _Chunk) -> _Result:
+    def _check_long(self, chunk: ChunkToVerify) -> _Result:
         digest = ChunkDigest(self._reader, chunk.name)
         try:
             self._reader.pass_over(chunk.name, digest)
@@ -287,7 +269,7 @@ class _Verifier:
         problem = _changed(chunk, digest.difference())
         return _Result(chunk.extent.length, [problem] if problem else [])
 
-    def _check_encoded(self, chunk: _Chunk, codec: str) -> _Result:
+    def _check_encoded(self, chunk: ChunkToVerify, codec: str) -> _Result:
         """Its stored bytes, and that they can be decoded to as many bytes as its elements have."""
         blob = self._reader.scratch(chunk.extent.length, "blob").data[: chunk.extent.length]
         try:
@@ -302,9 +284,9 @@ class _Verifier:
                 problem = chunk.problem("codec", f"the chunk cannot be decoded: {err.message}")
         return _Result(chunk.extent.length, [problem] if problem else [])
 
-    def _compare(self, chunk: _Chunk, data: memoryview) -> Problem | None:
+    def _compare(self, chunk: ChunkToVerify, data: memoryview) -> Problem | None:
         return _changed(chunk, self._reader.difference(chunk.extent, data))
 
 
-def _changed(chunk: _Chunk, difference: str | None) -> Problem | None:
+def _changed(chunk: ChunkToVerify, difference: str | None) -> Problem | None:
     return None if difference is None else chunk.problem("digest", f"the bytes changed after they were written: {difference}")
