@@ -70,6 +70,8 @@ def test_what_all_ranks_say_is_what_one_would_plan(tensors: list[TensorSpec]) ->
             assert owned.cuts == expected[name].cuts
             assert np.array_equal(owned.owners, expected[name].owners)
             assert [owned.box(i) for i in range(len(owned.owners))] == [expected[name].box(i) for i in range(len(owned.owners))]
+    live = join_tables(tables_of(tensors), stored=False)
+    assert (live.tensors, live.assignments) == ({t.name: t for t in tensors}, {})
 
 
 @given(meshes().flatmap(tensor_lists), st.data())
@@ -86,9 +88,9 @@ def test_a_rank_that_lacks_a_tensor_is_found(tensors: list[TensorSpec], data: st
     if all(t.name != lost.name for _, of_ranks in said for t in of_ranks.tensors):
         assert lost.name not in join_tables(said).tensors  # nobody has it: it is not part of the state
         return
-    for tables in (said, in_parts(said)):
+    for tables, stored in ((said, True), (in_parts(said), True), (said, False)):
         with pytest.raises(CoverageError, match=rf"tensor {lost.name}: rank {rank} should hold"):
-            join_tables(tables)
+            join_tables(tables, stored=stored)
 
 
 @given(meshes().flatmap(tensor_lists), st.dictionaries(st.sampled_from("abc"), st.sampled_from(["t0", "t1"])), st.randoms())
@@ -224,6 +226,8 @@ def test_a_hole_is_named_with_its_box(layout: TensorLayout, message: str) -> Non
     with pytest.raises(CoverageError, match=message) as err:
         join_tables(said)
     assert "tensor v" not in str(err.value)
+    with pytest.raises(CoverageError, match=message):
+        join_tables(said, stored=False)
 
 
 def test_several_holes_of_one_tensor_are_counted() -> None:
