@@ -18,7 +18,7 @@ _TIMEOUT = 10.0
 @click.option("--timeout", type=float, default=_TIMEOUT, show_default=True, metavar="SECONDS", help="Give up if nothing answers.")
 @options
 def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bool) -> None:
-    """Show which versions the source at ADDRESS keeps, which sink has which, and who is late.
+    """Show which versions the source at ADDRESS keeps, which sink has which, from whom it took it, and who is late.
 
     The source's secret is CKPT_LIVE_SECRET, or is found by itself on the machine of its leader, in its account. With -q, print the step of
     the newest version.
@@ -62,7 +62,8 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
                 "-" if sink.step is None else str(sink.step),
                 f"{doing}, late" if sink.late else doing,
                 "" if last is None else f"{newest[last[0]]}: {units.size(last[1])} in {units.duration(last[2])}",
+                ", ".join(f"{who} {units.size(count)}" for who, count in sink.took_from.items()),
                 sink.error or "",
             )
         )
-    output.table(("SINK", ">RANKS", ">STEP", "STATE", "LAST TAKE", "~ERROR"), rows)
+    output.table(("SINK", ">RANKS", ">STEP", "STATE", "LAST TAKE", "FROM", "~ERROR"), rows)

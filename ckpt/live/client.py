@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
+import numpy as np
 import xxhash
 
 from ckpt.concurrency.workers import Pending, run_tasks
@@ -32,7 +33,23 @@ from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
 
 from .delta import PieceBase, Place, apply_changes
-from .pull_messages import CHANGES, FAILED, KNOWN, LENGTH, MACHINE, MOST_LIST, OPENED, PULL, PULL_KIND, PURPOSE, UNOPENED, receive_error
+from .pull_messages import (
+    CHANGES,
+    DIGESTS,
+    DIGESTS_KIND,
+    FAILED,
+    KNOWN,
+    LENGTH,
+    MACHINE,
+    MOST_LIST,
+    OPENED,
+    PULL,
+    PULL_KIND,
+    PURPOSE,
+    UNOPENED,
+    receive_error,
+)
+from .relays.box_digests import box_digests
 from .wire import Address, dial
 
 log = logging.getLogger("ckpt")
@@ -43,15 +60,21 @@ REPLACED = (GroupError, NotFoundError, CorruptError)
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A rank that serves pieces. ``network`` is that of its machine (``ckpt.transport.endpoints.network``)."""
+    """A rank that serves pieces. ``network`` is that of its machine (``ckpt.transport.endpoints.network``).
+
+    One that is no rank of the source but passes pieces on has the name of its sink (``relay``), calls the version by a name of its own
+    (``version``), and a rank of the source, the ``witness``, tells the digests of what it gives."""
 
     rank: int
     addresses: tuple[Address, ...]
     network: str
+    relay: str = ""
+    version: str = ""
+    witness: Holder | None = None
 
     def __str__(self) -> str:
         host, port = self.addresses[0] if self.addresses else ("nowhere", 0)
-        return f"rank {self.rank} ({host}:{port})"
+        return f"relay {self.relay} ({host}:{port})" if self.relay else f"rank {self.rank} ({host}:{port})"
 
 
 class PieceClient:
@@ -120,19 +143,38 @@ class PieceClient:
                 log.warning(message, len(stale), self.holder, base.version if base is not None else "")
                 self._pull(version, requests, lambda piece, view: place(piece, view) if piece in stale else None, None)
 
+    def digests(self, version: str, requests: RequestList) -> list[list[int]]:
+        """The XXH3-64 of each box of each piece of a list, which others give; raises as ``pull``."""
+        with _naming(self.holder):
+            self._ask(DIGESTS_KIND, version, requests, None)
+            told = []
+            for piece, rows in enumerate(requests.pieces):
+                parcel, number, _, count, digest = RECORD.unpack(self._channel.receive(RECORD.size))
+                if parcel == FAILED:
+                    raise receive_error(self._channel, count)
+                if (parcel, number, count) != (DIGESTS, piece, 8 * len(rows)):
+                    raise FormatError(f"{count} bytes came in the place of the digests of piece {piece}", where=str(self.holder))
+                data = self._channel.receive(count)
+                self._check(memoryview(data), digest)
+                told.append(np.frombuffer(data, "<u8").tolist())
+            return told
+
     def _pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None) -> set[int]:
         """One pull; the pieces whose base was another one, which are not placed."""
         stale: set[int] = set()
-        channel, name, base_name = self._channel, version.encode(), b"" if base is None else base.version.encode()
-        if len(requests.packed) > MOST_LIST:
-            raise FormatError(f"a list of requests of {len(requests.packed)} bytes is too long", hint="take fewer tensors at once (only=)")
-        channel.send(PULL.pack(PULL_KIND, len(name), len(base_name), requests.digest), name, base_name)
-        if channel.receive(1) != KNOWN:
-            channel.send(LENGTH.pack(len(requests.packed)), requests.packed)
+        self._ask(PULL_KIND, version, requests, base)
         for piece in range(len(requests.pieces)):
             if not self._take(piece, requests, partial(place, piece), base):
                 stale.add(piece)
         return stale
+
+    def _ask(self, kind: int, version: str, requests: RequestList, base: PieceBase | None) -> None:
+        channel, name, base_name = self._channel, version.encode(), b"" if base is None else base.version.encode()
+        if len(requests.packed) > MOST_LIST:
+            raise FormatError(f"a list of requests of {len(requests.packed)} bytes is too long", hint="take fewer tensors at once (only=)")
+        channel.send(PULL.pack(kind, len(name), len(base_name), requests.digest), name, base_name)
+        if channel.receive(1) != KNOWN:
+            channel.send(LENGTH.pack(len(requests.packed)), requests.packed)
 
     def _take(self, piece: int, requests: RequestList, place: Callable[[memoryview], None], base: PieceBase | None) -> bool:
         """One piece; False if its base is another one than the holder's, and it was not placed."""
@@ -186,7 +228,7 @@ class PieceClient:
 
     def _check(self, view: memoryview, digest: int) -> None:
         if xxhash.xxh3_64_intdigest(view) != digest:
-            raise damaged(self.holder.rank)
+            raise damaged(str(self.holder))
 
 
 def _opened(announcement: bytes) -> AttachedPool | None:
@@ -207,12 +249,12 @@ def _naming(holder: Holder) -> Iterator[None]:
     try:
         yield
     except CkptError as err:
-        if isinstance(err, GroupError) and not err.ranks:
+        if isinstance(err, GroupError) and not err.ranks and not holder.relay:
             err.ranks = (holder.rank,)
         raise
     except OSError as err:
         lost = RankFailedError(f"{holder} is gone: {err}", hint="look why that process ended")
-        lost.ranks = (holder.rank,)
+        lost.ranks = () if holder.relay else (holder.rank,)
         raise lost from err
 
 
@@ -278,20 +320,41 @@ def pull_all(
         if stop.is_set():
             raise CancelledError("another part of the transfer failed")
 
+    def witnessed(witness: Holder, requests: RequestList) -> list[list[int]]:
+        """What the source says of boxes that a relay gives. Where that rank is lost, the digests that the relay has kept must do."""
+        try:
+            client = PieceClient(witness, secret, timeout, alive=going, shared=False)
+            try:
+                return client.digests(version, requests)
+            finally:
+                client.close()
+        except GroupError as err:
+            with lock:
+                pulled.lost.setdefault(witness.rank, err)
+        except NotFoundError as err:
+            log.debug("live: %s tells no digests any more: %s", witness, err)
+        return []
+
     def pull(holder: int, share: Share) -> None:
         left = set(range(len(share.requests.pieces)))
+        giver = holders[holder]
+        digests: list[list[int]] = []
 
         def placed(piece: int, view: memoryview) -> None:
             going()
+            if digests and box_digests(share.requests, piece, view) != digests[piece]:
+                raise CorruptError("it gives other bytes than the source has published", where=str(giver), hint="look at its memory")
             place(share, piece, view)
             with lock:
                 left.discard(piece)
                 pulled.received[holder] = pulled.received.get(holder, 0) + share.requests.bytes_of(piece)
 
         try:
-            client = PieceClient(holders[holder], secret, timeout, alive=going, shared=shared, room=room)
+            if giver.witness is not None:
+                digests += witnessed(giver.witness, share.requests)
+            client = PieceClient(giver, secret, timeout, alive=going, shared=shared, room=room)
             try:
-                client.pull(version, share.requests, placed, None if base is None else base.of(share))
+                client.pull(giver.version or version, share.requests, placed, None if base is None or giver.relay else base.of(share))
             finally:
                 with lock:
                     pulled.transferred += client.transferred

@@ -21,7 +21,7 @@ from ckpt.errors import CkptError, FormatError
 from ckpt.formats.deltas.changes import apply_section, encode_run, pack, unpack
 from ckpt.plan.transfers import MOST_PIECE, RequestList
 
-from .holdings import Holdings
+from .holdings import Packable
 
 RESULT = struct.Struct("<Q")
 _BOX = struct.Struct("<IB")
@@ -47,7 +47,7 @@ class PieceComparer:
         self._turn = threading.BoundedSemaphore(ENCODERS)
         self._lock = threading.Lock()
 
-    def changes(self, base: Holdings, new: Holdings, requests: RequestList, piece: int) -> bytes | None:
+    def changes(self, base: Packable, new: Packable, requests: RequestList, piece: int) -> bytes | None:
         """What makes the new version of a piece of the base; None if the piece itself is no longer, or the base lacks some of it.
 
         Raises:
@@ -64,7 +64,7 @@ class PieceComparer:
                     base.pack(requests, piece, before)
                 except CkptError:  # it has other tensors, or its memory is damaged: the new version is not
                     return None
-                itemsizes = [new.tensors[int(requests.numbers[row])].itemsize for row in requests.pieces[piece]]
+                itemsizes = [int(requests.nbytes[row] // requests.shapes[row].prod()) for row in requests.pieces[piece]]
                 return _encoded(before, after, _spans(requests, piece), itemsizes, length)
             finally:
                 with self._lock:

@@ -15,7 +15,7 @@ from ckpt.catalog import TensorEntry
 from ckpt.engine.load.copying import Stored, copy_box
 from ckpt.layout.geometry import Box
 from ckpt.plan.match import common_box
-from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers
+from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers, wanted_digest
 
 from .catalog import LiveCatalog
 from .client import piece_boxes
@@ -56,25 +56,36 @@ class PlanCache:
 
 
 def plan_filling(
-    targets: Iterable[Target], catalog: LiveCatalog, *, rank: int, near: Set[int], cache: PlanCache | None = None, source: object = None
+    targets: Iterable[Target],
+    catalog: LiveCatalog,
+    *,
+    rank: int,
+    near: Set[int],
+    domain: Set[int] = frozenset(),
+    relays: Callable[[str], Sequence[int]] | None = None,
+    cache: PlanCache | None = None,
+    source: object = None,
 ) -> FillPlan:
     """What goes into ``targets`` from whom. Changes nothing. ``source`` tells catalogs apart: with an equal one, names, shapes and holders
-    are equal, and the transfers of ``cache`` are taken where the boxes are equal too.
+    are equal, and the transfers of ``cache`` are taken where the boxes are equal too. ``relays`` gives those that have all boxes of a
+    digest (``wanted_digest``).
 
     Raises:
         CoverageError: the source has not all of a tensor.
     """
     bound = list(targets)
     targets, padding, boxes = _resolved(bound, catalog)
-    key = (rank, near, *((entry.alias or entry.name, wanted) for (_, entry), wanted in zip(targets, boxes, strict=True)))
-    if cache is not None and cache.transfers is not None and source is not None and (cache.source, cache.key) == (source, key):
-        return FillPlan(bound=bound, catalog=catalog, targets=targets, padding=padding, transfers=cache.transfers)
+    key = (rank, near, domain, *((entry.alias or entry.name, wanted) for (_, entry), wanted in zip(targets, boxes, strict=True)))
+    known = None if cache is None or source is None or (cache.source, cache.key) != (source, key) else cache.transfers
+    if relays is None and known is not None:
+        return FillPlan(bound=bound, catalog=catalog, targets=targets, padding=padding, transfers=known)
     wants = [
         Want(entry.name, catalog.number(entry), entry.dtype.itemsize, entry.grid, catalog.holders(entry), wanted)
         for (_, entry), wanted in zip(targets, boxes, strict=True)
     ]
-    transfers = plan_transfers(wants, rank=rank, near=near)
-    if cache is not None:
+    passing = relays(wanted_digest(wants)) if relays is not None else ()
+    transfers = plan_transfers(wants, rank=rank, near=near, domain=domain, relays=passing)
+    if cache is not None and not passing:
         cache.source, cache.key, cache.transfers = source, key, transfers
     return FillPlan(bound=bound, catalog=catalog, targets=targets, padding=padding, transfers=transfers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,19 @@ class TensorParts(NamedTuple):
     parts: Sequence[BoxMemory]
 
 
+class Packable(Protocol):
+    """A version as servers give it: all that this rank has, or what it has so far."""
+
+    def ready(self, requests: RequestList, piece: int, seconds: float) -> bool:
+        """Whether a piece can be packed, within some seconds."""
+
+    def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
+        """Pack a piece that is ready."""
+
+    def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
+        """The bytes of a piece that is ready, as views that nothing changes before they are sent."""
+
+
 def array_rows(memory: npt.NDArray[np.generic], slices: tuple[slice, ...]) -> npt.NDArray[np.generic]:
     """The ``Rows`` of numpy arrays."""
     return memory[slices]
@@ -49,6 +62,10 @@ class Holdings:
     check: Check | None = None
     is_sealed: bool = False
     """Whether the memory cannot change any more: then it is sent as it lies, where that can be."""
+
+    def ready(self, requests: RequestList, piece: int, seconds: float) -> bool:
+        """All is here."""
+        return True
 
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
         """Pack the boxes of a piece into ``out``, row-major, each at its place; how many bytes that is.

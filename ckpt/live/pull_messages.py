@@ -10,6 +10,8 @@ the list, if it is unknown ─────────────────�
         ◄───────── a record for each piece in order, with its digest; its bytes, or what changed in it since the base, follow,
                    or its bytes lie in a slot
 pull: …
+
+With "digests" in the place of "pull", each record is followed by the digests of the piece's boxes, and not by their bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ MOST_MACHINE = 4096
 OPENED, UNOPENED = b"o", b"n"
 PULL = struct.Struct("<BHI16s")
 """Kind of message, bytes of the version's name, bytes of the name of the base (0: none), digest of the list. Both names follow."""
-PULL_KIND = 1
+PULL_KIND, DIGESTS_KIND = 1, 2
 MOST_VERSION = 512
 KNOWN, UNKNOWN = b"k", b"u"
 LENGTH = struct.Struct("<Q")
@@ -42,6 +44,8 @@ FAILED = 0xFFFFFFFE
 """In place of a parcel: an error follows, as JSON."""
 CHANGES = 0xFFFFFFFD
 """In place of a parcel: not the bytes of a piece follow, but what makes them of the base (``delta``)."""
+DIGESTS = 0xFFFFFFFC
+"""In place of a parcel: the digests of the boxes of a piece follow."""
 MOST_ERROR = 64 * limits.KIB
 
 

@@ -18,6 +18,10 @@ WAIT = 0.5
 """Seconds after which a sink that waits for a version is told that there is none yet: it asks again, and both see that the other lives."""
 REMEMBERED = 1024
 """Sinks that are gone, of which the report still tells."""
+FORMING = 1.0
+"""Seconds within which a sink that passes a version on says so, once it was told of it: as long the next one waits for it."""
+MOST_RELAYS = 7
+"""Sinks that another one is told to take from: with the source, as many as one receiver divides its requests among."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +52,15 @@ class SinkRecord:
     left: bool = False
     error: str | None = None
     took: dict[str, Row] = field(default_factory=dict)
-    """By digest of the version: bytes and seconds."""
+    """By digest of the version: bytes, seconds, and bytes by whom they came from."""
+    forming: str = ""
+    """The version that it takes and will pass on, as long as it has not said from where."""
+    forming_until: float = 0.0
+    offered: str = ""
+    """The version that its ranks pass on; ``relays`` says where each of them is."""
+    relays: Sequence[Row] = ()
+    receivers: int = 0
+    """Sinks that were told to take from it."""
 
 
 class VersionRegistry:
@@ -103,6 +115,8 @@ class VersionRegistry:
                     return self._newest(peer, question, after)
                 case "blobs":
                     return self._give(question["digests"])
+                case "offer":
+                    return self._offer(peer, question)
                 case "progress":
                     return self._note(peer, question)
                 case "leave":
@@ -117,12 +131,51 @@ class VersionRegistry:
 
     def _newest(self, peer: str, question: Row, after: Version | None) -> Answer:
         with self._condition:
-            self._sink(peer, question).taking = None
+            sink = self._sink(peer, question)
+            sink.taking, sink.offered, sink.relays, sink.forming = None, "", (), ""
             self._condition.wait_for(lambda: self._versions and self._versions[-1].version != after, WAIT)
             if not self._versions or self._versions[-1].version == after:
                 return {"version": None}, ()
+            if question["relays"] is not None:
+                self._await_turn(sink, self._versions[-1].version.digest, float(question["relays"]))
             newest = self._versions[-1]
-        return {"version": newest.version.to_json(), "holders": list(newest.holders)}, [newest.data]
+            relays = self._relays(sink, newest.version.digest, question)
+        return {"version": newest.version.to_json(), "holders": list(newest.holders), "relays": relays}, [newest.data]
+
+    def _await_turn(self, sink: SinkRecord, digest: str, patience: float) -> None:
+        """Sinks that hear of a version at once form a tree: each begins when the one before can be taken from."""
+        end = time.monotonic() + patience
+        while True:
+            now = time.monotonic()
+            until = max((s.forming_until for s in self._sinks.values() if s is not sink and s.forming == digest), default=0.0)
+            if now >= min(until, end):
+                break
+            self._condition.wait(min(until, end) - now)
+        sink.forming, sink.forming_until = digest, now + FORMING
+
+    def _relays(self, sink: SinkRecord, digest: str, question: Row) -> list[Row]:
+        """Where other sinks pass a version on: the nearest, of these the least used; so many for each set of boxes."""
+        given: dict[str, list[SinkRecord]] = {}
+        for each in self._sinks.values():
+            if each is not sink and each.offered == digest and each.relays and not (each.lost or each.left):
+                given.setdefault(str([row["wanted"] for row in each.relays]), []).append(each)
+
+        def distance(other: SinkRecord) -> tuple[bool, bool, int]:
+            return other.relays[0]["machine"] != question["machine"], other.relays[0]["domain"] != question["domain"], other.receivers
+
+        chosen = [each for group in given.values() for each in sorted(group, key=distance)[:MOST_RELAYS]]
+        for each in chosen:
+            each.receivers += 1
+        return [{**row, "sink": each.name} for each in chosen for row in each.relays]
+
+    def _offer(self, peer: str, question: Row) -> Answer:
+        """A sink says from where others can take the version that it takes."""
+        with self._condition:
+            sink = self._sink(peer, question)
+            sink.offered, sink.relays, sink.receivers = Version.from_json(question["version"]).digest, list(question["relays"]), 0
+            sink.forming = ""
+            self._condition.notify_all()
+        return {}, ()
 
     def _sink(self, peer: str, question: Row) -> SinkRecord:
         """Who asks; it may have another connection than before."""
@@ -144,21 +197,29 @@ class VersionRegistry:
         version = Version.from_json(question["version"])
         with self._condition:
             sink = self._sink(peer, question)
-            sink.error = None
+            sink.error, sink.forming = None, sink.forming if question["phase"] == "taking" else ""
+            self._condition.notify_all()
             if question["phase"] == "taking":
                 sink.taking, sink.since = version, time.time()
             elif question["phase"] == "taken":
                 sink.has, sink.taking = version, None
-                sink.took[version.digest] = {"bytes": int(question["bytes"]), "seconds": float(question["seconds"])}
+                sink.took[version.digest] = {
+                    "bytes": int(question["bytes"]),
+                    "seconds": float(question["seconds"]),
+                    "from": dict(question["took_from"]),
+                }
             else:
                 sink.taking, sink.error = None, str(question["error"])[:2000]
+                sink.offered, sink.relays = "", ()
         return {}, ()
 
     def gone(self, peer: str) -> None:
         """The connection of a peer has ended."""
         with self._condition:
             for sink in self._sinks.values():
-                sink.lost = sink.lost or (sink.peer == peer and not sink.left)
+                if sink.peer == peer:
+                    sink.lost, sink.forming = not sink.left, ""
+            self._condition.notify_all()
             for name in [name for name, sink in self._sinks.items() if sink.lost or sink.left][:-REMEMBERED]:
                 del self._sinks[name]
 
@@ -188,6 +249,7 @@ class VersionRegistry:
                         "ranks": s.ranks,
                         "state": "left" if s.left else "lost" if s.lost else "taking" if s.taking else "waiting",
                         "step": None if s.has is None else s.has.step,
+                        "relays": bool(s.relays) and not (s.lost or s.left),
                         "late": not (s.lost or s.left) and newest is not None and s.has != newest,
                         "taking": None if s.taking is None else {"step": s.taking.step, "seconds": round(now - s.since, 3)},
                         "took": [{"digest": d, **row} for d, row in s.took.items() if d in known],

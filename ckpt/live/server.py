@@ -23,9 +23,11 @@ from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 
 from .connections import ConnectionServer
 from .delta import PieceComparer
-from .holdings import Holdings
+from .holdings import Packable
 from .pull_messages import (
     CHANGES,
+    DIGESTS,
+    DIGESTS_KIND,
     KNOWN,
     LENGTH,
     MACHINE,
@@ -39,6 +41,7 @@ from .pull_messages import (
     UNKNOWN,
     send_error,
 )
+from .relays.box_digests import BoxDigests
 from .wire import Channel
 
 SLOTS = 12
@@ -58,7 +61,7 @@ class PieceServer:
     """Serves ``holdings(version)``, which raises NotFoundError where there is no such version. ``addresses`` are where it listens."""
 
     def __init__(
-        self, holdings: Callable[[str], Holdings], secret: bytes, timeout: float, *, store: str | None = None, delta: bool = False
+        self, holdings: Callable[[str], Packable], secret: bytes, timeout: float, *, store: str | None = None, delta: bool = False
     ) -> None:
         """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``delta``: who has a version
         that is still here, and lies on another machine, gets what changed since.
@@ -71,6 +74,7 @@ class PieceServer:
         self._pool = SlotPool(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
         self._lists = _Lists()
         self._comparer = PieceComparer() if delta else None
+        self._digests = BoxDigests()
         self._lock = threading.Lock()
         self._sent = 0
         self._serving = 0
@@ -117,7 +121,7 @@ class PieceServer:
     def _answer(self, channel: Channel, outlet: _Outlet) -> None:
         """One pull. What goes wrong with the version or a box is told, and ends the pull alone."""
         kind, length, base_length, digest = PULL.unpack(channel.receive(PULL.size))
-        if kind != PULL_KIND or length > MOST_VERSION or base_length > MOST_VERSION:
+        if kind not in (PULL_KIND, DIGESTS_KIND) or length > MOST_VERSION or base_length > MOST_VERSION:
             raise FormatError(f"a message of kind {kind}, names of {length} and {base_length} bytes", where=channel.peer)
         version = channel.receive(length).decode("utf-8", "replace")
         base_version = channel.receive(base_length).decode("utf-8", "replace")
@@ -136,12 +140,16 @@ class PieceServer:
             return
         try:
             for piece in range(len(requests.pieces)):
+                if kind == DIGESTS_KIND:
+                    outlet.put_beside(DIGESTS, piece, self._digests.of_piece(version, holdings, requests, piece))
+                    continue
+                outlet.await_ready(holdings, requests, piece)
                 with self._lock:  # first: who has the last piece may look at it
                     self._sent += requests.bytes_of(piece)
                 if base is not None and self._comparer is not None:
                     changes = self._comparer.changes(base, holdings, requests, piece)
                     if changes is not None:
-                        outlet.put_changes(piece, changes)
+                        outlet.put_beside(CHANGES, piece, changes)
                         continue
                 outlet.put(holdings, requests, piece, most=max(1, min(IN_FLIGHT, SLOTS // self._serving)))
             outlet.settle(0)
@@ -151,7 +159,7 @@ class PieceServer:
             outlet.settle(0)
             _send_failure(channel, err)
 
-    def _base(self, version: str) -> Holdings | None:
+    def _base(self, version: str) -> Packable | None:
         """What a receiver says that it has; None if changes since then cannot be told."""
         if self._comparer is None:
             return None
@@ -177,7 +185,7 @@ class _Outlet:
         self._lent: deque[int] = deque()
         self._sign_at = 0.0
 
-    def put(self, holdings: Holdings, requests: RequestList, piece: int, *, most: int) -> None:
+    def put(self, holdings: Packable, requests: RequestList, piece: int, *, most: int) -> None:
         """Pack a piece, once this receiver has fewer than ``most`` slots, and give it."""
         self.settle(most - 1)
         self._sign_at = time.monotonic() + _SIGN_SECONDS
@@ -199,10 +207,23 @@ class _Outlet:
             if slot not in self._lent:
                 self._pool.release(slot)
 
-    def put_changes(self, piece: int, changes: bytes) -> None:
-        """Give what makes a piece of the receiver's base."""
-        digest = xxhash.xxh3_64_intdigest(changes)
-        self._channel.send(RECORD.pack(CHANGES, piece, IN_STREAM, len(changes), digest), changes)
+    def put_beside(self, parcel: int, piece: int, data: bytes) -> None:
+        """Give what makes a piece of the receiver's base (``CHANGES``), or the digests of its boxes (``DIGESTS``)."""
+        self._channel.send(RECORD.pack(parcel, piece, IN_STREAM, len(data), xxhash.xxh3_64_intdigest(data)), data)
+
+    def await_ready(self, holdings: Packable, requests: RequestList, piece: int) -> None:
+        """Wait until a piece is here: a relay may still be taking it.
+
+        Raises:
+            NotFoundError: it does not come.
+            ConnectionError: the receiver is gone.
+        """
+        end = time.monotonic() + self._channel.timeout
+        while not holdings.ready(requests, piece, _SIGN_SECONDS):
+            if time.monotonic() > end:
+                raise NotFoundError(f"a piece has not come here within {self._channel.timeout:g} s", hint="take it from another rank")
+            self._channel.check_open()
+            self._channel.send(RECORD.pack(ALIVE, 0, IN_STREAM, 0, 0))
 
     def settle(self, most: int) -> None:
         """Wait until the receiver has at most so many slots.

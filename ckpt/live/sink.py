@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,9 +29,23 @@ from ckpt.transport.shm_pool import machine
 
 from .client import Pulled
 from .control import split_address
+from .relays.relay import Relay, RelayHolders, RelayOffer
+from .relays.relayed import RelayedVersion
 from .secret import sink_secret
 from .source_connection import SourceConnection
-from .take import MatchedTake, OfferedVersion, Puller, SinkCache, StagedTake, TakeReport, match_take, stage_take, switch_take
+from .take import (
+    MatchedTake,
+    OfferedVersion,
+    PlannedTake,
+    Puller,
+    SinkCache,
+    StagedTake,
+    TakeReport,
+    match_take,
+    plan_take,
+    stage_take,
+    switch_take,
+)
 from .versions import Manifest, Version, digest_of_blob
 
 if TYPE_CHECKING:
@@ -51,6 +66,8 @@ class Sink:
         process_group: the ranks of this engine, if not all of its job.
         switch: ``"double"``: what comes from other machines is kept beside the state until all ranks have all of theirs. ``"in-place"``
             needs no memory for that: it goes straight into the state, which is torn if the take breaks off (``version``).
+        relay: other sinks whose ranks want the same boxes take from this one too, so that the source sends less. It keeps what came from
+            other machines until the next take, beside the state; so ``switch`` must be ``"double"``.
         only, rename, strict, cast: as for ``ckpt.load``.
         secret: as the source's; by default ``CKPT_LIVE_SECRET``, or what a source on this machine has left in a file of this account.
         timeout: seconds without a sign of life after which a rank, or the source, counts as dead (``CKPT_TIMEOUT``, 600).
@@ -68,6 +85,7 @@ class Sink:
         layout: Layout | None = None,
         process_group: ProcessGroup | None = None,
         switch: Literal["double", "in-place"] = "double",
+        relay: bool = False,
         only: str | Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
@@ -77,6 +95,10 @@ class Sink:
     ) -> None:
         if switch not in ("double", "in-place"):
             raise UsageError(f"switch is 'double' or 'in-place', not {switch!r}")
+        if relay and switch != "double":
+            raise UsageError(
+                "a sink that takes in place has no copy to pass on", hint='relay=True needs switch="double"; any sink may take from relays'
+            )
         base = current_group(process_group)
         check_layout(layout, base.ranks)
         self.address = address
@@ -97,7 +119,8 @@ class Sink:
         self._cache = SinkCache()
         self._blobs: dict[str, bytes] = {}
         """What the last version that all ranks have taken refers to."""
-        self._source = SourceConnection(address, self._secret, self._options.timeout, self._group.size)
+        self._source = SourceConnection(address, self._secret, self._options.timeout, self._group.size, relays=relay)
+        self._relay = Relay(self._secret, self._options.timeout) if relay else None
         self._version: Version | None = None
         self._base: str | None = None
         """How holders call the version that the state is."""
@@ -147,8 +170,7 @@ class Sink:
             if taken is not None:
                 self.report = taken
                 self._blobs = dict(offered.blobs)
-                received = taken.mapped + sum(taken.received.values())
-                self._source.tell(offered.version, "taken", bytes=received, seconds=round(taken.seconds, 6))
+                self._source.tell_taken(offered.version, taken.took_from, taken.seconds)
                 return offered.version
             log.info("live: %s was dropped before it was taken; looking for a newer one", offered.version)
         raise AssertionError("the last try returns or raises")
@@ -170,6 +192,8 @@ class Sink:
     def close(self) -> None:
         """End the connection to the source. The state stays as it is."""
         self._source.leave()
+        if self._relay is not None:
+            self._relay.close()
 
     def __enter__(self) -> Sink:
         return self
@@ -199,7 +223,7 @@ class Sink:
                     except NotFoundError:  # it was dropped between the two questions
                         if tries == _DROPS - 1:
                             raise
-                holders = answer["holders"]
+                holders = {"source": answer["holders"], "relays": answer["relays"]}
 
                 def hand_on(rows: dict[int, Row]) -> Row:
                     if any(each["after"] != after for each in rows.values()):
@@ -217,12 +241,14 @@ class Sink:
             manifest = Manifest.from_bytes(data)
             blobs = {digest: new[digest] if digest in new else self._blobs[digest] for digest in manifest.blobs()}
             try:
-                by_rank = {int(row["rank"]): row for row in holders}
+                by_rank = {int(row["rank"]): row for row in holders["source"]}
+                offers = [RelayOffer.from_json(row) for row in holders["relays"]]
             except (KeyError, TypeError, ValueError) as err:
                 raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=self.address) from err
             if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
                 raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
-            return OfferedVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank)
+            relays = RelayHolders(ranks=by_rank, offers=offers)
+            return OfferedVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank, relays=relays)
 
     # ---- take
 
@@ -247,65 +273,74 @@ class Sink:
         switch = self._switch(job, staged, puller, last=last)
         if switch is None:
             return None
-        switched, pulled = switch
+        switched, pulled, took_from = switch
         done = time.monotonic()
         call.linger()
-        return TakeReport(
-            version=offered.version,
-            needed=staged.plan.transfers.needed,
-            mapped=sum(staged.plan.transfers.shares[rank].requests.total for rank in staged.mapped),
-            received=pulled.received,
-            transferred=pulled.transferred,
-            lost={rank: str(err) for rank, err in pulled.lost.items()},
-            waited=waited,
-            seconds=done - began,
-            switch=done - switched,
-            missing=matched.missing,
-            unexpected=matched.unexpected,
-        )
+        return TakeReport.of(staged, pulled, took_from, waited=waited, seconds=done - began, switch=done - switched)
 
     def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller, *, last: bool) -> StagedTake | None:
         """Bring everything here; None on all ranks if the version was dropped for one of them. ``last``: then that is an error."""
+        relayed, planned = None, None
+        if self._relay is not None:
+            relayed, planned = self._offer(job, self._relay, matched, puller)
         with job.call.phase("stage"):
             staged: StagedTake | None = None
-            dropped = False
             try:
-                staged = stage_take(matched, puller, self._cache, in_place=self._in_place)
+                if planned is None:
+                    planned = plan_take(matched, puller, self._cache, in_place=self._in_place)
+                staged = stage_take(planned, puller, self._cache, in_place=self._in_place, relayed=relayed)
             except NotFoundError:
                 if last:
                     raise
-                dropped = True
-            agreed = job.agree({"dropped": dropped}, _whether_dropped)
+            finally:
+                if staged is None and self._relay is not None:  # who waits for what does not come asks others
+                    self._relay.end()
+            agreed = job.agree({"dropped": staged is None}, _whether_dropped)
         return None if agreed["dropped"] else staged
 
-    def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller, *, last: bool) -> tuple[float, Pulled] | None:
+    def _offer(self, job: LoadJob, relay: Relay, matched: MatchedTake, puller: Puller) -> tuple[RelayedVersion | None, PlannedTake]:
+        """Before anything comes: let other sinks take it from the ranks of this one. Ranks that read memory of the source's machine have
+        nothing that others could not have from there."""
+        with job.call.phase("offer"):
+            for memory in relay.end():
+                self._cache.give(memory)
+            planned = plan_take(matched, puller, self._cache, in_place=False)
+            relayed = None if planned.mapped or not planned.left.shares else relay.begin()
+            row = {} if relayed is None else relay.row(relayed, planned.plan.transfers.wanted)
+            version = matched.offered.version
+            job.agree(row, lambda rows: self._source.offer(version, [each for each in rows.values() if each]))
+        return relayed, planned
+
+    def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller, *, last: bool) -> tuple[float, Pulled, dict[str, int]] | None:
         """All ranks have all of it: bring it into the state. What breaks off here leaves a mix of versions, and that is known.
 
         None on all ranks if an in-place take lost its version on the way: the state is torn then, and the next try brings another one.
         """
-        version = staged.matched.offered.version
+        matched = staged.planned.matched
+        version = matched.offered.version
         was = "what was there before" if self._version is None or self._torn is not None else str(self._version)
         torn = f"the state is a mix of {was} and {version}, as a take broke off"
-        setters = self._accept(job, staged.matched, torn)
+        setters = self._accept(job, matched, torn)
         began = time.monotonic()
         with job.call.phase("switch"):
             self._torn = torn
             pulled: Pulled | None = None
             try:
                 pulled = switch_take(staged, puller, self._cache, setters, self.address)
-                self._version, self._base = version, staged.matched.offered.manifest.name
+                self._version, self._base = version, matched.offered.manifest.name
             except NotFoundError:
                 if last or not self._in_place:
                     raise
             try:
-                agreed = job.agree({"dropped": pulled is None}, _whether_dropped)
+                row = {"dropped": pulled is None, "from": {} if pulled is None else staged.came_from(pulled)}
+                agreed = job.agree(row, lambda rows: _whether_dropped(rows) | {"from": _summed(row["from"] for row in rows.values())})
             except DeadlineError:  # a rank died or hangs, with all that it needs: what is here is whole
                 self._torn = None if not self._in_place else torn
                 raise
         if pulled is None or agreed["dropped"]:
             return None
         self._torn = None
-        return began, pulled
+        return began, pulled, agreed["from"]
 
     def _accept(self, job: LoadJob, matched: MatchedTake, torn: str) -> Sequence[Callable[[], None]]:
         """Objects of the state may refuse theirs: where there are any, all ranks hear of it before a tensor changes."""
@@ -321,6 +356,13 @@ class Sink:
 def _whether_dropped(rows: dict[int, Row]) -> Row:
     """Leader: did a rank find that the version is there no longer."""
     return {"dropped": any(row["dropped"] for row in rows.values())}
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
 
 
 def _nothing(rows: dict[int, Row]) -> None:

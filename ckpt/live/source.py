@@ -159,6 +159,7 @@ class Source:
         with call.phase("serve"):
             server = self._server = PieceServer(self._holdings, self._secret, self._timeout, store=store, delta=self._delta)
             row: Row = {"addresses": server.addresses, "network": server.network, "machine": machine(), "pid": os.getpid()}
+            row |= {"domain": settings.domain(), "delta": self._delta}
             if port is None:
                 call.follow(row)
                 return

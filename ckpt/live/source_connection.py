@@ -6,12 +6,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 
+from ckpt import settings
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError
+from ckpt.transport.shm_pool import machine
 
 from .control import ControlClient, split_address
 from .versions import Version, digest_of_blob
@@ -41,28 +43,38 @@ def check_holders(rows: object, where: str) -> None:
 
 
 class SourceConnection:
-    """A connection that is made when something is asked, and again when it was lost. ``ranks``: how many the sink has."""
+    """A connection that is made when something is asked, and again when it was lost. ``ranks``: how many the sink has.
+    ``relays``: it passes on what it takes."""
 
-    def __init__(self, address: str, secret: bytes, timeout: float, ranks: int) -> None:
+    def __init__(self, address: str, secret: bytes, timeout: float, ranks: int, *, relays: bool) -> None:
         self._address = address
         self._secret = secret
         self._timeout = timeout
+        self._relays = relays
         name = f"{socket.gethostname()}:{os.getpid()}/{next(_numbers)}"
         self._who: Row = {"name": split_address(address)[2], "sink": name, "ranks": ranks}
         self._client: ControlClient | None = None
 
     def newest(self, after: Version | None, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
         """The newest version and where its parts are, and the bytes of its manifest; waits until ``end`` for another one than ``after``.
+        A sink that relays may be told a moment later, when it can take from those before it.
 
         Raises:
             DeadlineError: there is none by then; or the source cannot be reached, or does not answer.
             GroupError: it is gone.
         """
+        question: Row = {
+            "op": "newest",
+            "after": None if after is None else after.to_json(),
+            "machine": machine(),
+            "domain": settings.domain(),
+        }
         tries = 2  # a source that has started again has closed the old connection
         while True:
             alive()
+            patience = max(0.0, min(self._timeout / 4, end - time.monotonic())) if self._relays else None
             try:
-                answer, data = self._ask({"op": "newest", "after": None if after is None else after.to_json()}, end, alive)
+                answer, data = self._ask(question | {"relays": patience}, end, alive)
             except CkptError as err:
                 tries -= 1
                 self.disconnect()
@@ -99,12 +111,23 @@ class SourceConnection:
                 raise CorruptError("a part of a version's manifest came damaged", where=self._address, hint="take again")
         return blobs
 
+    def offer(self, version: Version, relays: Sequence[Row]) -> None:
+        """Let other sinks take a version from ranks of this one; or say that they cannot, with none."""
+        self._tell({"op": "offer", "version": version.to_json(), "relays": relays})
+
     def tell(self, version: Version, phase: str, **more: object) -> None:
         """Let the source know how far this sink is. That it does not hear it harms nothing."""
+        self._tell({"op": "progress", "phase": phase, "version": version.to_json(), **more})
+
+    def tell_taken(self, version: Version, took_from: Mapping[str, int], seconds: float) -> None:
+        """Let the source know that this sink has a version, and by whom its bytes came."""
+        self.tell(version, "taken", bytes=sum(took_from.values()), seconds=round(seconds, 6), took_from=took_from)
+
+    def _tell(self, message: Row) -> None:
         if self._client is None:
             return
         try:
-            self._client.ask({**self._who, "op": "progress", "phase": phase, "version": version.to_json(), **more})
+            self._client.ask({**self._who, **message})
         except CkptError as err:
             log.debug("live: the source was not told: %s", err)
             self.disconnect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ class VersionStatus:
 class SinkStatus:
     """A sink: ``state`` is ``"waiting"``, ``"taking"``, ``"left"`` or ``"lost"``; ``step`` is of the version that it has.
     ``late``: there is a newer one. ``seconds`` since it began to take a version. ``took``: digest, bytes and seconds of each kept version
-    that it has taken."""
+    that it has taken; ``took_from``: the bytes of the last of these by whom they came from, ``"source"`` or another sink. ``relays``: it
+    passes the version on that it has, or takes."""
 
     sink: str
     ranks: int
@@ -36,6 +37,8 @@ class SinkStatus:
     late: bool
     seconds: float | None
     took: tuple[tuple[str, int, float], ...]
+    took_from: Mapping[str, int]
+    relays: bool
     error: str | None
 
 
@@ -64,6 +67,8 @@ class SourceStatus:
                     late=s["late"],
                     seconds=s["taking"]["seconds"] if s["taking"] else None,
                     took=tuple((t["digest"], t["bytes"], t["seconds"]) for t in s["took"]),
+                    took_from=s["took"][-1]["from"] if s["took"] else {},
+                    relays=s["relays"],
                     error=s["error"],
                 )
                 for s in data["sinks"]

@@ -2,6 +2,7 @@
 
     find     the newest version: its manifest, and where each rank of the source is
     match    the state is bound to it, as in a load; all problems of all ranks in one error
+    plan     what comes from whom; a sink that relays tells the source that others may ask it
     stage    pieces of other machines come into memory of our own; segments of this machine are mapped; all is compared with its digests
     switch   all ranks have all: now it is copied into the state, from our own machine's memory alone
 
@@ -11,12 +12,14 @@ Nothing of the state changes before the switch. In-place takes have no memory fo
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt import settings
 from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.shard_cache import ShardCache
@@ -35,18 +38,23 @@ from ckpt.settings import limits
 from .catalog import LiveCatalog
 from .client import Holder, PullBase, Pulled, pull_all
 from .filling import Filling, FillPlan, PlanCache, plan_filling
+from .relays.relay import RelayHolders
+from .relays.relayed import RelayedVersion
 from .segments.mapped import LocalHolder, SegmentShare, check_local, copy_local, open_local
 from .segments.published import SegmentLayout
 from .versions import Manifest, Version, catalog_of, tensors_of
 
 Bytes = npt.NDArray[np.uint8]
+SOURCE = "source"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeReport:
     """What a take did on this rank. Bytes: ``needed`` by its state, as the source has them; ``mapped``: copied from memory of other
-    processes of this machine; ``received`` from other ranks of the source, by rank; ``transferred`` came for these over the network or in
-    slots: fewer, where only changes came. ``lost``: ranks that others stood in for, and why.
+    processes of this machine; ``received`` from other ranks of the source, by rank; ``relayed`` from other sinks, by their names;
+    ``transferred`` came for these over the network or in slots: fewer, where only changes came. ``lost``: ranks of the source, and
+    ``lost_relays``: sinks, that others stood in for, and why. ``took_from``: bytes of all ranks of the sink by whom they came from,
+    ``"source"`` or another sink.
     ``waited``: seconds for the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state.
     ``missing``, ``unexpected``, as for ``ckpt.load``."""
 
@@ -54,13 +62,41 @@ class TakeReport:
     needed: int
     mapped: int
     received: Mapping[int, int]
+    relayed: Mapping[str, int]
     transferred: int
     lost: Mapping[int, str]
+    lost_relays: Mapping[str, str]
+    took_from: Mapping[str, int]
     waited: float
     seconds: float
     switch: float
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, staged: StagedTake, pulled: Pulled, took_from: Mapping[str, int], *, waited: float, seconds: float, switch: float
+    ) -> TakeReport:
+        """Of a take that has ended."""
+        matched = staged.planned.matched
+        offered = matched.offered
+        lost = {rank: (offered.relays.offer_of(rank), str(err)) for rank, err in pulled.lost.items()}
+        return cls(
+            version=offered.version,
+            needed=staged.planned.plan.transfers.needed,
+            mapped=staged.planned.mapped_bytes,
+            received={rank: count for rank, count in pulled.received.items() if rank in offered.holders},
+            relayed={who: count for who, count in staged.came_from(pulled).items() if who != SOURCE},
+            transferred=pulled.transferred,
+            lost={rank: why for rank, (offer, why) in lost.items() if offer is None},
+            lost_relays={offer.sink: why for offer, why in lost.values() if offer is not None},
+            took_from=took_from,
+            waited=waited,
+            seconds=seconds,
+            switch=switch,
+            missing=matched.missing,
+            unexpected=matched.unexpected,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +107,7 @@ class OfferedVersion:
     manifest: Manifest
     blobs: Mapping[str, bytes]
     holders: Mapping[int, Row]
+    relays: RelayHolders
 
 
 @dataclass(eq=False)
@@ -119,6 +156,10 @@ class SinkCache:
             if len(self.buffers[number]) >= length:
                 return self.buffers.pop(number)
         return np.empty(max(length, limits.CACHE_BLOCK), dtype=np.uint8)
+
+    def give(self, memory: memoryview) -> None:
+        """Memory of a piece that nobody reads any more."""
+        self.buffers.append(np.frombuffer(memoryview(memory.obj), dtype=np.uint8))  # all of what the view is a part of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,16 +212,37 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StagedTake:
-    """All that this rank needs is here, and compared with its digests; or, in place, will come."""
+class PlannedTake:
+    """What comes from whom: from ``mapped`` segments of this machine, and what is ``left`` in pieces."""
 
     matched: MatchedTake
     plan: FillPlan
     mapped: Mapping[int, LocalHolder]
+    left: TransferPlan
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(self.plan.transfers.shares[rank].requests.total for rank in self.mapped)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedTake:
+    """All that this rank needs is here, and compared with its digests; or, in place, will come. ``is_relayed``: others read the pieces."""
+
+    planned: PlannedTake
+    is_relayed: bool
     pieces: Sequence[tuple[Share, int, memoryview]]
     pulled: Pulled
     left: TransferPlan | None
     """What comes during the switch, in place."""
+
+    def came_from(self, pulled: Pulled) -> dict[str, int]:
+        """Bytes of this rank by whom they came from."""
+        came = Counter({SOURCE: self.planned.mapped_bytes})
+        for rank, count in pulled.received.items():
+            offer = self.planned.matched.offered.relays.offer_of(rank)
+            came[SOURCE if offer is None else offer.sink] += count
+        return {who: count for who, count in came.items() if count}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,7 +273,7 @@ class Puller:
             return Pulled()
         return pull_all(
             plan,
-            {rank: _holder(rank, row) for rank, row in offered.holders.items()},
+            offered.relays.holders({rank: _holder(rank, row) for rank, row in offered.holders.items()}),
             place,
             version=offered.manifest.name,
             rank=self.receiver,
@@ -229,21 +291,35 @@ def _holder(rank: int, row: Row) -> Holder:
     return Holder(rank=rank, addresses=tuple((str(host), int(port)) for host, port in row["addresses"]), network=str(row["network"]))
 
 
-def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_place: bool) -> StagedTake:
-    """Bring everything to this machine. Where a segment here is damaged, another holder may have what it had.
+def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_place: bool) -> PlannedTake:
+    """Who gives what; the segments of this machine are mapped, and compared with their digests. Where one is damaged, another holder may
+    have what it had.
 
     Raises:
-        NotFoundError: the version was dropped.
-        CorruptError: bytes are not what was published.
-        RankFailedError, DeadlineError, ExchangeError: a holder is lost, and nobody else has what it had.
+        CorruptError: a segment is damaged, in place: there, nobody waits with the first change for the last piece.
     """
-    offered, local = matched.offered, puller.local
-    near = frozenset(rank for rank, row in offered.holders.items() if local is not None and row["machine"] == local)
+    offered, local, domain = matched.offered, puller.local, settings.domain()
+    near = {rank for rank, row in offered.holders.items() if local is not None and row["machine"] == local}
+    if local is not None:
+        near |= offered.relays.within(machine=local)
+    nearby = {rank for rank, row in offered.holders.items() if domain and row["domain"] == domain}
+    if domain:
+        nearby |= offered.relays.within(domain=domain)
+    # Changes come from the source alone, and are fewer bytes than a relay's pieces.
+    changes = puller.base is not None and any(row["delta"] for row in offered.holders.values())
     with gc_paused():
-        targets = matched.binding.targets.values()
-        plan = plan_filling(targets, matched.catalog, rank=puller.receiver, near=near, cache=cache.plan, source=offered.manifest.tables)
+        plan = plan_filling(
+            matched.binding.targets.values(),
+            matched.catalog,
+            rank=puller.receiver,
+            near=frozenset(near),
+            domain=frozenset(nearby),
+            relays=offered.relays.with_boxes if offered.relays.offers and not changes else None,
+            cache=cache.plan,
+            source=offered.manifest.tables,
+        )
     opened = open_local(
-        [rank for rank in plan.transfers.shares if rank in near],
+        [rank for rank in plan.transfers.shares if rank in near and rank in offered.holders],
         offered.holders,
         offered.manifest,
         lambda rank: cache.layout_of(offered, rank),
@@ -252,6 +328,17 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
     mapped, wrong = check_local(opened, puller.threads, puller.alive)
     if wrong and in_place:  # before anything is changed: may others stand in for them?
         _check_replaceable(plan.transfers, opened.keys() - mapped.keys(), wrong[0])
+    return PlannedTake(matched=matched, plan=plan, mapped=mapped, left=_without(plan.transfers, mapped))
+
+
+def stage_take(planned: PlannedTake, puller: Puller, cache: SinkCache, *, in_place: bool, relayed: RelayedVersion | None) -> StagedTake:
+    """Bring everything to this machine, and into ``relayed`` what this sink passes on.
+
+    Raises:
+        NotFoundError: the version was dropped.
+        CorruptError: bytes are not what was published.
+        RankFailedError, DeadlineError, ExchangeError: a holder is lost, and nobody else has what it had.
+    """
     pieces: list[tuple[Share, int, memoryview]] = []
     lock = threading.Lock()
 
@@ -260,11 +347,13 @@ def stage_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_pla
             return cache.buffer(length).data[:length]
 
     def keep(share: Share, piece: int, view: memoryview) -> None:
+        if relayed is not None:
+            relayed.add(share.requests, piece, view)
         pieces.append((share, piece, view))
 
-    left = _without(plan.transfers, mapped)
-    pulled = Pulled() if in_place else puller.pull(offered, left, Filling(plan), keep, room)
-    return StagedTake(matched=matched, plan=plan, mapped=mapped, pieces=pieces, pulled=pulled, left=left if in_place else None)
+    pulled = Pulled() if in_place else puller.pull(planned.matched.offered, planned.left, Filling(planned.plan), keep, room)
+    left = planned.left if in_place else None
+    return StagedTake(planned=planned, pieces=pieces, pulled=pulled, is_relayed=relayed is not None, left=left)
 
 
 def _check_replaceable(plan: TransferPlan, damaged: Set[int], error: CorruptError) -> None:
@@ -287,22 +376,25 @@ def _without(plan: TransferPlan, mapped: Mapping[int, LocalHolder]) -> TransferP
         near=plan.near - mapped.keys(),
         piece=plan.piece,
         needed=plan.needed,
+        relays=plan.relays,
+        domain=plan.domain,
     )
 
 
 def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: Sequence[Callable[[], None]], where: str) -> Pulled:
     """Copy everything into the state. What an in-place take still lacks comes now."""
-    matched = staged.matched
+    matched, planned = staged.planned.matched, staged.planned.plan
     run_each(matched.binding.create)
-    plan = staged.plan.with_memory() if matched.binding.create else staged.plan
+    plan = planned.with_memory() if matched.binding.create else planned
     filling = Filling(plan)
     devices = devices_of(target for target, _ in plan.targets)
     settle_devices(devices, where)
     filling.zero_padding()
-    copy_local(plan, staged.mapped, puller.threads)
+    copy_local(plan, staged.planned.mapped, puller.threads)
     for share, piece, data in staged.pieces:
         filling.place(share, piece, data)
-        cache.buffers.append(np.frombuffer(memoryview(data.obj), dtype=np.uint8))  # all of what the view is a part of
+        if not staged.is_relayed:
+            cache.give(data)
     pulled = staged.pulled if staged.left is None else puller.pull(matched.offered, staged.left, filling, filling.place)
     settle_devices(devices, where)
     changed([part.memory for target, _ in plan.targets for part in target.parts])

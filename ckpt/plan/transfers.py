@@ -11,7 +11,9 @@
 2. The rest is cut along the outermost dimensions into requests of at most a piece. A request goes to the holder on this machine, or else
    elsewhere, from which this receiver takes least so far: so replicas share the work to within a piece. Which of equals is first follows
    from the receiver's number and the golden ratio, so that many receivers of few bytes spread over the holders too.
-3. The requests to one holder are an ordered table. Neighbours are packed into pieces by ``ckpt.plan.reads.group_sizes``; both sides
+3. Receivers that already have, or are taking, the same boxes pass them on (*relays*): they are further holders of every cell, one for
+   each holder of the source whose part they pass on, since that one tells the digests. Nearest first: this machine, this domain, the rest.
+4. The requests to one holder are an ordered table. Neighbours are packed into pieces by ``ckpt.plan.reads.group_sizes``; both sides
    group alike, so a piece is known by its number.
 
 Tensors of one kind (the same cells, the same boxes) are cut once. Invariant: own copies and requests tile every wanted box.
@@ -131,6 +133,11 @@ class RequestList:
         first = self.offsets.shape[1] - dimensions
         return Box(tuple(self.offsets[request, first:].tolist()), tuple(self.shapes[request, first:].tolist()))
 
+    def key(self, request: int) -> bytes:
+        """By which boxes of one version are told apart: tensor, offset and shape."""
+        columns = self.numbers, self.offsets, self.shapes
+        return b"".join([np.ascontiguousarray(column[request]).tobytes() for column in columns])
+
     def to_bytes(self) -> bytes:
         """Equal for equal lists."""
         wide = any(column.size and int(column.max()) > 0x7FFFFFFF for column in (self.numbers, self.offsets, self.shapes))
@@ -186,6 +193,14 @@ class Share(NamedTuple):
     wants: IntArray
 
 
+def wanted_digest(wants: Sequence[Want]) -> str:
+    """Equal for receivers that want the same boxes of a version, and so make the same requests."""
+    digest = xxhash.xxh3_128()
+    for want in wants:
+        digest.update(repr((want.number, [(box.offset, box.shape) for box in want.boxes])).encode())
+    return digest.hexdigest()
+
+
 class OwnCopy(NamedTuple):
     """A box that the receiver has itself."""
 
@@ -204,6 +219,13 @@ class TransferPlan:
     piece: int
     needed: int
     """Bytes of all wanted boxes, as the source has them."""
+    relays: Sequence[int] = ()
+    domain: Set[int] = frozenset()
+
+    @cached_property
+    def wanted(self) -> str:
+        """The digest of ``wanted_digest``."""
+        return wanted_digest(self.wants)
 
     def without(self, holder: int, share: Share, pieces: Collection[int], lost: Set[int]) -> dict[int, Share]:
         """Who else gives the ``pieces`` of a ``holder``'s share that have not come, when the ranks ``lost`` are gone.
@@ -218,19 +240,31 @@ class TransferPlan:
                 want = self.wants[place]
                 box = share.requests.box(request, len(want.boxes[0].shape))
                 (copy,) = overlapping_chunks(want.grid, box)
-                ranks = [rank for rank in want.holders[copy.chunk].tolist() if rank not in lost]
+                known = _with_relays(want.holders[copy.chunk].tolist(), self.relays)
+                ranks = [rank for rank in known if rank not in lost]
                 if not ranks:
                     raise CoverageError(
                         f"only {ranks_text(sorted(lost & set(want.holders[copy.chunk].tolist())))} had {box}",
                         where=f"tensor {want.name}",
                         hint="start the lost rank again, or load a checkpoint",
                     )
-                book.add(place, _nearest(ranks, self.near), box, int(share.requests.nbytes[request]))
+                book.add(place, _nearest(ranks, self.near, self.domain), box, int(share.requests.nbytes[request]))
         return book.shares()
 
 
-def plan_transfers(wants: Sequence[Want], *, rank: int, near: Set[int] = frozenset(), piece: int | None = None) -> TransferPlan:
-    """What the receiver ``rank`` takes from whom. ``near`` are the ranks on its machine.
+def plan_transfers(
+    wants: Sequence[Want],
+    *,
+    rank: int,
+    near: Set[int] = frozenset(),
+    domain: Set[int] = frozenset(),
+    relays: Sequence[int] = (),
+    piece: int | None = None,
+) -> TransferPlan:
+    """What the receiver ``rank`` takes from whom. ``near`` are the holders on its machine, ``domain`` those nearby.
+
+    ``relays``: receivers of the same boxes that pass them on. The relay ``relays[k]`` is the holder ``relays[k] + r`` of what rank ``r``
+    of the source has; no two of these numbers are equal. Where a rank of the source itself is near, its memory is, and no relay is asked.
 
     Every rank makes its own plan from the catalog of the source; nothing is agreed.
 
@@ -246,7 +280,7 @@ def plan_transfers(wants: Sequence[Want], *, rank: int, near: Set[int] = frozens
         key = id(want.grid), want.itemsize, want.boxes
         cuts = kinds.get(key)
         if cuts is None:
-            cuts = kinds[key] = _cut(want, rank, near, piece)
+            cuts = kinds[key] = _cut(want, rank, near, domain, relays, piece)
         for cut in cuts:
             needed += cut.nbytes
             if cut.candidates is None:
@@ -254,7 +288,9 @@ def plan_transfers(wants: Sequence[Want], *, rank: int, near: Set[int] = frozens
             else:
                 for box, nbytes in cut.requests:
                     book.add(place, cut.candidates, box, nbytes)
-    return TransferPlan(wants=wants, own=own, shares=book.shares(), near=near, piece=piece, needed=needed)
+    return TransferPlan(
+        wants=wants, own=own, shares=book.shares(), near=near, piece=piece, needed=needed, relays=tuple(relays), domain=domain
+    )
 
 
 class _Cut(NamedTuple):
@@ -266,7 +302,7 @@ class _Cut(NamedTuple):
     requests: Sequence[tuple[Box, int]]
 
 
-def _cut(want: Want, rank: int, near: Set[int], piece: int) -> list[_Cut]:
+def _cut(want: Want, rank: int, near: Set[int], domain: Set[int], relays: Sequence[int], piece: int) -> list[_Cut]:
     cuts = []
     for wanted in want.boxes:
         given = 0
@@ -277,7 +313,8 @@ def _cut(want: Want, rank: int, near: Set[int], piece: int) -> list[_Cut]:
             if rank in holders:
                 cuts.append(_Cut(None, copy.box, nbytes, ()))
             else:
-                cuts.append(_Cut(_nearest(holders, near), copy.box, nbytes, list(_requests(copy.box, want.itemsize, piece))))
+                known = holders if any(h in near for h in holders) else _with_relays(holders, relays)
+                cuts.append(_Cut(_nearest(known, near, domain), copy.box, nbytes, list(_requests(copy.box, want.itemsize, piece))))
         if given != wanted.numel:
             raise CoverageError(
                 f"the source has {given} of the {wanted.numel} elements of {wanted}",
@@ -287,8 +324,13 @@ def _cut(want: Want, rank: int, near: Set[int], piece: int) -> list[_Cut]:
     return cuts
 
 
-def _nearest(holders: Sequence[int], near: Set[int]) -> tuple[int, ...]:
-    return tuple(h for h in holders if h in near) or tuple(holders)
+def _with_relays(holders: Sequence[int], relays: Sequence[int]) -> list[int]:
+    """All that may give a cell: replicas take turns to tell the digests of what relays give."""
+    return [*holders, *(relay + holders[turn % len(holders)] for turn, relay in enumerate(relays))]
+
+
+def _nearest(holders: Sequence[int], near: Set[int], domain: Set[int]) -> tuple[int, ...]:
+    return tuple(h for h in holders if h in near) or tuple(h for h in holders if h in domain) or tuple(holders)
 
 
 def _requests(box: Box, itemsize: int, piece: int) -> Iterable[tuple[Box, int]]:

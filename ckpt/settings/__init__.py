@@ -28,7 +28,8 @@
 ``CKPT_MEMORY_SECRET``          what memory daemons and their peers on other machines prove to each other that they
                        none     know; by default a file in the daemon's folder has one
 ``CKPT_DOMAIN``                 what fails together with this machine, such as the name of its rack: second copies
-                       host     of files go elsewhere; by default the machine's name
+                       host     of files go elsewhere, and sinks take live state from within it first; by default
+                                the machine's name
 ``CKPT_STORAGE_OPTIONS``        a JSON file: URL → the storage options of what lies below it, as
                        none     ``ckpt.configure_storage`` takes them
 =====================  =======  ==============================================================================

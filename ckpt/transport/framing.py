@@ -207,13 +207,13 @@ class Inlet:
         for view in self._room:
             digest.update(view)
         if digest.intdigest() != wanted:
-            raise damaged(self._rank)
+            raise damaged(f"rank {self._rank}")
         self._room, self._views = None, Views([memoryview(self._record)])
         self._done = self._taker.filled(shared_read, piece)
 
 
-def damaged(rank: int) -> ExchangeError:
+def damaged(sender: str) -> ExchangeError:
     return ExchangeError(
-        f"what rank {rank} sent was damaged on the way",
+        f"what {sender} sent was damaged on the way",
         hint="try again; if it comes back, look at the network and the memory of these machines",
     )

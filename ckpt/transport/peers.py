@@ -84,7 +84,7 @@ class Peers:
         def check() -> None:
             for rank, views in incoming.items():
                 if _digest(views) != bytes(digests[rank]):
-                    raise damaged(rank)
+                    raise damaged(f"rank {rank}")
 
         self._run(sent, taken, alive, lambda move: None, check)
 

@@ -1,16 +1,19 @@
 """What the ranks of ``test_faults.py`` do: a source publishes a second version, an engine of two ranks and one of one rank take it, and
-something happens to one process or to some byte. Each rank says how its call ended, when, and which version its tensors are."""
+something happens to one process or to some byte. Each rank says how its call ended, when, and which version its tensors are. With relays
+there is a twin of the small engine, and each of the two may take from the other."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import mmap
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError, TornError
-from ckpt.live import Sink, Source
+from ckpt.live import Publication, Sink, Source
 from ckpt.live.wire import Channel
 
 TIMEOUT = 4.0
@@ -33,9 +36,10 @@ SECRET = "of these tests"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """``victim``: job ("source", "pair" or "single") and rank. ``how``: "kill" or "stop", after so many ``seconds`` of the second push; or
-    "segment", "wire": a byte that flips there. ``copies``: each rank of the source has everything, else half of it. ``shared``: sinks
-    may read the memory of processes of their machine."""
+    """``victim``: job ("source", "pair", "single" or "twin") and rank. ``how``: "kill" or "stop", after so many ``seconds`` of the second
+    push, or where it comes to ``phase``; or "segment", "wire": a byte that flips there. Who is stopped goes on after ``resume`` seconds,
+    or never. ``copies``: each rank of the source has everything, else half of it. ``shared``: sinks may read the memory of processes of
+    their machine. ``relay``: sinks pass on what they take. ``sparse``: few elements change."""
 
     victim: tuple[str, int]
     how: str = "kill"
@@ -43,6 +47,42 @@ class Fault:
     copies: bool = False
     shared: bool = True
     switch: str = "double"
+    phase: str = ""
+    resume: float = 0.0
+    relay: bool = False
+    delta: bool = False
+    lazy: bool = False
+    sparse: bool = False
+
+    @property
+    def jobs(self) -> dict[str, int]:
+        """How many ranks each job has."""
+        return {"source": 2, "pair": 2, "single": 1, **({"twin": 1} if self.relay else {})}
+
+    @property
+    def sinks(self) -> list[str]:
+        """All ranks that take, as jobs and ranks."""
+        return [f"{job}-{rank}" for job, size in self.jobs.items() if job != "source" for rank in range(size)]
+
+
+PHASES = {
+    "capture": ("ckpt.live.source", "capture_image"),
+    "seal": ("ckpt.live.source", "seal_image"),
+    "complete": ("ckpt.live.version_leader:VersionLeader", "complete"),
+    "answer": ("ckpt.live.registry:VersionRegistry", "_newest"),
+    "digests": ("ckpt.live.relays.box_digests:BoxDigests", "of_piece"),
+    "serve": ("ckpt.live.server:PieceServer", "_answer"),
+    "find": ("ckpt.live.sink:Sink", "_find"),
+    "match": ("ckpt.live.sink", "match_take"),
+    "plan": ("ckpt.live.sink", "plan_take"),
+    "stage": ("ckpt.live.sink", "stage_take"),
+    "relay": ("ckpt.live.relays.relayed:RelayedVersion", "add"),
+    "relayed": ("ckpt.live.relays.relayed:RelayedVersion", "views"),
+    "switch": ("ckpt.live.sink", "switch_take"),
+    "place": ("ckpt.live.filling:Filling", "place"),
+}
+"""Name of a phase → module, or module and class, and the function with which it begins."""
+SOURCE_PHASES = ("capture", "seal", "complete", "answer", "digests", "serve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +94,8 @@ class Ending:
     version: int | None = None
     torn: bool = False
     error: CkptError | None = None
+    leaked: tuple[str, ...] = ()
+    """Shared memory that this process has still open or mapped when all is closed."""
 
     @property
     def whole(self) -> int | None:
@@ -61,38 +103,52 @@ class Ending:
         return self.content[0] if len(set(self.content)) == 1 and self.content[0] > 0 else None
 
 
-def values(version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a version, whole."""
+def values(version: int, sparse: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a version, whole; ``sparse``: versions differ in few elements of each column and row."""
     pattern = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     for number in range(COUNT):
-        yield f"w{number:02}", pattern + 1000 * version + number
+        if not sparse:
+            yield f"w{number:02}", pattern + 1000 * version + number
+            continue
+        whole = pattern + number
+        whole.view(-1)[:: COLUMNS // 16 + 1] += 1000 * version
+        yield f"w{number:02}", whole
 
 
 def source(folder: str, fault: Fault) -> Ending:
     rank = dist.get_rank()
     layout = None if fault.copies else ckpt.Layout({"dp": 2}, [("*", ckpt.Shard(0, "dp"))])
     half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
-    state = {name: (t if fault.copies else t[half]).clone() for name, t in values(1)}
-    with Source("tcp://127.0.0.1:0/faults", state, layout=layout, secret=SECRET, timeout=TIMEOUT) as it:
+    state = {name: (t if fault.copies else t[half]).clone() for name, t in values(1, fault.sparse)}
+    with Source("tcp://127.0.0.1:0/faults", state, layout=layout, delta=fault.delta, secret=SECRET, timeout=TIMEOUT) as it:
         if rank == 0:
             _leave(folder, "address", it.address)
         it.publish(1, capture="eager").result()
-        for name in ("pair-0", "pair-1", "single-0"):
+        for name in fault.sinks:
             _await(folder, name)
-        for name, tensor in values(2):
+        for name, tensor in values(2, fault.sparse):
             state[name].copy_(tensor if fault.copies else tensor[half])
         if rank == 0:
             _leave(folder, "go")
         _arm(folder, fault, "source")
+        error: CkptError | None = None
+        publication: Publication | None = None
         try:
-            it.publish(2, capture="eager").result()
+            publication = it.publish(2, capture="lazy" if fault.lazy else "eager")
+            publication.fence()
+            for tensor in state.values():  # as an optimizer's step does
+                tensor.fill_(-1)
+            publication.result()
             if fault.how == "segment" and fault.victim == ("source", rank):
                 _flip_in_memory(2)
             _leave(folder, f"published-{rank}")
             _await_ends(folder, fault)
         except CkptError as err:
-            return Ending(at=time.monotonic(), error=err)
-    return Ending(at=time.monotonic())
+            error = _alone(err)
+        at = time.monotonic()
+    del it, publication
+    gc.collect()
+    return Ending(at=at, error=error, leaked=_shared_memory())
 
 
 def sink(folder: str, name: str, fault: Fault) -> Ending:
@@ -100,36 +156,60 @@ def sink(folder: str, name: str, fault: Fault) -> Ending:
     os.environ["CKPT_LIVE_LOCAL"] = "on" if fault.shared else "off"
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     part = slice(rank * COLUMNS // count, (rank + 1) * COLUMNS // count)
-    state = {name: torch.zeros(ROWS, COLUMNS // count) for name, _ in values(0)}
+    state = {name: torch.zeros(ROWS, COLUMNS // count) for name, _ in values(0, fault.sparse)}
     layout = ckpt.Layout({"tp": count}, [("*", ckpt.Shard(1, "tp"))])
     switch: Any = fault.switch
-    with Sink(_await(folder, "address"), state, layout=layout, switch=switch, secret=SECRET, timeout=TIMEOUT) as it:
+    relay = fault.relay and switch == "double"
+    with Sink(_await(folder, "address"), state, layout=layout, switch=switch, relay=relay, secret=SECRET, timeout=TIMEOUT) as it:
         first = it.take(timeout=PATIENCE)
         _leave(folder, f"{name}-{rank}")
         _await(folder, "go")
         if fault.how == "segment":  # after the source has sealed it, before anybody maps it
             _await(folder, f"published-{fault.victim[1]}")
         _arm(folder, fault, name)
-        error = None
+        error: CkptError | None = None
         with _flipping(fault, name):
             try:
                 it.take(newer_than=first, timeout=2 * TIMEOUT)
             except CkptError as err:
-                error = err
+                error = _alone(err)
         at = time.monotonic()
-        content = tuple(_version_of(t, n, part) for n, t in state.items())
+        content = tuple(_version_of(t, n, part, fault.sparse) for n, t in state.items())
         try:
             version, torn = it.version, False
         except TornError:
             version, torn = None, True
         _leave(folder, f"end-{name}-{rank}")
-        return Ending(at=at, content=content, version=None if version is None else version.step, torn=torn, error=error)
+        _await_others(folder, name, fault)
+    del it
+    gc.collect()
+    step = None if version is None else version.step
+    return Ending(at=at, content=content, version=step, torn=torn, error=error, leaked=_shared_memory())
 
 
-def _version_of(tensor: torch.Tensor, name: str, part: slice) -> int:
+def _alone(error: CkptError) -> CkptError:
+    """An error without the frames that it came through, which keep what they worked with."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
+
+
+def _shared_memory() -> tuple[str, ...]:
+    """What this process has open or mapped of memory that ckpt shares between processes."""
+    links = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            links.append(os.readlink(file))
+    links += [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return tuple(link for link in links if "memfd:ckpt" in link)
+
+
+def _version_of(tensor: torch.Tensor, name: str, part: slice, sparse: bool) -> int:
     """The version that all elements are; -1: they are of several, or of none."""
     for version in (1, 2):
-        if torch.equal(tensor, dict(values(version))[name][:, part]):
+        if torch.equal(tensor, dict(values(version, sparse))[name][:, part]):
             return version
     return 0 if not tensor.any() else -1
 
@@ -143,16 +223,44 @@ def _arm(folder: str, fault: Fault, job: str) -> None:
     if fault.victim != (job, rank) or fault.how not in ("kill", "stop"):
         return
     _leave(folder, "armed", f"{time.monotonic() + fault.seconds}")
+    if fault.phase:
+        _arm_phase(fault)
+        return
     if fault.how == "kill":
         signal.setitimer(signal.ITIMER_REAL, max(fault.seconds, 1e-6))  # nobody handles SIGALRM: the process ends wherever it is
         return
+    _stop(fault)
+
+
+def _stop(fault: Fault) -> None:
+    """A child stops this process in a moment, and lets it go on, or ends it when the others have had their time."""
     me = os.getpid()
-    if os.fork() == 0:  # stops its parent, and ends it when the others have had their time
-        time.sleep(fault.seconds)
-        os.kill(me, signal.SIGSTOP)
-        time.sleep(3 * TIMEOUT)
-        os.kill(me, signal.SIGKILL)
+    if os.fork() == 0:
+        with suppress(ProcessLookupError):
+            time.sleep(fault.seconds)
+            os.kill(me, signal.SIGSTOP)
+            time.sleep(fault.resume or 3 * TIMEOUT)
+            os.kill(me, signal.SIGCONT if fault.resume else signal.SIGKILL)
         os._exit(0)
+
+
+def _arm_phase(fault: Fault) -> None:
+    """The process ends, or stops, where it comes to a phase."""
+    where, name = PHASES[fault.phase]
+    module, _, kind = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    owner = getattr(owner, kind) if kind else owner
+    inner, struck = getattr(owner, name), []
+
+    def strike(*args: Any, **options: Any) -> Any:
+        if not struck:
+            struck.append(True)
+            if fault.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            _stop(fault)
+        return inner(*args, **options)
+
+    setattr(owner, name, strike)
 
 
 @contextmanager
@@ -218,6 +326,14 @@ def _await(folder: str, name: str, seconds: float = PATIENCE) -> str:
 
 def _await_ends(folder: str, fault: Fault) -> None:
     """Stay until all sinks that can have ended their take."""
-    for name in ("pair-0", "pair-1", "single-0"):
-        if name != f"{fault.victim[0]}-{fault.victim[1]}":
+    for name in fault.sinks:
+        if name != f"{fault.victim[0]}-{fault.victim[1]}" or fault.resume:
+            _await(folder, f"end-{name}")
+
+
+def _await_others(folder: str, own: str, fault: Fault) -> None:
+    """A relay stays until the sinks that may take from it have ended their take."""
+    for name in fault.sinks if fault.relay else ():
+        job = name.rpartition("-")[0]
+        if job != own and (fault.victim[0] != job or fault.resume):
             _await(folder, f"end-{name}")

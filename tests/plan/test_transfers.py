@@ -125,6 +125,30 @@ def test_lost_holders_are_replaced_or_named(pair: tuple[tuple[int, ...], TensorL
                 assert any(p.box.intersect(box) for p in source.pieces(shape, other))
 
 
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.integers(1, 10), st.sampled_from(["far", "near", "domain"]))
+def test_relays_share_the_sending_and_stand_in(pair: tuple[tuple[int, ...], TensorLayout, TensorLayout], count: int, where: str) -> None:
+    """All requests of a plan are those of one without relays; each goes to a rank that has it, or to a relay in its name."""
+    shape, source, target = pair
+    boxes = tuple(p.box for p in target.pieces(shape, min(target.ranks())))
+    wants = [want("t", 0, 2, source, shape, boxes)]
+    stride = 100
+    relays = [stride * (k + 1) for k in range(count)]
+    close = frozenset(relays[0] + r for r in source.ranks()) if where != "far" else frozenset()
+    near, domain = (close, frozenset()) if where == "near" else (frozenset(), close)
+    plan = plan_transfers(wants, rank=-1, near=near, domain=domain, relays=relays, piece=PIECE)
+    asked = [(holder, b) for holder, s in plan.shares.items() for b in _boxes(plan, s, range(len(s.requests.pieces)))]
+    alone = plan_transfers(wants, rank=-1, piece=PIECE)
+    expected = [b for s in alone.shares.values() for b in _boxes(alone, s, range(len(s.requests.pieces)))]
+    assert sorted((b for _, b in asked), key=str) == sorted(expected, key=str)
+    for holder, box in asked:
+        assert any(p.box.intersect(box) for p in source.pieces(shape, holder % stride))
+        assert where == "far" or holder in close
+    for holder, share in plan.shares.items():
+        left = plan.without(holder, share, range(len(share.requests.pieces)), {holder})
+        assert holder not in left and sum(s.requests.total for s in left.values()) == share.requests.total
+
+
 def _boxes(plan: TransferPlan, share: Share, pieces: range) -> list[Box]:
     return [share.requests.box(r, len(plan.wants[0].boxes[0].shape)) for p in pieces for r in share.requests.pieces[p]]
 

@@ -72,7 +72,7 @@ class SharedReadReceiver:
             place(data, cut, wanted)
         wrong = self._pool.generation(slot) != generation or (is_checked(cut, wanted) and xxhash.xxh3_64_intdigest(data.data) != digest)
         if wrong:  # looked at after the copy, so that what changed meanwhile is found too
-            raise damaged(self._reader)
+            raise damaged(f"rank {self._reader}")
         self._pool.done(slot, self.shared_reads[shared_read].ranks.index(self._rank))
         return self._over(shared_read, piece)
 

@@ -1,0 +1,116 @@
+"""One rank of a sink that passes on what it takes, and how receivers hear of it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt import settings
+from ckpt.coordination.rows import Row
+from ckpt.errors import FormatError, NotFoundError
+from ckpt.live.client import Holder
+from ckpt.live.server import PieceServer
+from ckpt.transport.shm_pool import machine
+
+from .relayed import RelayedVersion
+
+
+class Relay:
+    """Serves what this rank takes: one version at a time, from memory that the engine does not see."""
+
+    def __init__(self, secret: bytes, timeout: float) -> None:
+        self._current: RelayedVersion | None = None
+        self._server = PieceServer(self._version, secret, timeout)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of boxes that receivers were given."""
+        return self._server.bytes_sent
+
+    def begin(self) -> RelayedVersion:
+        """A take begins, and nothing of the version before is given any more."""
+        self.end()
+        self._current = RelayedVersion()
+        return self._current
+
+    def end(self) -> list[memoryview]:
+        """Give nothing; the memory that is free now."""
+        current, self._current = self._current, None
+        return [] if current is None else current.close()
+
+    def row(self, relayed: RelayedVersion, wanted: str) -> Row:
+        """What receivers need to know; ``wanted`` is the digest of what this rank wants (``TransferPlan.wanted``)."""
+        server = self._server
+        place = {"machine": machine(), "domain": settings.domain(), "network": server.network, "addresses": server.addresses}
+        return {"at": relayed.name, "wanted": wanted, **place}
+
+    def close(self) -> None:
+        self.end()
+        self._server.close()
+
+    def _version(self, name: str) -> RelayedVersion:
+        current = self._current
+        if current is None or current.name != name:
+            raise NotFoundError("this relay has gone on to another version", hint="take it from another rank")
+        return current
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelayOffer:
+    """One rank of a sink that gives the version that is offered: ``at`` is what it calls it, ``wanted`` the digest of its boxes."""
+
+    sink: str
+    at: str
+    wanted: str
+    machine: str
+    domain: str
+    network: str
+    addresses: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def from_json(cls, row: Any) -> RelayOffer:
+        """Raises:
+        FormatError: it is something else.
+        """
+        try:
+            texts = {name: str(row[name] or "") for name in ("sink", "at", "wanted", "machine", "domain", "network")}
+            return cls(**texts, addresses=tuple((str(host), int(port)) for host, port in row["addresses"]))
+        except (KeyError, TypeError, ValueError) as err:
+            raise FormatError(f"what came does not say where a relay is: {err!r}") from err
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RelayHolders:
+    """Relays as further holders beside the ``ranks`` of the source: relay k is ``first(k) + rank`` for what that rank has."""
+
+    ranks: Collection[int]
+    offers: Sequence[RelayOffer]
+
+    @property
+    def _stride(self) -> int:
+        return max(self.ranks) + 1
+
+    def with_boxes(self, wanted: str) -> list[int]:
+        """The numbers of those that take the same boxes, as ``plan_transfers`` wants them."""
+        return [(k + 1) * self._stride for k, offer in enumerate(self.offers) if offer.wanted == wanted]
+
+    def within(self, *, machine: str | None = None, domain: str | None = None) -> set[int]:
+        """The numbers of all holders that relays on a machine, or in a domain, are."""
+        here = [k for k, offer in enumerate(self.offers) if (offer.machine if domain is None else offer.domain) == (domain or machine)]
+        return {(k + 1) * self._stride + rank for k in here for rank in self.ranks}
+
+    def offer_of(self, holder: int) -> RelayOffer | None:
+        """None for a rank of the source."""
+        return self.offers[holder // self._stride - 1] if holder >= self._stride else None
+
+    def holders(self, source: Mapping[int, Holder]) -> dict[int, Holder]:
+        """All holders: those of the source, and relays, each with the rank that tells its digests."""
+        made = dict(source)
+        for k, offer in enumerate(self.offers):
+            for rank in self.ranks:
+                number = (k + 1) * self._stride + rank
+                made[number] = Holder(
+                    rank=number, addresses=offer.addresses, network=offer.network, relay=offer.sink, version=offer.at, witness=source[rank]
+                )
+        return made
