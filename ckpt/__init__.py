@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .maintenance.copy import CopyReport as CopyReport
     from .maintenance.copy import copy_checkpoint
     from .maintenance.step_listing import list_steps as list_steps
+    from .spread.tier import Memory as Memory
     from .spread.tier import NodeLocal as NodeLocal
     from .training.begin_from import BeginFrom as BeginFrom
     from .training.checkpointer import Checkpointer as Checkpointer
@@ -80,6 +81,7 @@ _WHERE = {
     "Checkpointer": "training.checkpointer",
     "BeginFrom": "training.begin_from",
     "NodeLocal": "spread.tier",
+    "Memory": "spread.tier",
     "load": "api",
     "open": "api",
     "list_steps": "maintenance.step_listing",

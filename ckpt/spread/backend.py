@@ -24,7 +24,7 @@ from functools import partial
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
-from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
+from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
 from ckpt.io_backends.writer_base import WriterBase
 
 from .nodes import NodeSet
@@ -264,6 +264,14 @@ class SpreadBackend(Backend):
         if is_on_every_node(path):
             return _WriterOnEveryNode(self, path, size, [partial(self.node, n) for n in range(len(self._nodes.nodes))])
         return self.node(self._nodes.own).create(path, size)
+
+    def lend(self, size: int) -> LentMemory | None:
+        """See ``Backend.lend``: this node's."""
+        return self.node(self._nodes.own).lend(size)
+
+    def create_in(self, path: str, memory: LentMemory) -> Writer:
+        """See ``Backend.create_in``: on this node."""
+        return self.node(self._nodes.own).create_in(path, memory)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """See ``Backend.put_if``. A commit record is put on one node after another, in the order that all processes have: of two that

@@ -23,6 +23,7 @@ from ckpt.coordination.rows import Row
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
+from ckpt.memory import place as memory_place
 from ckpt.plan.tables import ranks_text
 from ckpt.transport.endpoints import network
 
@@ -30,6 +31,7 @@ from .node_server import NodeServer
 from .nodes import StorageNode
 from .remote_node import NodeConnections, RemoteNode
 
+SCHEME = "mem://"
 _PATIENCE = 30.0
 """Seconds without a byte after which a node counts as away: others may have what it has."""
 
@@ -51,6 +53,12 @@ class JobNodes:
             self.server.close()
 
 
+def is_memory(url: str) -> bool:
+    """Whether this is the memory of the machine: not that of another one, whose address would come first."""
+    first = url.removeprefix(SCHEME).partition("/")[0]
+    return url.startswith(SCHEME) and bool(first) and not first.rpartition(":")[2].isdigit()
+
+
 def own_node(directory: str, ranks: tuple[int, ...] = ()) -> StorageNode:
     """The node of this process alone, which is all it knows of before the ranks have met."""
     host = socket.gethostname()
@@ -58,7 +66,9 @@ def own_node(directory: str, ranks: tuple[int, ...] = ()) -> StorageNode:
     def below(prefix: str) -> Backend:
         return open_backend(join_url(directory, prefix.rstrip("/")) if prefix else directory)
 
-    return StorageNode(name=f"{host}:{real_url(directory)}", domain=settings.domain() or host, below=below, ranks=ranks)
+    # What tells nodes apart: a directory of a machine, or one of its memory daemons.
+    place = f"{memory_place.folder()}:{directory}" if is_memory(directory) else real_url(directory)
+    return StorageNode(name=f"{host}:{place}", domain=settings.domain() or host, below=below, ranks=ranks)
 
 
 def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:

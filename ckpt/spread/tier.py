@@ -16,11 +16,13 @@ from ckpt.coordination.step_agreement import own_store
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.maintenance.step_listing import Step
+from ckpt.policies import EverySteps, SavePolicy
+from ckpt.policies.arguments import check_arguments
 from ckpt.text.urls import url_text
 
 from .copying import NodeCopier
 from .losses import loss
-from .meeting import JobNodes, meet, own_node
+from .meeting import JobNodes, is_memory, meet, own_node
 from .nodes import NodeSet
 from .runs import forget, know, run_url
 
@@ -33,7 +35,8 @@ class NodeLocal:
     get them in the background. Small files, such as the index, are on every node.
 
     Args:
-        directory: a path that is on another disk on each node.
+        directory: a path that is on another disk on each node; or ``mem://name``, the memory of each machine, where checkpoints outlive
+            the processes that saved them.
         copies: how many nodes may be lost without losing a checkpoint, if their copies are complete. Copies go to other failure domains:
             machines, or what ``CKPT_DOMAIN`` says. 0: none.
         pace: bytes a second at which a node gives copies away, at most.
@@ -47,12 +50,51 @@ class NodeLocal:
     pace: float | None = None
 
     def __post_init__(self) -> None:
-        if not is_file_system(url_text(self.directory)):
-            raise UsageError(f"NodeLocal takes a directory, not {self.directory!r}", hint="give root= the URL of the object store")
+        if not is_file_system(url_text(self.directory)) and not is_memory(url_text(self.directory)):
+            hint = 'give a path or "mem://name"; root= takes the URL of an object store'
+            raise UsageError(f"NodeLocal takes a directory or this machine's memory, not {self.directory!r}", hint=hint)
         if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 0:
             raise UsageError(f"copies is a number of other nodes, not {self.copies!r}", hint="1 survives the loss of any one node")
         if self.pace is not None and not self.pace > 0:
             raise UsageError(f"pace is bytes a second, not {self.pace!r}", hint="leave it out for no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Checkpoints in the memory of the job's machines, for ``Checkpointer(memory=...)``: they outlive all processes of the job and the loss
+    of machines, and cost no storage. Those that ``save=`` asks for are published to the root, too.
+
+    Args:
+        every: when to save into memory; of the policies those that follow from step numbers alone.
+        keep: how many steps each machine keeps. At least 2: while one is saved, the one before must be whole.
+        copies, pace: as for :class:`NodeLocal`.
+
+    Raises:
+        UsageError: ``every`` needs a clock or a signal, ``keep`` is below 2; or as for :class:`NodeLocal`.
+    """
+
+    every: SavePolicy = EverySteps(1)  # noqa: RUF009  a value
+    keep: int = 2
+    copies: int = 1
+    pace: float | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(every=self.every)
+        if self.every.leader_part is not None or self.every.watches_preemption:
+            hint = "every=EverySteps(1); save= takes all policies"
+            raise UsageError(f"saves into memory follow from step numbers alone, and not from {self.every}", hint=hint)
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 2:
+            raise UsageError(f"memory keeps at least 2 steps, not {self.keep!r}", hint="while one is saved, the one before must be whole")
+        self.on_nodes("run")
+
+    def on_nodes(self, root: str) -> NodeLocal:
+        """Where the checkpoints of the run at ``root`` lie in each machine's memory."""
+        return NodeLocal(f"mem://{_name(root)}", self.copies, self.pace)
+
+
+def _name(root: str) -> str:
+    """A name of a run, the same on all machines."""
+    return f"{xxhash.xxh3_64_hexdigest(real_url(root).encode())[:8]}-{root.rstrip('/').rpartition('/')[2]}"
 
 
 class SpreadTier:
@@ -68,7 +110,7 @@ class SpreadTier:
         if real_url(self._directory) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
         # Not the directory, which may have another name on each node: ranks compare URLs.
-        self.url = run_url(f"{xxhash.xxh3_64_hexdigest(real_url(root).encode())[:8]}-{root.rstrip('/').rpartition('/')[2]}")
+        self.url = run_url(_name(root))
         self.nodes = self._set(JobNodes(nodes=[own_node(self._directory)], own=0))
         self._meeting: JobNodes | None = None
         self._copier: NodeCopier | None = None

@@ -29,7 +29,7 @@ from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_url
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
-from ckpt.spread.tier import NodeLocal, SpreadTier
+from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
@@ -63,6 +63,7 @@ class Checkpointer:
         signals: what counts as such a notice.
         local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
             (docs/local-tier.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/node-local.md).
+        memory: saves into the memory of the job's machines, with copies on others (docs/node-local.md); not with ``local``.
         local_keep: what stays there; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
@@ -99,6 +100,7 @@ class Checkpointer:
         process_group: ProcessGroup | None = None,
         signals: Sequence[int] = SIGNALS,
         local: str | os.PathLike[str] | NodeLocal | None = None,
+        memory: Memory | None = None,
         local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
         publish_timeout: float | None = None,
         on_event: Listener | Sequence[Listener] | None = None,
@@ -120,8 +122,8 @@ class Checkpointer:
             only=only,
             trainable=trainable,
         )
-        if reuse and local is not None:
-            raise UsageError("reuse=True does not work with a local tier", where=root, hint="leave one of reuse= and local= out")
+        if reuse and (local is not None or memory is not None):
+            raise UsageError("reuse=True does not work with a local tier", where=root, hint="leave one of reuse= and local= or memory= out")
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self.root = root
@@ -140,9 +142,17 @@ class Checkpointer:
         """The copy that :meth:`restore` has loaded."""
         self.restored_bytes: Mapping[str, int] = {}
         """Of a tier that is spread over nodes: the bytes of data files that :meth:`restore` has read on this rank, by node, or ``root``."""
-        self._spread = SpreadTier(local, root, self.group, self.timeout) if isinstance(local, NodeLocal) else None
-        place = self._spread.url if self._spread is not None else url_text(local) if local is not None else None  # type: ignore[arg-type]
-        self._tiers = Tiers(root, keep, place, local_keep, self._spread)
+        if memory is not None and local is not None:
+            raise UsageError("memory= is a tier before the root, and so is local=", hint="give one of them")
+        self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals) if memory is not None else None
+        """When to save into memory."""
+        local = memory.on_nodes(root) if memory is not None else local
+        local_keep = Latest(memory.keep) if memory is not None else local_keep
+        place, self._spread = None if local is None or isinstance(local, NodeLocal) else url_text(local), None
+        if isinstance(local, NodeLocal):
+            self._spread = SpreadTier(local, root, self.group, self.timeout)
+            place = self._spread.url
+        self._tiers = Tiers(root, keep, place, local_keep, self._spread, newest_only=memory is not None)
         self._uploader: Uploader | None = None
         if local is not None:
             self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
@@ -220,6 +230,8 @@ class Checkpointer:
             recorded.reset(wanted)
         if restored is not None:
             self._schedule.resumed(restored[0], saved=own is not None)
+            if self._memory is not None:
+                self._memory.resumed(restored[0], saved=own is not None)
             self.restored_from = restored[1]
             self._base = SaveBase(url=restored[1], required=False) if own is not None and self._options.reusable else None
             self._reporter.restored(*restored, time.perf_counter() - began, nbytes, spans=spans)
@@ -250,6 +262,10 @@ class Checkpointer:
         # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
         with self._schedule.timed(step=True):
             due = self._schedule.due(n)
+            if due is None and self._memory is not None and self._memory.due(n) is not None:
+                failed, _ = self._begin(n, state() if callable(state) else state, metrics, publish=False)
+                _raise(failed)
+                return True
             if due is None:
                 if self.handle is not None and self.handle.done():
                     _raise(self._ended())
@@ -282,8 +298,10 @@ class Checkpointer:
         _raise(failed)
         return handle
 
-    def _begin(self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None) -> tuple[BaseException | None, SaveHandle]:
-        """Begin to save; gives what the save before it failed with, if nobody was told."""
+    def _begin(
+        self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, *, publish: bool = True
+    ) -> tuple[BaseException | None, SaveHandle]:
+        """Begin to save; gives what the save before it failed with, if nobody was told. ``publish``: also to the root."""
         # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
         # keep one of them from a save that the others begin.
         self._tiers.check(self.group, self.timeout)
@@ -298,20 +316,24 @@ class Checkpointer:
             progress=watcher,
             base=self._base if self._base is not None and self._base.url != self._tiers.place(n) else None,
         )
-        self._schedule.begun(n)
+        if publish:
+            self._schedule.begun(n)
+        if self._memory is not None:
+            self._memory.begun(n)
         durable: Future[Any] | None = None
         try:
             wait_for_pending_save(self.group)
             handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, then=self._tiers.retain)
             self.handle, durable = handle, handle.durable
-            self._schedule.costs.begun(handle, self._schedule.now)
+            if publish:
+                self._schedule.costs.begun(handle, self._schedule.now)
             self._reporter.begun(n, handle)
         except BaseException as err:
             self._schedule.failed()
             self._reporter.not_begun(n, self._tiers.place(n), err)
             raise
         finally:
-            if self._uploader is not None:  # whatever happened: all ranks begin the same rounds
+            if self._uploader is not None and publish:  # whatever happened: all ranks begin the same rounds
                 self._uploader.add(durable)
                 self._gave_up = False
             if self._spread is not None:

@@ -57,8 +57,12 @@ class Tiers:
         local: str | None = None,
         local_keep: KeepPolicy = Latest(1),  # noqa: B008
         spread: SpreadTier | None = None,
+        *,
+        newest_only: bool = False,
     ) -> None:
-        """``spread``: the local tier, if it is one of a directory on each node; ``local`` is its URL then."""
+        """``spread``: the local tier, if it is one of a directory on each node; ``local`` is its URL then. ``newest_only``: of what is
+        there only the newest is published."""
+        self._newest_only = newest_only
         self.root, self.keep = root, keep
         self.spread = spread
         self.local, self.local_keep = local, local_keep
@@ -238,7 +242,8 @@ class Tiers:
         near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
         united = {**far, **{s.number: s for s in near}}
         kept = retention(self.keep, infos(list(united.values())), datetime.now(timezone.utc)).kept
-        return [s for s in self._judged(reversed([s for s in near if s.number in kept])) if s.committed]
+        behind = [s for s in reversed(near) if s.number in kept]
+        return [s for s in self._judged(behind[:1] if self._newest_only else behind) if s.committed]
 
     # ---- what stays
 
