@@ -42,7 +42,7 @@ COMMANDS = {
     "import": "Create a checkpoint that references files of another one.",
     "convert": "Convert a checkpoint to another format.",
     "merge": "Average several checkpoints.",
-    "lora": "Merge a LoRA adapter into its base model.",
+    "lora": "Merge or extract a LoRA adapter.",
     "cp": "Copy a checkpoint to another storage.",
     "rebuild": "Rebuild a lost or damaged index from the data files.",
     "gc": "Remove old checkpoints and orphaned files of a run.",
