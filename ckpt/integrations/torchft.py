@@ -49,7 +49,8 @@ class CkptTransport(CheckpointTransport[T], Generic[T]):
         """Serve a copy of the state; returns when it is copied."""
         self._state["state"] = tree_map(_local, state_dict)
         try:
-            self._source.publish(step, capture="eager").result(timeout.total_seconds())
+            # A step that was not committed is sent again.
+            self._source.publish(step, capture="eager", again=True).result(timeout.total_seconds())
         finally:
             self._state["state"] = {}
 

@@ -170,16 +170,19 @@ class Source:
 
     # ---- publishing
 
-    def publish(self, step: int, *, capture: Literal["lazy", "eager"] = "lazy") -> Publication:
+    def publish(self, step: int, *, capture: Literal["lazy", "eager"] = "lazy", again: bool = False) -> Publication:
         """Make the state the version ``step``. Collective.
 
         ``capture``: ``"lazy"`` returns at once; the state is copied during the next forward and backward pass, and an optimizer's step
         waits for the rest. Who changes tensors by hand calls ``publication.fence()`` before. ``"eager"`` returns when all is copied.
 
+        ``again``: a version of this step may be kept already; this is a newer one. Without it that is an error: most likely nobody
+        counted.
+
         Sinks see the version when every rank has sealed its part. Waits for the publication before, which has had a step's time.
 
         Raises:
-            UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``; or a version of this step is kept.
+            UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``; or this step is kept (``again``).
             CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result.
         """
         check_capture(capture, None)
@@ -199,8 +202,8 @@ class Source:
         call = self._group.call("publish", self.address, self._timeout)
         number = self._count = self._count + 1
         try:
-            if step in self._steps.values():
-                hint = "publish each step once; a trainer that goes back to an earlier step makes a new Source"
+            if step in self._steps.values() and not again:
+                hint = "count steps; or pass again=True, where the same step has another state on purpose"
                 raise UsageError(f"step {step} is published already", where=self.address, hint=hint)
             collected = collect(self._state, rank=self._group.rank, ranks=self._group.ranks, layout=self._layout, shards=self._shards)
             if len(self._shards.known) > 4 * len(collected.shard_table.tensors) + 1000:

@@ -260,7 +260,7 @@ def test_torchft_calls(libraries: None) -> None:
     assert isinstance(one, sys.modules["torchft.checkpointing.transport"].CheckpointTransport)
     with pytest.raises(DeadlineError):
         other.recv_checkpoint(src_rank=0, metadata=one.metadata(), step=1, timeout=soon)
-    for step in (1, 2):
+    for step in (1, 2, 2):  # a step that was not committed is sent again
         state = state_of(step)
         one.send_checkpoint(dst_ranks=[1], step=step, state_dict=state, timeout=wait)
         state["user"]["default"]["w"].zero_()  # training goes on
