@@ -80,6 +80,25 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def end_daemon(folder: Path) -> None:
+    """End the daemon of a folder, of whatever release; its memory is lost.
+
+    Raises:
+        NotFoundError: none runs.
+        StorageError: it does not end.
+    """
+    place.check_private(folder)
+    try:
+        with place.connect_socket(folder, TIMEOUT) as sock:
+            send(sock, {"ask": "stop"})
+            receive(sock)
+    except (FileNotFoundError, ConnectionRefusedError) as err:
+        raise NotFoundError("no memory daemon runs", where=str(folder)) from err
+    except OSError as err:
+        raise _gone(folder, str(err)) from err
+    _await_end(folder)
+
+
 class MappedObject:
     """An object of this machine's memory, to be read for as long as this lives: its memory is not used again before."""
 
@@ -139,10 +158,14 @@ class Loan:
         """
         if self.mapping is None:
             raise StorageError("this memory was given back already", where=f"mem://{path}", hint="please report this")
-        self._mappings.keep(self._file, self.mapping)
-        self.mapping = None
+        mapping, self.mapping = self.mapping, None
         try:
+            self._mappings.keep(self._file, mapping)
             answer, _ = self._connection.ask({"ask": "put", "path": path, "digest": digest})
+        except OSError as err:
+            if isinstance(err, CkptError):
+                raise
+            raise StorageError(f"what was filled cannot be protected: {err}", where=f"mem://{path}", hint="save again") from err
         finally:
             self.close()
         return MemoryObject.of(answer["object"])
@@ -325,8 +348,7 @@ class MemoryClient:
         Raises:
             StorageError: it does not end.
         """
-        self._ask({"ask": "stop"})
-        _await_end(self.folder)
+        end_daemon(self.folder)
 
     def replace(self) -> None:
         """Let the program that is installed now go on in its place, with all objects. For upgrades.
@@ -351,7 +373,7 @@ class DaemonConnection:
                 f"the memory daemon is of release {answer.get('release')} and speaks version {answer.get('protocol')} of the protocol, "
                 f"this release {PROTOCOL}",
                 where=str(folder),
-                hint="end it with `ckpt memory stop`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
+                hint="end it with `ckpt memory stop --yes`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
             )
         self._id = str(answer["id"])
         with os.fdopen(files[0], "rb") as file:

@@ -178,6 +178,9 @@ class MemoryDaemon:
             return {"error": error_row(err)}, []
         except (KeyError, TypeError, ValueError) as err:
             return {"error": error_row(FormatError(f"a question that cannot be read: {err!r}"))}, []
+        except Exception as err:  # whatever one client asks, the objects of the others stay
+            log.exception("a question could not be answered")
+            return {"error": error_row(CkptError(f"the memory daemon could not answer: {err!r}", hint="please report this"))}, []
 
     def _close(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
@@ -223,7 +226,10 @@ class MemoryDaemon:
     def _lend(self, connection: ClientConnection, asked: Message) -> Answer:
         if connection.lent is not None:
             raise UsageError("this connection has borrowed memory already", hint="use another connection")
-        lent = connection.lent = self._store.lend(int(asked["size"]))
+        size = int(asked["size"])
+        if size < 0:
+            raise UsageError(f"an object of {size} bytes", hint="a size is not negative")
+        lent = connection.lent = self._store.lend(size)
         return {"capacity": lent.capacity, "fresh": lent.fresh}, [os.dup(lent.file)]
 
     def _put(self, connection: ClientConnection, asked: Message) -> Answer:
@@ -268,6 +274,8 @@ class MemoryDaemon:
     def _pull(self, connection: ClientConnection, asked: Message) -> Answer:
         paths: list[Any] = asked["paths"]
         pace = asked.get("pace")
+        if pace is not None and not float(pace) > 0:
+            raise UsageError(f"a pace of {pace} bytes a second", hint="pace= is a positive number, or None")
         secret = str(asked["secret"]) if asked.get("secret") else self._secret
         self._puller.pull(str(asked["source"]), secret, list(map(str, paths)), None if pace is None else float(pace))
         return {}, []

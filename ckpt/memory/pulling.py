@@ -117,7 +117,7 @@ class ObjectPuller:
             if not self._is_here(there):
                 pull = self._copy(remote, there, pull, pace)
             self._note(replace(pull, copied=there.size, state="complete"))
-        except (CkptError, OSError) as err:
+        except (CkptError, OSError, KeyError, TypeError, ValueError) as err:  # what a peer says may be anything
             log.warning("%s was not copied from %s: %s", pull.path, pull.source, err)
             row = error_row(err if isinstance(err, CkptError) else CkptError(str(err)))
             self._note(replace(pull, state="failed", error=row))

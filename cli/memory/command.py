@@ -8,7 +8,7 @@ import click
 
 from ckpt.cli.console.output import Output, options
 from ckpt.cli.console.parameters import URL, OneOf
-from ckpt.errors import UsageError
+from ckpt.errors import FormatError, UsageError
 from ckpt.text import units
 
 
@@ -115,9 +115,16 @@ def _drop(output: Output, url: str | None) -> None:
 
 
 def _stop(output: Output, *, yes: bool) -> None:
-    from ckpt.memory import client
+    from ckpt.memory import client, place
 
-    daemon = client.connect(start=False)
+    try:
+        daemon = client.connect(start=False)
+    except FormatError:
+        if not yes:
+            raise
+        client.end_daemon(place.folder())
+        output.document({"pid": None}) if output.json else output.line("a daemon of another release has ended")
+        return
     status = daemon.status()
     if status["count"] and not yes:
         raise UsageError(

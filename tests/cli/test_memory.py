@@ -96,3 +96,13 @@ def test_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         os.kill(daemon.pid, signal.SIGINT)
         assert daemon.wait(20) == 0
     assert not (tmp_path / "own" / "socket").exists()
+
+
+def test_a_daemon_of_another_release_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with daemon_in(tmp_path) as daemon:
+        pid = daemon.status()["pid"]
+        monkeypatch.setattr("ckpt.memory.client._clients", {})
+        monkeypatch.setattr("ckpt.memory.client.PROTOCOL", 99)
+        assert [command("memory", *args).exit_code for args in (["status"], ["stop"])] == [12, 12]
+        assert document("memory", "stop", "--yes", "--json") == {"pid": None}
+        assert not (tmp_path / "socket").exists(), pid

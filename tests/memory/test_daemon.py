@@ -278,9 +278,24 @@ class TestStrangers:
         listening.close()
 
     def test_nonsense_is_refused_and_others_are_served(self, daemon: MemoryClient) -> None:
-        for data in (b"", b"j", b"jnot json", b"j[1]", b'j{"ask": "get"}', b'j{"ask": "lend", "size": "x"}', b"f", b"\xff" * 1000):
+        asked = ("get", "lend", "put_bytes", "pull", "delete")
+        wrong = [
+            b"j",
+            b"jnot json",
+            b"j[1]",
+            b"f",
+            b"\xff" * 1000,
+            *(f'j{{"ask": "{a}", "size": -1, "path": [5]}}'.encode() for a in asked),
+        ]
+        for data in wrong:
             with place.connect_socket(daemon.folder, 5.0) as sock:
+                send(sock, {"ask": "hello", "protocol": 1})
+                hello = receive(sock)
+                assert hello is not None
+                os.close(hello.files[0])
                 sock.send(data)
+                answer = receive(sock)
+                assert answer is None or "error" in answer.message or answer.message == {"deleted": False}
         daemon.put("run/f", b"x")
         assert len(daemon.list()) == 1
 
