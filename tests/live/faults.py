@@ -116,6 +116,7 @@ def values(version: int, sparse: bool = False) -> Iterator[tuple[str, torch.Tens
 
 
 def source(folder: str, fault: Fault) -> Ending:
+    gc.freeze()  # the search at the end looks at what this run has made, and not at all of torch
     rank = dist.get_rank()
     layout = None if fault.copies else ckpt.Layout({"dp": 2}, [("*", ckpt.Shard(0, "dp"))])
     half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
@@ -153,6 +154,7 @@ def source(folder: str, fault: Fault) -> Ending:
 
 def sink(folder: str, name: str, fault: Fault) -> Ending:
     """Take the first version, then the second while the fault happens."""
+    gc.freeze()
     os.environ["CKPT_LIVE_LOCAL"] = "on" if fault.shared else "off"
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     part = slice(rank * COLUMNS // count, (rank + 1) * COLUMNS // count)
