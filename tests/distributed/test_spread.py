@@ -112,7 +112,7 @@ def test_each_node_has_its_files_and_those_of_its_partner(saved: Path) -> None:
         assert not [p for p in (saved / f"node{n}").rglob("*") if p.name.startswith(".")]
 
 
-@pytest.mark.parametrize(("left", "dim"), [([1, 2], 0), ([0, 3, 3], 1)])
+@pytest.mark.parametrize(("left", "dim"), [pytest.param([1, 2], 0, marks=pytest.mark.slow), ([0, 3, 3], 1)])
 def test_two_nodes_are_gone_and_nothing_comes_from_the_root(ranks: Ranks, saved: Path, left: list[int], dim: int) -> None:
     """Other numbers of ranks, another layout, and ranks that share a node."""
     for n in {*range(4)} - {*left}:
