@@ -197,6 +197,8 @@ class Checkpointer:
         """
         if begin_from is not None and step is not None:
             raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
+        if options.get("dry_run"):
+            raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
         origin = BeginFrom.of(begin_from) if begin_from is not None else None
         self._tiers.check(self.group, self.timeout)
         given = {

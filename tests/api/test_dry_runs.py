@@ -16,7 +16,7 @@ from torch import nn
 import ckpt
 from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.engine.load import sweep
-from ckpt.errors import NamesError, ShapeError, StateError
+from ckpt.errors import NamesError, ShapeError, StateError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter
 
 
@@ -124,6 +124,8 @@ def test_seconds_come_from_the_log_of_the_run(root: str) -> None:
     assert "probe" in str(ckpt.load(f"{root}/step-00000001", state, dry_run=True).estimated_from)
     with ckpt.Checkpointer(root) as c:
         assert c.restore(state) is not None
+        with pytest.raises(UsageError, match="restore loads"):
+            c.restore(state, dry_run=True)
     (step,) = ckpt.list_steps(root)
     assert "the run's log: a load by 1 rank" in str(ckpt.load(step.url, state, dry_run=True).estimated_from)
 
