@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.formats.registry import open_catalog
 from tests.formats.oracle import read
 from tests.golden import generate_codecs as coded
+from tests.golden import generate_references as referring
 from tests.golden.generate import TENSORS, expected_bytes, expected_values, itemsize, per_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # complex32 is stored all the same
@@ -18,10 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 HERE = Path(__file__).parent
 VERSIONS = ["v1"]
 CODED = "v1-codecs"
+REFERENCES = "v1-references"
 
 
 def test_every_version_is_kept() -> None:
-    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED])
+    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED, REFERENCES])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -92,3 +95,14 @@ def test_load_reads_coded_chunks() -> None:
     ckpt.load(str(HERE / CODED), tensors, strict=False)
     for name, tensor in tensors.items():
         assert raw_bytes(tensor) == coded.expected_bytes(name), name
+
+
+@pytest.mark.parametrize("step", referring.CODECS)
+def test_references_are_read_by_both_readers(step: int) -> None:
+    url = HERE / REFERENCES / f"step-{step}"
+    view, found = ckpt.open(str(url)), read(url)
+    for name, tensor in referring.tensors(step).items():
+        assert torch.equal(torch.as_tensor(view[name][...]), tensor), name
+        assert found[name][2] == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), name
+    paths = [file.path for file in open_catalog(str(url)).files]
+    assert [path.startswith("../step-1/") for path in paths] == [False] * (step == 1) + [False, True] * (step > 1)
