@@ -215,6 +215,7 @@ NOT_NAMES = {
     "shapes",
     "version",
     "digests",
+    "digests128",
     "wait",
     "capture",
     "dtypes",
