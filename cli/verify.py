@@ -16,6 +16,7 @@ from .console.progress import progress
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.semantic import SemanticReport
+    from ckpt.coordination.divided_work import DividedWork
     from ckpt.engine.verify.verify import Problem, VerifyReport
 
 CORRUPT = 20
@@ -43,7 +44,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
     with divided(url, Output(json=as_json, quiet=quiet)) as (work, output):
         with when_interrupted("nothing was changed; the same command starts from the beginning"), progress("verify", output) as update:
             report = verify(url, threads=threads, progress=update, work=work)
-        meaning = _check_semantic(url, threads) if semantic and report.ok and not output.muted else None
+        meaning = _check_semantic(url, threads, work) if semantic and report.ok else None
         if output.json:
             output.document(
                 _fields(url, report) | {"remedy": remedy_of(report), "semantic": None if meaning is None else _semantic_fields(meaning)}
@@ -58,11 +59,21 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
             click.get_current_context().exit(MISFIT)
 
 
-def _check_semantic(url: str, threads: int | None) -> SemanticReport:
+def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> SemanticReport | None:
+    """What the values mean, which one process checks alone, while the others wait for it; None on these."""
     from ckpt.converters.compare.semantic import check_semantic
     from ckpt.formats.registry import open_catalog
 
-    return check_semantic(open_catalog(url), threads=threads)
+    if work is None:
+        return check_semantic(open_catalog(url), threads=threads)
+    reports: list[SemanticReport] = []
+
+    def check(rows: object) -> dict[str, Any]:
+        reports.append(check_semantic(open_catalog(url), threads=threads))
+        return {}
+
+    work.agree("semantic", dict, check)
+    return reports[0] if reports else None
 
 
 def _print_semantic(report: SemanticReport, output: Output) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -216,6 +217,33 @@ def test_other_arguments_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
     failed = one_voice(ranks.run(2, run_different, free_ports(1)[0], command), 0, 22)
     assert "--shard-size is 21000 in process 1, and 20000 in process 0" in failed.err
     assert not (tmp_path / "made").exists()
+
+
+def run_slowly(port: int, arguments: Sequence[str]) -> list[Ended]:
+    """The first process takes longer over its own part than the others wait for its last word."""
+    from ckpt.converters.compare import semantic
+    from ckpt.coordination import divided_work
+
+    check, end = semantic.check_semantic, divided_work.END
+    divided_work.END = 1.0
+    semantic.check_semantic = lambda *given, **options: (time.sleep(3), check(*given, **options))[1]  # type: ignore[assignment]
+    try:
+        return run_commands([port], [arguments])
+    finally:
+        semantic.check_semantic, divided_work.END = check, end
+
+
+def test_all_wait_for_the_process_that_checks_what_values_mean(ranks: Ranks, tmp_path: Path) -> None:
+    linear = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(linear.parameters())
+    linear(torch.ones(3)).sum().backward()
+    optimizer.step()
+    for moments in optimizer.state.values():
+        moments["exp_avg_sq"].neg_()
+    ckpt.save(str(tmp_path / "a"), {"model": linear, "optimizer": optimizer})
+    ended = ranks.run(2, run_slowly, free_ports(1)[0], ("verify", "--semantic", "--json", str(tmp_path / "a")))
+    report = json.loads(one_voice(ended, 0, 22).out)
+    assert report["ok"] and report["semantic"]["problems"]
 
 
 def test_torchrun(tmp_path: Path) -> None:
