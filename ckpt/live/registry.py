@@ -250,7 +250,7 @@ class VersionRegistry:
                         "state": "left" if s.left else "lost" if s.lost else "taking" if s.taking else "waiting",
                         "step": None if s.has is None else s.has.step,
                         "relays": bool(s.relays) and not (s.lost or s.left),
-                        "late": not (s.lost or s.left) and newest is not None and s.has != newest,
+                        "late": not s.left and newest is not None and s.has != newest,
                         "taking": None if s.taking is None else {"step": s.taking.step, "seconds": round(now - s.since, 3)},
                         "took": [{"digest": d, **row} for d, row in s.took.items() if d in known],
                         "error": s.error,

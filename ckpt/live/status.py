@@ -25,10 +25,10 @@ class VersionStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStatus:
-    """A sink: ``state`` is ``"waiting"``, ``"taking"``, ``"left"`` or ``"lost"``; ``step`` is of the version that it has.
-    ``late``: there is a newer one. ``seconds`` since it began to take a version. ``took``: digest, bytes and seconds of each kept version
-    that it has taken; ``took_from``: the bytes of the last of these by whom they came from, ``"source"`` or another sink. ``relays``: it
-    passes the version on that it has, or takes."""
+    """A sink: ``state`` is ``"waiting"``, ``"taking"``, ``"left"`` (it was closed) or ``"lost"`` (its connection broke); ``step`` is of
+    the version that it has. ``late``: there is a newer one, and it has not left. ``seconds`` since it began to take a version. ``took``:
+    digest, bytes and seconds of each kept version that it has taken; ``took_from``: the bytes of the last of these by whom they came from,
+    ``"source"`` or another sink. ``relays``: it passes the version on that it has, or takes. ``error`` of its last take, or None."""
 
     sink: str
     ranks: int

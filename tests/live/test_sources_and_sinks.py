@@ -6,7 +6,11 @@ import gc
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -314,6 +318,29 @@ def test_whoever_has_taken_what_is_reported() -> None:
             assert CliRunner().invoke(cli, ["live", "-q", "status", source.address]).stdout == "2\n"
     result = CliRunner().invoke(cli, ["live", "status", source.address])
     assert result.exit_code == 30 and "no secret is known for this source" in result.stderr
+
+
+_DYING_SINK = """
+import os, signal, sys, torch
+from ckpt.live import Sink
+sink = Sink(sys.argv[1], {"t": torch.zeros(9)}, secret="s", timeout=30)
+sink.take()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_sink_that_died_is_lost_and_late_and_one_that_was_closed_is_not() -> None:
+    with Source("tcp://127.0.0.1:0/a", {"t": torch.zeros(9)}, secret="s", timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        with Sink(source.address, {"t": torch.ones(9)}, secret="s", timeout=TIMEOUT) as sink:
+            sink.take()
+        ended = subprocess.run([sys.executable, "-c", _DYING_SINK, source.address], check=False, timeout=4 * TIMEOUT)
+        assert ended.returncode == -signal.SIGKILL
+        source.publish(2).result()
+        end = time.monotonic() + TIMEOUT
+        while (seen := source.report().sinks)[-1].state != "lost" and time.monotonic() < end:
+            time.sleep(0.01)
+    assert [(sink_status.state, sink_status.step, sink_status.late) for sink_status in seen] == [("left", 1, False), ("lost", 1, True)]
 
 
 def test_what_does_not_fit_is_said_at_once_and_changes_nothing() -> None:
