@@ -107,10 +107,7 @@ class MemoryStore:
         try:
             return make_file(capacity)
         except OSError as err:
-            raise NoSpaceError(
-                f"the memory daemon has no file for {capacity:,} bytes: {err}",
-                hint="raise the limit of open files (`ulimit -n`) where the daemon is started, or drop checkpoints (ckpt memory drop)",
-            ) from err
+            raise _no_file(capacity, err) from err
 
     def _make_room(self, capacity: int) -> None:
         for left in sorted(self._spare, key=lambda left: left.since):
@@ -139,7 +136,13 @@ class MemoryStore:
             return self._put(lent, path, digest)
 
     def _put(self, lent: Lent, path: str, digest: str | None) -> MemoryObject:
-        reading = open_to_read(lent.file)
+        try:
+            reading = open_to_read(lent.file)
+        except OSError as err:
+            raise _no_file(lent.capacity, err) from err
+        # From here on nothing can fail: an object that is replaced goes only when the new one can be named.
+        if path in self._entries:
+            self._drop(path)
         self._lent.remove(lent)
         self._number += 1
         known = MemoryObject(path, lent.size, digest, f"{self.id}-{self._number}", time.time())
@@ -171,11 +174,13 @@ class MemoryStore:
                     hint="another save was first; read it again and decide anew",
                 )
             lent = self.lend(len(data))
-            if data:
-                os.pwrite(lent.file, data, 0)
-            if entry is not None:
-                self._drop(path)
-            return self._put(lent, path, None)
+            try:
+                if data:
+                    os.pwrite(lent.file, data, 0)
+                return self._put(lent, path, None)
+            except BaseException:
+                self.take_back(lent)
+                raise
 
     def delete(self, path: str) -> bool:
         """Whether it was there."""
@@ -371,6 +376,13 @@ def digest_of_file(file: int, size: int, look: Callable[[], None] = lambda: None
 
 def _content(entry: ObjectFile) -> bytes:
     return os.pread(entry.reading, entry.known.size, 0)
+
+
+def _no_file(capacity: int, err: OSError) -> NoSpaceError:
+    return NoSpaceError(
+        f"the memory daemon has no file for {capacity:,} bytes: {err}",
+        hint="raise the limit of open files (`ulimit -n`) where the daemon is started, or drop checkpoints (ckpt memory drop)",
+    )
 
 
 def _taken(path: str) -> ConflictError:

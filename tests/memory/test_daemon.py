@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -170,6 +171,27 @@ class TestBudget:
         assert [Path(f"/proc/{pid}/fd/{fd}").stat().st_blocks * 512 for fd in memfds(pid)] == [2 * MIB]
         daemon.drop("run")
         assert daemon.status()["spare"] == 0 and memfds(pid) == []
+
+
+def test_a_daemon_out_of_files_keeps_what_it_has(daemon: MemoryClient) -> None:
+    status = daemon.status()
+    pid, before = status["pid"], resource.prlimit(status["pid"], resource.RLIMIT_NOFILE)
+    daemon.put("run/checkpoint.json", b"0")
+    put = failed = 0
+    try:
+        for free in range(4):  # so many descriptors until the next one fails
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + free - 1, before[1]))
+            for path, expected in (("run/checkpoint.json", b"0"), (f"run/{free}", None)):
+                try:
+                    daemon.put(path, b"0", expected=expected)
+                    put += 1
+                except NoSpaceError:
+                    failed += 1
+                assert daemon.stat("run/checkpoint.json").size == 1
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert put and failed
+    assert (daemon.status()["lent"], daemon.status()["dropped"]) == (0, 0)
 
 
 def memfds(pid: int) -> list[str]:
