@@ -196,6 +196,7 @@ def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, lost: tuple[str, .
         metrics=None if record is None else record.metrics,
         tags=() if record is None else record.tags,
         lost=lost,
+        reusable=record is None or record.reusable,
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ckpt.catalog import Contents
-from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError
+from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.journal import CheckpointJournal
 
 from .catalog import read_record
@@ -111,32 +111,42 @@ def remove_checkpoint(
     It is in the directory ``within`` (empty, or ending in a slash), which is no link. Stopped anywhere, it leaves a whole checkpoint or
     orphans. Files that are not of this format stay, and so do those of a save that began later. An absent checkpoint is no error. With
     ``id`` and ``tags``, those that it had when somebody decided, nothing is removed if it has others now. ``referrers`` gives the names of
-    those that refer to its data files, if it may have some: then it stays. Whether it was removed.
+    those that refer to its data files, if it may have some: then it stays, and also if nobody can say who does. Whether it was removed.
 
     Raises:
+        CorruptError: ``referrers`` cannot say who does.
         StorageError: the storage failed, or a link is on the way: nothing is removed beyond one.
     """
     data = read_record(backend, within)
-    last, may_be_referred_to = None, False
+    last, may_be_referred_to = None, True  # files without a record that can be read may be what others refer to all the same
     if data is not None:
         with suppress(CorruptError, FormatError):  # then whoever removes it knows
             record = CommitRecord.from_bytes(data, _where(backend, within))
             last, may_be_referred_to = record.id, record.reusable
             if id is not None and (record.id != id or set(record.tags) != set(tags)):
                 return False
-    backend.delete(within + COMMIT_PATH)
-    # Only now: a save that refers to it publishes its own record first, and looks then whether this one is there
-    # (``clearing``). So at least one of the two sees the other.
-    names = referrers() if may_be_referred_to else ()
-    if names and data is not None:
-        backend.put_if(within + COMMIT_PATH, data, expected=None)
-        log.warning("%s stays, since %s refers to its data files", _where(backend, within), ", ".join(sorted(names)))
-        return False
     saves: dict[str, list[str]] = {}
     for entry in backend.list_prefix(within):
         save = id_of(entry.path.removeprefix(within))
         if save is not None and (last is None or save <= last):
             saves.setdefault(save, []).append(entry.path)
+    # Of a save that was replaced, those files stay that others refer to.
+    may_be_referred_to = may_be_referred_to or any(save != last for save in saves)
+    if may_be_referred_to:
+        with suppress(CkptError):  # what cannot be read may be its own index, which nobody reads without the record
+            if _is_referred_to(backend, within, referrers()):
+                return False
+    backend.delete(within + COMMIT_PATH)
+    # Once more: a save that refers to it publishes its own record first, and looks then whether this one is there
+    # (``clearing``). So at least one of the two sees the other.
+    stays = True
+    try:
+        stays = may_be_referred_to and _is_referred_to(backend, within, referrers())
+    finally:
+        if stays and data is not None:
+            backend.put_if(within + COMMIT_PATH, data, expected=None)
+    if stays:
+        return False
     for save, paths in saves.items():
         if save == last:
             for path in paths:
@@ -144,6 +154,12 @@ def remove_checkpoint(
         else:
             clear(backend, save, within, paths, partial(committed_id, backend, within))
     return True
+
+
+def _is_referred_to(backend: Backend, within: str, names: Collection[str]) -> bool:
+    if names:
+        log.warning("%s stays, since %s refers to its data files", _where(backend, within), ", ".join(sorted(names)))
+    return bool(names)
 
 
 def committed_id(backend: Backend, within: str = "") -> str | None:

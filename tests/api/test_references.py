@@ -361,6 +361,46 @@ def test_a_save_that_comes_in_the_middle_of_a_removal_keeps_its_base(run: Path, 
     assert list_steps(run)[0].committed
 
 
+@pytest.mark.parametrize("what", ["damaged", "missing", "rebuilt", "replaced"])
+def test_what_is_referred_to_stays_whatever_became_of_its_record(run: Path, what: str) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    record = run / "step-1" / "checkpoint.json"
+    match what:
+        case "damaged":
+            record.write_text("{")
+        case "missing":
+            record.unlink()
+        case "rebuilt":
+            next((run / "step-1").glob("index-*/tensors.arrow")).unlink()
+            assert rebuild_checkpoint(str(run / "step-1")).rebuilt
+        case _:
+            ckpt.save(run / "step-1", {"other": torch.zeros(2)})
+    before = record.read_bytes() if record.exists() else None
+    with pytest.raises(ConflictError, match="step-2"):
+        remove_at(str(run / "step-1"))
+    assert remove_steps(str(run), [s for s in list_steps(run) if s.number == 1], {}) == []
+    assert (record.read_bytes() if record.exists() else None) == before
+    holds(run / "step-2", tuned.tensors())
+    remove_at(str(run / "step-2"))
+    remove_at(str(run / "step-1"))
+    assert not list(run.rglob("*.safetensors"))
+
+
+def test_a_removal_that_cannot_see_who_refers_to_it_changes_nothing(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    next((run / "step-2").glob("index-*/files.arrow")).write_bytes(b"")
+    with pytest.raises(CorruptError, match="files.arrow"):
+        remove_at(str(run / "step-1"))
+    holds(run / "step-1", tuned.tensors())
+    remove_at(str(run / "step-2"))
+    remove_at(str(run / "step-1"))
+    assert not list(run.rglob("*.safetensors"))
+
+
 def test_rebuild_refuses_what_its_own_files_do_not_say(run: Path) -> None:
     tuned = Tuned()
     ckpt.save(run / "step-1", tuned.state, reusable=True)
