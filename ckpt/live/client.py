@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ckpt.errors import (
     RankFailedError,
 )
 from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
+from ckpt.tracing.spans import Spans
 from ckpt.transport.endpoints import network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
@@ -95,6 +97,7 @@ class PieceClient:
         alive: Callable[[], None] = lambda: None,
         shared: bool = True,
         room: Callable[[int], memoryview] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         """``shared``: whether the holder's shared memory is used where it can be. ``room`` gives memory for so many bytes of a piece, which
         is then the caller's; without it, pieces come into memory of this connection."""
@@ -118,6 +121,7 @@ class PieceClient:
                 self._channel.close()
                 raise
         self._room = room
+        self._spans = Spans(on=False) if spans is None else spans
         self._buffer = bytearray()
         self._changes = bytearray()
         self.transferred = 0
@@ -227,7 +231,9 @@ class PieceClient:
         return memoryview(self._buffer)[:length]
 
     def _check(self, view: memoryview, digest: int) -> None:
-        if xxhash.xxh3_64_intdigest(view) != digest:
+        with self._spans.span("verify", len(view)):
+            right = xxhash.xxh3_64_intdigest(view) == digest
+        if not right:
             raise damaged(str(self.holder))
 
 
@@ -305,9 +311,11 @@ def pull_all(
     shared: bool = True,
     base: PullBase | None = None,
     room: Callable[[int], memoryview] | None = None,
+    spans: Spans | None = None,
 ) -> Pulled:
     """Take every share of a plan; ``base`` is what the receiver has of an earlier version. ``place`` gets share, number and bytes of each
     piece, from several threads; it may keep them if ``room`` gave the memory for them. ``alive`` is called often, from this thread.
+    ``spans`` get a ``pull`` for each connection to a holder, and within it a ``verify`` for each piece.
 
     Raises:
         RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError: a holder is lost, and nobody else has what it had.
@@ -352,12 +360,15 @@ def pull_all(
         try:
             if giver.witness is not None:
                 digests += witnessed(giver.witness, share.requests)
-            client = PieceClient(giver, secret, timeout, alive=going, shared=shared, room=room)
+            began = time.perf_counter()
+            client = PieceClient(giver, secret, timeout, alive=going, shared=shared, room=room, spans=spans)
             try:
                 client.pull(giver.version or version, share.requests, placed, None if base is None or giver.relay else base.of(share))
             finally:
                 with lock:
                     pulled.transferred += client.transferred
+                if spans is not None:
+                    spans.add("pull", began, time.perf_counter(), client.transferred)
                 client.close()
         except REPLACED as err:
             with lock:

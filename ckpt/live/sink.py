@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,8 @@ from ckpt.engine.load.setting import accept
 from ckpt.errors import DeadlineError, FormatError, NotFoundError, TornError, UsageError
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, several
+from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
+from ckpt.tracing.spans import Spans
 from ckpt.transport.shm_pool import machine
 
 from .client import Pulled
@@ -46,6 +49,7 @@ from .take import (
     stage_take,
     switch_take,
 )
+from .take_meter import TakeMeter
 from .versions import Manifest, Version, digest_of_blob
 
 if TYPE_CHECKING:
@@ -139,12 +143,15 @@ class Sink:
             raise TornError(self._torn, where=self.address, hint="take again before the state is used")
         return self._version
 
-    def take(self, newer_than: Version | None = None, timeout: float | None = None) -> Version:
+    def take(
+        self, newer_than: Version | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None
+    ) -> Version:
         """Bring the newest version into the state; collective. Which one that is.
 
         Args:
             newer_than: wait for another one than this, usually ``sink.version``. None: the newest that there is.
             timeout: seconds to wait for it. By default as long as for a sign of life.
+            progress: as for :func:`ckpt.load`: the bytes that this rank has of the version, and needs.
 
         Raises:
             DeadlineError: there is no such version in time, or nothing was heard of a rank or the source; nothing was changed.
@@ -153,6 +160,13 @@ class Sink:
             CorruptError, RankFailedError, ExchangeError: bytes were damaged, or a rank was lost, that no other rank had. Nothing was
                 changed, unless ``version`` raises TornError.
         """
+        watcher = callback_of(progress=progress, leads=self._group.rank == self._group.leader, title=f"take {self.address}")
+        meter = TakeMeter(Spans(on=settings.spans()))
+        with reported(watcher, meter.counts):
+            return self._take_newest(newer_than, timeout, meter)
+
+    def _take_newest(self, newer_than: Version | None, timeout: float | None, meter: TakeMeter) -> Version:
+        """Take the newest version; if it is dropped meanwhile, the one after it."""
         began, patience = time.monotonic(), self._options.timeout if timeout is None else timeout
         for tries in range(_DROPS):
             call = self._group.call("take", self.address, self._options.timeout)
@@ -163,7 +177,7 @@ class Sink:
                 raise
             waited = time.monotonic() - began
             try:
-                taken = self._take(call, offered, waited, last=tries == _DROPS - 1)
+                taken = self._take(call, offered, waited, meter, last=tries == _DROPS - 1)
             except BaseException as err:
                 self._source.tell(offered.version, "failed", error=f"{type(err).__name__}: {err}")
                 raise
@@ -252,11 +266,11 @@ class Sink:
 
     # ---- take
 
-    def _take(self, call: Call, offered: OfferedVersion, waited: float, *, last: bool) -> TakeReport | None:
+    def _take(self, call: Call, offered: OfferedVersion, waited: float, meter: TakeMeter, *, last: bool) -> TakeReport | None:
         """Take the version that is offered; None if it was dropped meanwhile."""
         began = time.monotonic()
         self._source.tell(offered.version, "taking")
-        job = LoadJob(call=call, options=self._options, recorded=None, writes=StateWrites())
+        job = LoadJob(call=call, options=replace(self._options, spans=meter.spans), recorded=None, writes=StateWrites())
         matched = match_take(job, offered, self._state, self._cache)
         puller = Puller(
             secret=self._secret,
@@ -266,6 +280,7 @@ class Sink:
             local=machine() if settings.live_local() else None,
             base=self._base if self._torn is None else None,
             alive=call.check_failures,
+            meter=meter,
         )
         staged = self._stage(job, matched, puller, last=last)
         if staged is None:
@@ -276,7 +291,9 @@ class Sink:
         switched, pulled, took_from = switch
         done = time.monotonic()
         call.linger()
-        return TakeReport.of(staged, pulled, took_from, waited=waited, seconds=done - began, switch=done - switched)
+        return TakeReport.of(
+            staged, pulled, took_from, waited=waited, seconds=done - began, switch=done - switched, spans=meter.spans.table()
+        )
 
     def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller, *, last: bool) -> StagedTake | None:
         """Bring everything here; None on all ranks if the version was dropped for one of them. ``last``: then that is an error."""
@@ -326,7 +343,8 @@ class Sink:
             self._torn = torn
             pulled: Pulled | None = None
             try:
-                pulled = switch_take(staged, puller, self._cache, setters, self.address)
+                with job.span("switch"):
+                    pulled = switch_take(staged, puller, self._cache, setters, self.address)
                 self._version, self._base = version, matched.offered.manifest.name
             except NotFoundError:
                 if last or not self._in_place:

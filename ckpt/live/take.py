@@ -34,6 +34,7 @@ from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.errors import CorruptError, CoverageError
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.settings import limits
+from ckpt.tracing.spans import SpanTable
 
 from .catalog import LiveCatalog
 from .client import Holder, PullBase, Pulled, pull_all
@@ -42,6 +43,7 @@ from .relays.relay import RelayHolders
 from .relays.relayed import RelayedVersion
 from .segments.mapped import LocalHolder, SegmentShare, check_local, copy_local, open_local
 from .segments.published import SegmentLayout
+from .take_meter import TakeMeter
 from .versions import Manifest, Version, catalog_of, tensors_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -56,6 +58,8 @@ class TakeReport:
     ``lost_relays``: sinks, that others stood in for, and why. ``took_from``: bytes of all ranks of the sink by whom they came from,
     ``"source"`` or another sink.
     ``waited``: seconds for the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state.
+    ``spans.sums`` has the seconds and bytes of its phases: ``match``, ``plan``, ``pull`` (one for each connection to a rank), ``verify``
+    (within ``pull``, but for memory of this machine) and ``switch``; none with ``CKPT_SPANS=off``.
     ``missing``, ``unexpected``, as for ``ckpt.load``."""
 
     version: Version
@@ -70,12 +74,21 @@ class TakeReport:
     waited: float
     seconds: float
     switch: float
+    spans: SpanTable
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, staged: StagedTake, pulled: Pulled, took_from: Mapping[str, int], *, waited: float, seconds: float, switch: float
+        cls,
+        staged: StagedTake,
+        pulled: Pulled,
+        took_from: Mapping[str, int],
+        *,
+        waited: float,
+        seconds: float,
+        switch: float,
+        spans: SpanTable,
     ) -> TakeReport:
         """Of a take that has ended."""
         matched = staged.planned.matched
@@ -94,6 +107,7 @@ class TakeReport:
             waited=waited,
             seconds=seconds,
             switch=switch,
+            spans=spans,
             missing=matched.missing,
             unexpected=matched.unexpected,
         )
@@ -183,17 +197,18 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
     """
     group, options = job.call.group, job.options
     with job.call.phase("match"), gc_paused():
-        catalog = cache.catalog_of(offered)
-        binding = bind(
-            state,
-            catalog,
-            rank=group.rank,
-            ranks=group.ranks,
-            layout=options.layout,
-            selection=options.selection,
-            cast=options.cast,
-            shards=cache.shards,
-        )
+        with job.span("match"):
+            catalog = cache.catalog_of(offered)
+            binding = bind(
+                state,
+                catalog,
+                rank=group.rank,
+                ranks=group.ranks,
+                layout=options.layout,
+                selection=options.selection,
+                cast=options.cast,
+                shards=cache.shards,
+            )
         row = row_of_match(job, catalog, binding, SharedReads.of((), group.rank, parts=False, piece=1, wanted=False))
         row["objects"] = bool(binding.objects)
 
@@ -259,6 +274,7 @@ class Puller:
     base: str | None
     """The version that the state is, whole; None if it is none."""
     alive: Callable[[], None]
+    meter: TakeMeter
 
     def pull(
         self,
@@ -271,10 +287,15 @@ class Puller:
         """Take the pieces of a plan; as ``pull_all``. Where the state has the source's dtypes, it is the base of changes."""
         if not plan.shares:
             return Pulled()
+
+        def counted(share: Share, piece: int, view: memoryview) -> None:
+            place(share, piece, view)
+            self.meter.add(share.requests.bytes_of(piece))
+
         return pull_all(
             plan,
             offered.relays.holders({rank: _holder(rank, row) for rank, row in offered.holders.items()}),
-            place,
+            counted,
             version=offered.manifest.name,
             rank=self.receiver,
             secret=self.secret,
@@ -283,6 +304,7 @@ class Puller:
             alive=self.alive,
             shared=self.local is not None,
             room=room,
+            spans=self.meter.spans,
             base=PullBase(version=self.base, fill=filling.pack) if self.base is not None and filling.plan.is_packable else None,
         )
 
@@ -307,7 +329,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
         nearby |= offered.relays.within(domain=domain)
     # Changes come from the source alone, and are fewer bytes than a relay's pieces.
     changes = puller.base is not None and any(row["delta"] for row in offered.holders.values())
-    with gc_paused():
+    with gc_paused(), puller.meter.spans.span("plan"):
         plan = plan_filling(
             matched.binding.targets.values(),
             matched.catalog,
@@ -318,6 +340,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
             cache=cache.plan,
             source=offered.manifest.tables,
         )
+    puller.meter.begin(plan.transfers.needed)
     opened = open_local(
         [rank for rank in plan.transfers.shares if rank in near and rank in offered.holders],
         offered.holders,
@@ -325,7 +348,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
         lambda rank: cache.layout_of(offered, rank),
         lambda rank: cache.share_of(plan, rank, cache.layout_of(offered, rank)),
     )
-    mapped, wrong = check_local(opened, puller.threads, puller.alive)
+    mapped, wrong = check_local(opened, puller.threads, puller.alive, puller.meter.spans)
     if wrong and in_place:  # before anything is changed: may others stand in for them?
         _check_replaceable(plan.transfers, opened.keys() - mapped.keys(), wrong[0])
     return PlannedTake(matched=matched, plan=plan, mapped=mapped, left=_without(plan.transfers, mapped))
@@ -390,7 +413,7 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
     devices = devices_of(target for target, _ in plan.targets)
     settle_devices(devices, where)
     filling.zero_padding()
-    copy_local(plan, staged.planned.mapped, puller.threads)
+    copy_local(plan, staged.planned.mapped, puller.threads, puller.meter.add)
     for share, piece, data in staged.pieces:
         filling.place(share, piece, data)
         if not staged.is_relayed:

@@ -320,6 +320,27 @@ def test_whoever_has_taken_what_is_reported() -> None:
     assert result.exit_code == 30 and "no secret is known for this source" in result.stderr
 
 
+@pytest.mark.parametrize(("local", "switch"), [("on", "double"), ("off", "double"), ("off", "in-place")])
+def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_LIVE_LOCAL", local)
+    monkeypatch.setattr("ckpt.tracing.progress_callback.INTERVAL", 0.0)
+    state = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
+    total, counts = 64 << 20, []
+    with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        with Sink(source.address, {name: torch.zeros(1 << 20) for name in state}, secret="s", switch=switch, timeout=TIMEOUT) as sink:
+            sink.take(progress=lambda done, total: counts.append((done, total)))
+            report = sink.report
+            with pytest.raises(UsageError, match="progress= takes True or a function"):
+                sink.take(progress=3)  # type: ignore[arg-type]
+    assert counts == sorted(counts) and counts[-1] == (total, total) and any(0 < done < total for done, _ in counts)
+    assert report is not None and report.took_from == {"source": total}
+    sums = report.spans.sums
+    assert sums.keys() == {"match", "plan", "verify", "switch"} | ({"pull"} if local == "off" else set())
+    assert sums["verify"].nbytes == total and sums["switch"].seconds <= report.seconds
+    assert local == "on" or sums["pull"].nbytes == report.transferred == total
+
+
 _DYING_SINK = """
 import os, signal, sys, torch
 from ckpt.live import Sink

@@ -14,6 +14,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.layout.geometry import Box
 from ckpt.live.filling import FillPlan
 from ckpt.live.versions import Manifest
+from ckpt.tracing.spans import Spans
 
 from .published import BlockCheck, SegmentBox, SegmentLayout
 from .segment import BLOCK, MappedSegment, SegmentAddress
@@ -84,12 +85,13 @@ class LocalHolder:
                 alive()
                 check.range(at, min(at + _STRETCH, stop), name)
 
-    def copy(self, plan: FillPlan) -> None:
-        """Copy what is taken to where it belongs."""
+    def copy(self, plan: FillPlan, copied: Callable[[int], None]) -> None:
+        """Copy what is taken to where it belongs; ``copied`` gets the bytes of each box."""
         for want, placed, common in self.share.copies:
             target, entry = plan.targets[want]
             data = self.segment.data[placed.start : placed.start + placed.nbytes]
             copy_box(Stored(data, 0, placed.box, entry.dtype), common, target)
+            copied(common.numel * entry.dtype.itemsize)
 
 
 def open_local(
@@ -115,7 +117,7 @@ def open_local(
 
 
 def check_local(
-    mapped: Mapping[int, LocalHolder], threads: int, alive: Callable[[], None]
+    mapped: Mapping[int, LocalHolder], threads: int, alive: Callable[[], None], spans: Spans
 ) -> tuple[dict[int, LocalHolder], list[CorruptError]]:
     """Compare all that is taken from mapped segments with its digests; those that are right, and what is wrong with the others."""
     right: dict[int, LocalHolder] = {}
@@ -123,7 +125,8 @@ def check_local(
 
     def check(rank: int, holder: LocalHolder) -> None:
         try:
-            holder.check(alive)
+            with spans.span("verify", sum(stop - start for start, stop, _ in holder.share.spans)):
+                holder.check(alive)
             right[rank] = holder
         except CorruptError as err:
             log.warning("live: %s", err)
@@ -133,6 +136,6 @@ def check_local(
     return right, wrong
 
 
-def copy_local(plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int) -> None:
-    """Copy all that is taken from mapped segments."""
-    run_tasks([partial(holder.copy, plan) for holder in mapped.values()], threads, "ckpt-read-segments")
+def copy_local(plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int, copied: Callable[[int], None]) -> None:
+    """Copy all that is taken from mapped segments; ``copied`` gets the bytes of each box, from several threads."""
+    run_tasks([partial(holder.copy, plan, copied) for holder in mapped.values()], threads, "ckpt-read-segments")
