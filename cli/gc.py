@@ -184,7 +184,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
     from ckpt.maintenance.orphans import find_orphans
-    from ckpt.maintenance.step_listing import directory_name, infos, list_steps, none_here
+    from ckpt.maintenance.step_listing import directory_name, infos, list_steps, none_here, vanished_bases
     from ckpt.maintenance.stored_sizes import stored_sizes
     from ckpt.policies import All, AnyOf, parse_keep, retention
 
@@ -209,7 +209,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
     reasons = {v.step: v.reasons for v in verdicts}
     by_number = {step.number: step for step in steps}
     going = [by_number[number].url for number in verdicts.removed]
-    gone, rows = set(going), {}
+    gone, rows, vanished = set(going), {}, vanished_bases(root, steps)
     for step in steps:
         removed, why = step.url in gone, () if step.number is None else reasons.get(step.number, ())
         if not step.committed and not step.damaged:
@@ -220,6 +220,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
             )
         elif step.number is None:
             why = ("it has no step number",)
+        why = (*why, *(f"{name} has vanished, and data files that this needs with it" for name in vanished.get(step.url, ())))
         why = (*why, *_link_reasons(step, removed=removed and step.url in gone))
         rows[step.url] = _Row(step=step, outcome="removed" if removed else "kept", reasons=why, bytes=sizes.get(step.url))
     return _Collection(

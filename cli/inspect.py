@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.errors import NamesError, UsageError
+from ckpt.errors import NamesError, NotFoundError, UsageError
 from ckpt.text import units
 from ckpt.text.suggest import did_you_mean
 
@@ -100,8 +100,17 @@ def _print_totals(catalog: Catalog, entries: Sequence[TensorEntry], output: Outp
 
 
 def _notes(catalog: Catalog) -> list[str]:
-    """What a reader of another format says about the whole: what it left out, what may be wrong."""
-    return [*catalog.notes, *([] if catalog.suspect is None else [catalog.suspect])]
+    """What a reader of another format says about the whole: what it left out, what may be wrong; and which checkpoints have vanished that
+    this one refers to."""
+    from ckpt.formats.native.datafiles.references import is_reference, owner_of
+
+    notes = [*catalog.notes, *([] if catalog.suspect is None else [catalog.suspect])]
+    for owner, path in {owner_of(file.path): file.path for file in catalog.files if is_reference(file.path)}.items():
+        try:
+            catalog.backend.size(path)
+        except NotFoundError:
+            notes.append(f"{owner} has vanished, and data files that this needs with it: restore it beside this checkpoint")
+    return notes
 
 
 def _row(entry: TensorEntry) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     """
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import join_url
-    from ckpt.maintenance.step_listing import directory_name, list_steps, none_here
+    from ckpt.maintenance.step_listing import directory_name, list_steps, none_here, vanished_bases
     from ckpt.maintenance.stored_sizes import stored_sizes
 
     output = Output(json=as_json, quiet=quiet)
@@ -50,7 +51,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
             if step.committed:
                 output.line(step.url)
         return
-    sizes = stored_sizes(steps)
+    sizes, vanished = stored_sizes(steps), vanished_bases(root, steps)
     if output.json:
         output.document(
             {
@@ -60,7 +61,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
             }
         )
         return
-    rows = [(directory_name(step), *_row(step, sizes.get(step.url))) for step in steps]
+    rows = [(directory_name(step), *_row(step, sizes.get(step.url), vanished.get(step.url, ()))) for step in steps]
     names = {url: url.rstrip("/").rpartition("/")[2] for url in foreign}
     output.table(_HEADS, rows + [(names[url], "", name, *[""] * (len(_HEADS) - 3)) for url, name in foreign.items()])
 
@@ -71,7 +72,7 @@ def _fields(step: Step) -> dict[str, object]:
     return {"step": fields.pop("number"), **fields}
 
 
-def _row(step: Step, stored: int | None) -> tuple[str, ...]:
+def _row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, ...]:
     status = style("committed", "green") if step.committed else style("damaged" if step.damaged else "unfinished", "red")
     return (
         "" if step.number is None else str(step.number),
@@ -84,5 +85,11 @@ def _row(step: Step, stored: int | None) -> tuple[str, ...]:
         " ".join(f"{name}={value:.4g}" for name, value in step.metrics.items()),
         ", ".join(step.tags),
         ", ".join([*([f"leads to {step.link}"] if step.link else []), *step.also]),
-        step.reason or (f"lost: {', '.join(step.lost)}" if step.lost else ""),
+        "; ".join(
+            [
+                *([step.reason] if step.reason else []),
+                *([f"lost: {', '.join(step.lost)}"] if step.lost else []),
+                *(f"{name} has vanished, and data files that this needs with it" for name in vanished),
+            ]
+        ),
     )

@@ -163,6 +163,16 @@ def runs_below(url: str) -> list[str]:
     return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]
 
 
+def vanished_bases(root_url: str, steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
+    """URL of a checkpoint of the run → names of those that have data files it refers to and that are not there any more: it cannot be
+    loaded whole. A checkpoint that is listed alone, or through a link, has neighbours that are not
+    listed: nothing is said of it."""
+    there = {name for s in steps for name in (directory_name(s), *s.also)}
+    sharing = [s for s in steps if s.shared_bytes and s.link is None and s.url != root_url]
+    owners = {s.url: tuple(url.rpartition("/")[2] for url in s.sources) for s in sharing}
+    return {url: gone for url, names in owners.items() if (gone := tuple(name for name in names if name not in there))}
+
+
 def none_here(url: str) -> NotFoundError:
     """That there is no checkpoint at ``url`` nor right below, with the runs further below."""
     if is_file_system(url) and not os.path.exists(real_url(url)) and not url.startswith("memory:"):

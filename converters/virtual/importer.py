@@ -113,7 +113,7 @@ def import_checkpoint(
     if digest:
         if references.parted:
             _check_whole(source)
-        contents = replace(contents, extents=_digested(catalog.backend, contents, progress))
+        contents = replace(contents, extents=_digested(catalog.backend, references.paths, contents, progress))
     if not stamps.are_as_they_were(contents.sources):
         _check_same(source, selection, references)
     backend.prepare()
@@ -230,9 +230,8 @@ def _check_whole(source: str) -> None:
         raise CorruptError(str(report.problems[0]), where=source, hint="`ckpt verify` lists all that is damaged")
 
 
-def _digested(backend: Backend, contents: Contents, progress: ProgressCallback | None) -> dict[str, list[Extent]]:
-    """The extents with the digest of their bytes, read in parallel."""
-    paths = [s.path for s in contents.sources]
+def _digested(backend: Backend, paths: Sequence[str], contents: Contents, progress: ProgressCallback | None) -> dict[str, list[Extent]]:
+    """The extents with the digest of their bytes, read in parallel. ``paths``: of the sources."""
     rows = [
         (t.name, i, paths[t.grid.file(i)], extent)
         for t in contents.tensors

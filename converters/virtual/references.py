@@ -32,7 +32,9 @@ from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
 from ckpt.errors import CoverageError, UsageError
 from ckpt.formats.external.strided import reach, strided, strides_of
-from ckpt.io_backends.registry import absolute_url
+from ckpt.formats.native.datafiles.references import RunBackend, is_reference, owner_of, split_url
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import absolute_url, join_url
 from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.views import LogicalTensor, ViewPiece, in_order, within
@@ -160,11 +162,14 @@ class References:
         self.parted |= (extent.digest, extent.crc32) != (None, None)
         return _parts(taken, copy.chunk_box, extent, size)
 
+    @property
+    def paths(self) -> list[str]:
+        """Where the sources of ``contents`` lie for the backend that is pointed at."""
+        return list(self._sources)
+
     def contents(self) -> Contents:
         backend = self.catalog.backend
-        sources = tuple(
-            SourceFile(root=absolute_url(backend.url), path=p, size=backend.size(p), stamp=backend.version_token(p)) for p in self._sources
-        )
+        sources = tuple(_source(backend, path) for path in self._sources)
         kept, gone = sorted(t.name for t in self.tensors), {*self.state.left_out}
         ranks = {rank: pruned_values(values, kept) for rank, values in self.catalog.ranks.items()}
         return Contents(
@@ -175,6 +180,13 @@ class References:
             sources=sources,
             extents=self.extents,
         )
+
+
+def _source(backend: Backend, path: str) -> SourceFile:
+    root, inner = backend.url, path
+    if isinstance(backend, RunBackend) and is_reference(path):  # a neighbour has it: a source's path leads to nothing above its root
+        root, inner = join_url(split_url(backend)[0], owner_of(path)), path.split("/", 2)[2]
+    return SourceFile(root=absolute_url(root), path=inner, size=backend.size(path), stamp=backend.version_token(path))
 
 
 def _parts(piece: ViewPiece, chunk: Box, extent: Extent, itemsize: int) -> list[tuple[Box, Extent]]:

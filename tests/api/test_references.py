@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ckpt
 from ckpt.catalog import Contents, DataFile
+from ckpt.cli.main import cli
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.coordination.group import current_group
 from ckpt.engine.save.base.reuse import SeenVersions
 from ckpt.engine.save.job import save_cache
@@ -426,3 +429,45 @@ def test_a_hostile_index_leads_nowhere(path: str) -> None:
     assert find_problem(Contents(tensors=(), files=(row,))) is not None
     with pytest.raises(UsageError):
         RunBackend(open_backend("/tmp/nowhere")).read(path)
+
+
+@pytest.mark.parametrize("digest", [False, True])
+def test_what_is_imported_points_at_the_files_that_have_the_bytes(run: Path, tmp_path: Path, digest: bool) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    tuned.train()
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    import_checkpoint(run / "step-2", tmp_path / "imported", digest=digest)
+    view = ckpt.open(str(tmp_path / "imported"))
+    for name, tensor in tuned.tensors().items():
+        assert torch.equal(torch.as_tensor(view[name][...]), tensor), name
+    assert not verify(str(tmp_path / "imported")).problems
+    import_checkpoint(run / "step-2", run / "imported")
+    assert all("used by imported" in info.tags for info in infos(list_steps(str(run)))), "its sources are both of them"
+
+
+def test_a_dry_run_writes_nothing_and_says_what_would_be_reused(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    tuned.train()
+    dry = ckpt.save(run / "step-2", tuned.state, base=run / "step-1", dry_run=True)
+    assert not (run / "step-2").exists()
+    real = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    assert (dry.reused_bytes, dry.rank_bytes, dry.tensor_bytes) == (FROZEN, real.rank_bytes, real.tensor_bytes)
+    holds(run / "step-2", tuned.tensors())
+
+
+def test_commands_name_a_base_that_vanished(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    commands = [("ls", str(run)), *(("gc", str(run), "--dry-run", *as_json) for as_json in ((), ("--json",)))]
+    commands += [("inspect", str(run / "step-2"), *as_json) for as_json in ((), ("--json",))]
+
+    def naming() -> list[bool]:
+        outputs = [" ".join(CliRunner().invoke(cli, list(arguments)).stdout.split()) for arguments in commands]
+        return ["step-1 has vanished" in output for output in outputs]
+
+    assert naming() == [False] * 5
+    shutil.rmtree(run / "step-1")
+    assert naming() == [True] * 5

@@ -1,0 +1,117 @@
+"""Saves of several ranks that refer to an earlier checkpoint: what changed on one rank alone, other layouts, a loop with retention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import ckpt
+from ckpt.engine.verify.verify import verify
+from ckpt.formats.registry import open_catalog
+from ckpt.policies import EverySteps, Latest
+from tests.distributed.gathered import Full, differences, full_state
+from tests.distributed.models import Trained, fsdp, mesh_of, tensor_parallel, trained, whole_model
+from tests.distributed.ranks import Ranks
+from tests.formats import oracle
+
+CHANGED = "blocks.0.mlp.up.weight"
+
+
+def frozen_blocks(seed: int, layout: str) -> Trained:
+    """Blocks without gradients between a trained embedding and head, on all ranks."""
+    model, mesh = whole_model(seed), mesh_of(all=dist.get_world_size())
+    model.blocks.requires_grad_(False)
+    return trained(fsdp(model, mesh) if layout == "fsdp" else tensor_parallel(model, mesh))
+
+
+def frozen_bytes(which: Trained) -> dict[str, int]:
+    """Of this rank's shards."""
+    frozen = {n: p for n, p in which.model.named_parameters() if not p.requires_grad}
+    return {n: p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for n, p in frozen.items()}
+
+
+def save_three(root: str) -> tuple[list[Full], list[int], dict[str, int]]:
+    """A whole save, one after a write on rank 1 that torch does not count, and a background save that training goes on beside."""
+    which = frozen_blocks(5, "fsdp").steps(1)
+    wanted, reused = [full_state(which)], [ckpt.save(f"{root}/step-1", which.state(), reusable=True).reused_bytes]
+    which.train()
+    if dist.get_rank() == 1:
+        parameter = dict(which.model.named_parameters())[CHANGED]
+        assert isinstance(parameter, DTensor)
+        parameter.to_local().detach().numpy()[0] += 1
+    reused.append(ckpt.save(f"{root}/step-2", which.state(), base=f"{root}/step-1").reused_bytes)
+    wanted.append(full_state(which))
+    which.train()
+    wanted.append(full_state(which))
+    handle = ckpt.save_async(f"{root}/step-3", which.state(), base=f"{root}/step-2")
+    which.train()
+    reused.append(handle.result().reused_bytes)
+    return wanted, reused, frozen_bytes(which)
+
+
+def load_and_save_two(root: str, wanted: list[Full]) -> tuple[list[list[str]], list[int], int]:
+    """Load all three in another layout, go on from the last, and refer to it from there."""
+    which = frozen_blocks(6, "tp")
+    problems = []
+    for number, state in enumerate(wanted, 1):
+        ckpt.load(f"{root}/step-{number}", which.state())
+        problems.append(differences(full_state(which), state))
+    reused = [ckpt.save(f"{root}/step-{n}", which.state(), base=f"{root}/step-{n - 1}").reused_bytes for n in (4, 5)]
+    return problems, reused, sum(p.numel() * p.element_size() for p in which.model.parameters() if not p.requires_grad)
+
+
+def holds(url: Path, wanted: Full) -> None:
+    """By a reader that was written from the specification alone, and by ours."""
+    stored = oracle.read(url)
+    assert {name: data for name, (_, _, data) in stored.items()} == {name: t.contiguous().numpy().tobytes() for name, t in wanted.items()}
+    assert not verify(str(url)).problems
+
+
+def owners(url: Path) -> set[str]:
+    return {file.path.split("/")[1] for file in open_catalog(str(url)).files if file.path.startswith("../")}
+
+
+def test_each_rank_writes_what_changed_there_and_any_layout_loads_it(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(3, save_three, str(tmp_path))
+    wanted = results[0][0]
+    for rank, (_, reused, frozen) in enumerate(results):
+        everything = sum(frozen.values())
+        assert everything > 0
+        assert reused == [0, everything - (frozen[CHANGED] if rank == 1 else 0), everything], rank
+    for number, state in enumerate(wanted, 1):
+        holds(tmp_path / f"step-{number}", state)
+    assert (owners(tmp_path / "step-2"), owners(tmp_path / "step-3")) == ({"step-1"}, {"step-1", "step-2"})
+
+    found = ranks.run(2, load_and_save_two, str(tmp_path), wanted)
+    assert [problems for problems, _, _ in found] == [[[], [], []]] * 2
+    # Boxes of another layout are others: what it refers to is what no layout cuts. In the save after that all boxes are the same again.
+    assert sum(reused[0] for _, reused, _ in found) < found[0][2] <= sum(reused[1] for _, reused, _ in found)
+    for number in (4, 5):
+        holds(tmp_path / f"step-{number}", wanted[2])
+
+
+def run_a_loop(root: str) -> tuple[Full, list[int]]:
+    mesh = mesh_of(all=dist.get_world_size())
+    torch.manual_seed(1)
+    frozen = distribute_tensor(torch.randn(9, 40), mesh, [Shard(0)])
+    head = distribute_tensor(torch.randn(4, 3), mesh, [Replicate()])
+    with ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(1), reuse=True, timeout=60) as checkpointer:
+        for step in (1, 2, 3, 4):
+            head.add_(step)
+            checkpointer.save(step, {"frozen": frozen, "head": head, "own": ckpt.PerRank(torch.full((3,), float(dist.get_rank())))})
+            checkpointer.wait()
+    return {"frozen": frozen.full_tensor(), "head": head.full_tensor()}, [s.number or 0 for s in ckpt.list_steps(root) if s.committed]
+
+
+def test_a_loop_keeps_the_step_that_the_newest_refers_to(ranks: Ranks, tmp_path: Path) -> None:
+    wanted, kept = ranks.run(2, run_a_loop, str(tmp_path))[0]
+    assert kept == [1, 4]
+    last = tmp_path / "step-00000004"
+    assert owners(last) == {"step-00000001"}
+    stored = oracle.read(last)
+    assert {name: stored[name][2] for name in wanted} == {name: t.contiguous().numpy().tobytes() for name, t in wanted.items()}
+    assert not verify(str(last)).problems
+    assert sum(f.stat().st_size for f in (last / "data").iterdir()) < 2 * 3 * 4096
