@@ -136,7 +136,8 @@ class SpreadTier:
         know(self.nodes)
         if self._copies and len({*self.nodes.domains}) <= self._copies and self._group.rank == self._group.leader:
             domains = ", ".join(sorted({*self.nodes.domains}))
-            log.warning("%d copies need as many other failure domains; all nodes of the job are in: %s", self._copies, domains)
+            message = "not all copies can be made: copies=%d needs as many other failure domains, and all nodes of the job are in: %s"
+            log.warning(message, self._copies, domains)
         if self._copies and (meeting.server is not None or self._group.size == 1):
             self._copier = NodeCopier(self.nodes, self._pace)
 

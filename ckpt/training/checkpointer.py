@@ -156,7 +156,7 @@ class Checkpointer:
         self._uploader: Uploader | None = None
         if local is not None:
             self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
-        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None, run_log=run_log)
+        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None and memory is None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
         if self._uploader is not None:
             self._uploader.published, self._uploader.failed = self._reporter.published, self._reporter.not_published

@@ -60,9 +60,9 @@ class Tiers:
         *,
         newest_only: bool = False,
     ) -> None:
-        """``spread``: the local tier, if it is one of a directory on each node; ``local`` is its URL then. ``newest_only``: of what is
-        there only the newest is published."""
-        self._newest_only = newest_only
+        """``spread``: the local tier, if it is one of a directory on each node; ``local`` is its URL then. ``newest_only``: a round
+        of publishing takes the newest of what is there, and no other."""
+        self.newest_only = newest_only
         self.root, self.keep = root, keep
         self.spread = spread
         self.local, self.local_keep = local, local_keep
@@ -243,7 +243,7 @@ class Tiers:
         united = {**far, **{s.number: s for s in near}}
         kept = retention(self.keep, infos(list(united.values())), datetime.now(timezone.utc)).kept
         behind = [s for s in reversed(near) if s.number in kept]
-        return [s for s in self._judged(behind[:1] if self._newest_only else behind) if s.committed]
+        return [s for s in self._judged(behind[:1] if self.newest_only else behind) if s.committed]
 
     # ---- what stays
 

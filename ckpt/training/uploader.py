@@ -88,8 +88,9 @@ class Uploader:
 
     def finish(self, patience: float) -> StorageError | None:
         """Wait until all is published that is to be; the error if that failed for ``patience`` seconds. Every rank calls it."""
-        # Nothing was ever begun on this rank, and so on no rank: rounds are begun by calls that all of them make.
-        if self._last is None:
+        # Nothing was ever begun on this rank, and so on no rank: rounds are begun by calls that all of them make. Saves
+        # into memory begin none, and the end publishes the newest of them.
+        if self._last is None and not self._tiers.newest_only:
             return None
         upload_round = self.add(patience=patience)
         upload_round.over.wait()
@@ -131,7 +132,8 @@ class Uploader:
 
     def _attempt(self, upload_round: UploadRound) -> bool:
         """Publish one checkpoint; whether to go on."""
-        # All ranks go on alike: whether there is something to do, the leader says.
+        # All ranks go on alike: whether there is something to do, the leader says. Where only the newest counts, a round
+        # ends with it: saves at every step would otherwise keep one round going for ever.
         call = self._group.call("publish", self._tiers.root, self._timeout)
         step, id = None, None
         try:
@@ -165,7 +167,7 @@ class Uploader:
                 log.warning("%s not published: %s", "checkpoints are" if step is None else f"step {step} is", _text(err))
                 self.failed(step, err)
             return not isinstance(err, DeadlineError)
-        return True
+        return not self._tiers.newest_only
 
     # ---- on the leader
 

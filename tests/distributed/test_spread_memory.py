@@ -79,3 +79,20 @@ def train_and_die(folder: str) -> None:
 
 def resume(folder: str, machines: Sequence[int], dim: int) -> tuple[int | None, dict[str, int]]:
     return train(folder, machines, range(0), dim, "root", dies=False)
+
+
+def test_only_the_newest_is_published(ranks: Ranks, tmp_path: Path) -> None:
+    """Saves into memory at every step: the end publishes the newest one, not each that is kept, and none counts as late."""
+    with daemon_in(tmp_path / "daemon"):
+        published, alerts = ranks.run(1, three_steps, str(tmp_path))[0]
+    assert published == [3] and alerts == []
+
+
+def three_steps(folder: str) -> tuple[list[int | None], list[str | None]]:
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon"
+    events: list[ckpt.monitors.Event] = []
+    memory = ckpt.Memory(keep=3, copies=0)
+    with ckpt.Checkpointer(f"{folder}/root", memory=memory, save=EverySteps(10), timeout=20, on_event=events.append) as c:
+        for n in range(1, 4):
+            c.step(n, state_of(n, 0))
+    return [s.number for s in ckpt.list_steps(f"{folder}/root")], [e.reason for e in events if e.kind == "alert"]
