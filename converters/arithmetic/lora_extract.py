@@ -74,7 +74,7 @@ def extract(
     """Write the adapter of rank ``rank`` that comes nearest to the difference between two checkpoints of one model, as PEFT reads it.
 
     Both have any format and layout, and the same names and shapes of the model's tensors. Factors are stored in float32. Weights that are
-    equal get no product.
+    equal in value get no product.
 
     Args:
         root: key of a state that contains the model, if there are several.
@@ -103,9 +103,12 @@ def extract(
             continue
         if not all(is_floating(o.catalog, o.tensors[name].view) for o in chosen):
             raise MismatchError(f"{name} differs, and its dtype {one.dtype} has no difference", where=tuned)
-        difference = other.float() - one.float()
+        wide = torch.float64 if torch.float64 in (one.dtype, other.dtype) else torch.float32
+        difference = (other.to(wide) - one.to(wide)).float()
         if not bool(torch.isfinite(difference).all()):
             raise MismatchError(f"{name} has elements that are NaN or infinite, or overflow float32", where=f"{base} and {tuned}")
+        if not bool(difference.any()):  # the same values, in another dtype or with another sign of zero
+            continue
         if difference.ndim != 2 or not name.endswith(".weight") or _WHOLE.search(name):
             whole.append(name)
             tensors[PREFIX + name] = other

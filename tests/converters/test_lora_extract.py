@@ -74,6 +74,20 @@ def test_a_rank_beyond_the_shape(tmp_path: Path) -> None:
     torch.testing.assert_close(merged, tensors["model.q.weight"], rtol=1e-5, atol=1e-5)
 
 
+def test_equal_values_in_other_bits_are_no_difference(tmp_path: Path) -> None:
+    """Another dtype, or another sign of zero; and float64, of which float32 sees no difference."""
+    first = base_model()
+    first["head.weight"], first["model.norm.weight"] = first["head.weight"].bfloat16(), torch.zeros_like(first["model.norm.weight"])
+    first["model.q.weight"] = torch.ones(20, 12, dtype=torch.float64)
+    second = first | {"head.weight": first["head.weight"].float(), "model.norm.weight": -first["model.norm.weight"]}
+    base = write(tmp_path / "base", first)
+    with pytest.raises(MismatchError, match="same"):
+        extract(base, write(tmp_path / "alike", second), tmp_path / "adapter", rank=2)
+    second["model.q.weight"] = second["model.q.weight"] + 1e-10
+    report = extract(base, write(tmp_path / "tuned", second), tmp_path / "adapter", rank=1)
+    assert set(report.errors) == {"model.q.weight"} and not report.whole and report.error < 1e-3
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     base = write(tmp_path / "base", base_model())
     less = write(tmp_path / "less", {n: t for n, t in base_model().items() if n != "head.weight"})
