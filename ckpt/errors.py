@@ -34,6 +34,9 @@ on its own line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from .text.printable import printable
 
 __all__ = [
@@ -93,6 +96,20 @@ class CkptError(Exception):
 
 def _rebuild(cls: type[CkptError], message: str, where: str | None, hint: str | None) -> CkptError:
     return cls(message, where=where, hint=hint)
+
+
+def error_to_json(err: BaseException) -> dict[str, Any]:
+    """An error, for another process: JSON, since nothing that a peer sends is unpickled."""
+    message, where, hint = (err.message, err.where, err.hint) if isinstance(err, CkptError) else (str(err), None, None)
+    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint}
+
+
+def error_from_json(data: object) -> CkptError:
+    """The error that :func:`error_to_json` was given. Whatever a peer sends, it is one of ours: the root if no other is named."""
+    row: Mapping[str, Any] = data if isinstance(data, dict) else {}
+    kind: type[CkptError] = globals()[row["type"]] if row.get("type") in __all__ else CkptError
+    message, where, hint = (value if isinstance(value := row.get(name), str) else None for name in ("message", "where", "hint"))
+    return kind(message or "an error without a message", where=where, hint=hint)
 
 
 class UsageError(CkptError, ValueError):

@@ -34,14 +34,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt.concurrency.workers import Pending
-from ckpt.errors import DeadlineError
+from ckpt.errors import DeadlineError, error_to_json
 from ckpt.tracing.progress import RankSign, sign_interval
 
 from .channel import ControlChannel, longest_pause, looks
 from .liveness import FailureDetector, silent
 from .members import Members
 from .offers import NotSentError, Offers
-from .remote_errors import error_of, error_to_json, failed_on
+from .remote_errors import error_of, failed_on
 from .rows import Row, check_posted, parse_posted
 
 R = TypeVar("R")

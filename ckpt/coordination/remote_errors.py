@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt import errors
-from ckpt.errors import CkptError, CorruptError, GroupError, RankFailedError
+from ckpt.errors import CkptError, CorruptError, GroupError, RankFailedError, error_from_json
 from ckpt.plan.tables import ranks_text
 
 
@@ -32,16 +32,9 @@ def failed_on(rank: int, report: dict[str, Any]) -> CkptError:
     return error
 
 
-def error_to_json(err: BaseException) -> dict[str, Any]:
-    message = err.message if isinstance(err, CkptError) else str(err)
-    where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
-    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint}
-
-
 def error_of(kind: str, phase: str, verdict: dict[str, Any]) -> CkptError:
     """What the leader decided for all, as the same class on every rank if it is one of ours; or what happened on one rank."""
     data = verdict["error"]
-    kind_of_error = getattr(errors, data["type"], None)
-    if verdict["decided"] and isinstance(kind_of_error, type) and issubclass(kind_of_error, CkptError):
-        return kind_of_error(data["message"], where=data["where"], hint=data["hint"])
+    if verdict["decided"] and data["type"] in errors.__all__:
+        return error_from_json(data)
     return failure(kind, phase, {verdict["rank"]: data})

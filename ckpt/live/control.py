@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from ckpt.coordination.remote_errors import error_of, error_to_json
+from ckpt.coordination.remote_errors import error_of
 from ckpt.coordination.rows import Row
-from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, StorageError, UsageError
+from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, StorageError, UsageError, error_to_json
 from ckpt.settings import limits
 
 from .connections import ConnectionServer

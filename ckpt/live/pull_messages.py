@@ -20,8 +20,7 @@ import json
 import struct
 
 from ckpt import errors
-from ckpt.coordination.remote_errors import error_to_json
-from ckpt.errors import CkptError, FormatError, GroupError
+from ckpt.errors import CkptError, FormatError, GroupError, error_to_json
 from ckpt.settings import limits
 from ckpt.transport.framing import RECORD
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from ckpt import settings
 from ckpt.errors import AccessError, UsageError
+from ckpt.memory.place import check_private
 
 from .control import split_address
 
 _BYTES = 32
 _HINT = "give secret= or CKPT_LIVE_SECRET to the source and its sinks; or let XDG_RUNTIME_DIR name a folder of this account"
+_REPLACE = f"remove it, and start the source again; or {_HINT}"
 
 
 def given_secret(secret: str | bytes | None) -> bytes | None:
@@ -48,7 +49,7 @@ def new_secret(address: str) -> bytes:
     path = _path(address)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        _check_private(path.parent)
+        check_private(path.parent, _REPLACE)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         with suppress(FileNotFoundError):
             beside.unlink()
@@ -81,8 +82,8 @@ def sink_secret(secret: str | bytes | None, address: str) -> bytes:
         return given
     path = _path(address)
     try:
-        _check_private(path.parent)
-        _check_private(path)
+        check_private(path.parent, _REPLACE)
+        check_private(path, _REPLACE)
         return path.read_bytes()
     except FileNotFoundError as err:
         raise AccessError(
@@ -101,13 +102,3 @@ def _path(address: str) -> Path:
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     spelled = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):02x}" for c in name)
     return Path(folder) / f"ckpt-live-{os.getuid()}" / f"{port}-{spelled or '-'}"
-
-
-def _check_private(path: Path) -> None:
-    seen = path.lstat()
-    if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
-        raise AccessError(
-            f"others than this account can reach it (mode {stat.S_IMODE(seen.st_mode):o})",
-            where=str(path),
-            hint=f"remove it, and start the source again; or {_HINT}",
-        )

@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import finalize
 
-from ckpt.errors import AccessError, CkptError, FormatError, NoSpaceError, NotFoundError, StorageError
+from ckpt.errors import AccessError, CkptError, FormatError, NoSpaceError, NotFoundError, StorageError, error_from_json
 
 from . import place
 from .mappings import Bytes, FileMapping, MappingCache
-from .messages import PROTOCOL, Message, Packet, close_all, error_from, receive, send
+from .messages import PROTOCOL, Message, Packet, close_all, receive, send
 from .objects import MemoryObject
 from .remote import split_host
 
@@ -419,7 +419,7 @@ class DaemonConnection:
 def _checked(packet: Packet) -> tuple[Message, Sequence[int]]:
     if "error" in packet.message:
         close_all(packet.files)
-        raise error_from(packet.message["error"])
+        raise error_from_json(packet.message["error"])
     return packet.message, packet.files
 
 

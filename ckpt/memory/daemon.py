@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt._version import __version__
-from ckpt.errors import AccessError, BusyError, CkptError, FormatError, UsageError
+from ckpt.errors import AccessError, BusyError, CkptError, FormatError, UsageError, error_to_json
 
 from . import place
-from .messages import PROTOCOL, Message, close_all, error_row, receive, send
+from .messages import PROTOCOL, Message, close_all, receive, send
 from .pulling import ObjectPuller
 from .serving import MemoryServer
 from .store import Lent, MemoryStore
@@ -142,7 +142,7 @@ class MemoryDaemon:
             _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.getuid():
                 with suppress(OSError):
-                    send(sock, {"error": error_row(_of_another_account())})
+                    send(sock, {"error": error_to_json(_of_another_account())})
                 sock.close()
                 return
             connection = ClientConnection(sock)
@@ -175,12 +175,12 @@ class MemoryDaemon:
                 raise FormatError(f"a question that this release does not know: {what!r}", hint="use one release of ckpt on this machine")
             return self._answers[what](connection, asked)
         except CkptError as err:
-            return {"error": error_row(err)}, []
+            return {"error": error_to_json(err)}, []
         except (KeyError, TypeError, ValueError) as err:
-            return {"error": error_row(FormatError(f"a question that cannot be read: {err!r}"))}, []
+            return {"error": error_to_json(FormatError(f"a question that cannot be read: {err!r}"))}, []
         except Exception as err:  # whatever one client asks, the objects of the others stay
             log.exception("a question could not be answered")
-            return {"error": error_row(CkptError(f"the memory daemon could not answer: {err!r}", hint="please report this"))}, []
+            return {"error": error_to_json(CkptError(f"the memory daemon could not answer: {err!r}", hint="please report this"))}, []
 
     def _close(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)

@@ -44,11 +44,20 @@ class FileMapping:
         Raises:
             OSError: the system refuses it.
         """
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(len(self.data)), ctypes.c_int(access)):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        protect(self.address, len(self.data), writable=writable)
+
+
+def protect(address: int, size: int, *, writable: bool) -> None:
+    """What this process may do to mapped pages: a stray write to those that are not writable ends it.
+
+    Raises:
+        OSError: the system refuses it.
+    """
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(access)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def populate(memory: mmap.mmap, advice: int) -> None:

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt import errors
-from ckpt.errors import CkptError, FormatError
+from ckpt.errors import FormatError
 from ckpt.settings import limits
 
 PROTOCOL = 1
@@ -91,16 +90,3 @@ def close_all(files: Sequence[int]) -> None:
     for file in files:
         with suppress(OSError):
             os.close(file)
-
-
-def error_row(err: CkptError) -> Message:
-    """An error, to be sent."""
-    return {"kind": type(err).__name__, "message": err.message, "where": err.where, "hint": err.hint}
-
-
-def error_from(row: Mapping[str, Any]) -> CkptError:
-    """The error that :func:`error_row` was made of; of a class of ours, whatever it says."""
-    kind = getattr(errors, str(row.get("kind")), CkptError) if str(row.get("kind")) in errors.__all__ else CkptError
-    texts = [str(row[name]) if isinstance(row.get(name), str) else None for name in ("message", "where", "hint")]
-    error: CkptError = kind(texts[0] or "an error without a message", where=texts[1], hint=texts[2])
-    return error

@@ -38,7 +38,7 @@ def make_private(path: Path) -> None:
     check_private(path)
 
 
-def check_private(path: Path) -> None:
+def check_private(path: Path, hint: str = "remove it, or choose another one, and start again") -> None:
     """
     Raises:
         AccessError: others than this account can reach it.
@@ -49,7 +49,7 @@ def check_private(path: Path) -> None:
         raise AccessError(
             f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})",
             where=str(path),
-            hint="remove it, or choose another one, and start again",
+            hint=hint,
         )
 
 

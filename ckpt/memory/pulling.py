@@ -13,10 +13,10 @@ from typing import Literal
 
 import xxhash
 
-from ckpt.errors import CkptError, ConflictError, CorruptError
+from ckpt.errors import CkptError, ConflictError, CorruptError, error_to_json
 from ckpt.settings import limits
 
-from .messages import Message, error_row
+from .messages import Message
 from .objects import MemoryObject
 from .remote import RemoteMemory
 from .store import Lent, MemoryStore
@@ -119,7 +119,7 @@ class ObjectPuller:
             self._note(replace(pull, copied=there.size, state="complete"))
         except (CkptError, OSError, KeyError, TypeError, ValueError) as err:  # what a peer says may be anything
             log.warning("%s was not copied from %s: %s", pull.path, pull.source, err)
-            row = error_row(err if isinstance(err, CkptError) else CkptError(str(err)))
+            row = error_to_json(err if isinstance(err, CkptError) else CkptError(str(err)))
             self._note(replace(pull, state="failed", error=row))
 
     def _is_here(self, there: MemoryObject) -> bool:

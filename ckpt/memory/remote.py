@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from weakref import finalize
 
-from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError
+from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError, error_from_json
 from ckpt.live.wire import Channel, dial, receive, send
 from ckpt.settings import limits
 
-from .messages import Message, error_from
+from .messages import Message
 from .objects import MemoryObject
 from .serving import MOST_ANSWER, PURPOSE
 
@@ -99,7 +99,7 @@ class RemoteMemory:
             if "error" not in answer:
                 then(channel)
         if "error" in answer:
-            raise error_from(answer["error"])
+            raise error_from_json(answer["error"])
         return answer
 
     @contextmanager

@@ -16,13 +16,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt.errors import CkptError, CorruptError, DeadlineError, FormatError
+from ckpt.errors import CkptError, CorruptError, DeadlineError, FormatError, error_to_json
 from ckpt.live.connections import ConnectionServer
 from ckpt.live.wire import Channel, receive, send
 from ckpt.settings import limits
 from ckpt.transport.endpoints import listen
 
-from .messages import Message, error_row
+from .messages import Message
 from .store import MemoryStore
 
 PURPOSE = "memory"
@@ -66,7 +66,7 @@ class MemoryServer:
                 else:
                     send(channel, self._answer(asked), ())
             except CkptError as err:
-                send(channel, {"error": error_row(err)}, ())
+                send(channel, {"error": error_to_json(err)}, ())
 
     def _answer(self, asked: Message) -> dict[str, Any]:
         what, path = asked.get("ask"), str(asked.get("path", ""))

@@ -19,8 +19,7 @@ from typing import Any
 
 import xxhash
 
-from ckpt import errors
-from ckpt.errors import CkptError, ExchangeError, FormatError
+from ckpt.errors import ExchangeError, FormatError
 from ckpt.live.wire import Channel
 
 PURPOSE = "node"
@@ -64,27 +63,3 @@ def receive(channel: Channel, into: memoryview | None = None) -> tuple[Head, Dat
         hint = "try again; if it comes back, look at the network and the memory of these machines"
         raise ExchangeError(f"what {channel.peer} sent was damaged on the way", hint=hint)
     return head, data
-
-
-def error_head(err: CkptError) -> Head:
-    """An answer that says what went wrong."""
-    return {"error": [type(err).__name__, err.message, err.where, err.hint]}
-
-
-def checked(head: Head, peer: str) -> Head:
-    """An answer that is no error.
-
-    Raises:
-        CkptError: what the other end says went wrong, as the same class.
-        FormatError: it is none of ours.
-    """
-    if "error" not in head:
-        return head
-    try:
-        name, message, where, hint = head["error"]
-        kind = getattr(errors, name)
-        if not issubclass(kind, CkptError):
-            raise TypeError(name)
-    except (TypeError, ValueError, AttributeError) as err:
-        raise FormatError(f"an error message that cannot be read: {err!r}", where=peer) from err
-    raise kind(message, where=where, hint=hint)

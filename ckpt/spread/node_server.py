@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ckpt.errors import CkptError, FormatError, UsageError
+from ckpt.errors import CkptError, FormatError, UsageError, error_to_json
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared_object import SharedObject
 from ckpt.live.connections import ConnectionServer
 from ckpt.live.wire import Channel
 from ckpt.transport.endpoints import listen, network
 
-from .messages import MOST_BYTES, PURPOSE, Head, error_head, receive, send
+from .messages import MOST_BYTES, PURPOSE, Head, receive, send
 
 Answer = tuple[Head, bytes]
 
@@ -46,7 +46,7 @@ class NodeServer:
                 except (KeyError, TypeError) as err:
                     raise FormatError(f"a question that makes no sense: {err!r}", where=channel.peer) from err
                 except CkptError as err:
-                    answer = error_head(err), b""
+                    answer = {"error": error_to_json(err)}, b""
                 send(channel, *answer)
         finally:
             coming.abort()

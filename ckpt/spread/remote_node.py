@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from ckpt.errors import AccessError, CkptError, DeadlineError, ExchangeError, FormatError, StorageError
+from ckpt.errors import AccessError, CkptError, DeadlineError, ExchangeError, FormatError, StorageError, error_from_json
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
 from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
 from ckpt.io_backends.writer_base import WriterBase
 from ckpt.live.wire import Address, Channel, dial
 
-from .messages import PURPOSE, Data, Head, checked, receive, send
+from .messages import PURPOSE, Data, Head, receive, send
 
 PIECE = 8 << 20
 """Bytes that one question reads or writes."""
@@ -58,7 +58,8 @@ class NodeConnections:
                 channel.close()
                 raise
             self._keep(channel)
-        return checked(answer, channel.peer), answered
+        _raise_error(answer)
+        return answer, answered
 
     def dial(self) -> Channel:
         """A new connection; raises as ``wire.dial``."""
@@ -189,7 +190,7 @@ class RemoteWriter(WriterBase):
         with self._turn, self._connections.translated():
             send(self._channel, head, data)
             answer, _ = receive(self._channel)
-        checked(answer, self._channel.peer)
+        _raise_error(answer)
 
     def _put(self, offset: int, views: list[memoryview]) -> None:
         for view in views:
@@ -208,3 +209,8 @@ class RemoteWriter(WriterBase):
             with suppress(CkptError):  # else it does when it sees that the connection has ended
                 self._ask({"op": "abort"})
         self._closes()
+
+
+def _raise_error(answer: Head) -> None:
+    if "error" in answer:
+        raise error_from_json(answer["error"])

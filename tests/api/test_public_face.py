@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import json
 import pickle
 import re
 import subprocess
@@ -183,6 +184,19 @@ def test_errors_print_what_where_and_what_to_do(name: str) -> None:
     assert (full.message, full.where, full.hint) == ("it broke", "run/step-1", "mend it")
     copy = pickle.loads(pickle.dumps(full))
     assert type(copy) is ERRORS[name] and str(copy) == str(full)
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_errors_travel_to_another_process(name: str) -> None:
+    sent = ERRORS[name]("what", where="where", hint="what to do")
+    arrived = errors.error_from_json(json.loads(json.dumps(errors.error_to_json(sent))))
+    assert (type(arrived), arrived.message, arrived.where, arrived.hint) == (type(sent), "what", "where", "what to do")
+
+
+def test_an_error_of_a_peer_makes_no_class_that_is_not_ours() -> None:
+    odd = [None, [], {}, {"type": "Mapping"}, {"type": "SystemExit", "message": 3}, {"type": ["a"], "where": {}}, {"type": "error_to_json"}]
+    assert [(type(e), e.where) for e in map(errors.error_from_json, odd)] == [(CkptError, None)] * len(odd)
+    assert errors.error_from_json(errors.error_to_json(KeyError("x"))).message == "'x'"
 
 
 def test_an_error_can_be_caught_as_the_builtin(url: str) -> None:

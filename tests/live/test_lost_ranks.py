@@ -188,12 +188,11 @@ def test_a_rank_of_a_sink_dies_and_the_others_are_whole(ranks: Ranks, tmp_path: 
 
 def corrupt(source: Source, at: int) -> None:
     """Flip a byte of what is published, as a bad memory chip does."""
-    import mmap
 
     segment = source._published[max(source._published)].segment
-    segment._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+    segment._protect(writable=True)
     segment.data[at] ^= 1
-    segment._protect(mmap.PROT_READ)
+    segment._protect(writable=False)
 
 
 @pytest.mark.parametrize("local", ["on", "off"])

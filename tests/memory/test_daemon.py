@@ -412,8 +412,8 @@ class TestPull:
         with daemon_in(tmp_path / "other") as other:
             other.pull(daemon.address(), ["run/damaged", "run/absent"], secret=daemon.secret())
             damaged, absent = await_pulls(other)
-            assert (damaged["state"], damaged["error"]["kind"]) == ("failed", "CorruptError")
-            assert (absent["state"], absent["error"]["kind"]) == ("failed", "NotFoundError")
+            assert (damaged["state"], damaged["error"]["type"]) == ("failed", "CorruptError")
+            assert (absent["state"], absent["error"]["type"]) == ("failed", "NotFoundError")
             assert list(other.list()) == [] and other.status()["lent"] == 0
 
     def test_the_pace_is_kept(self, daemon: MemoryClient, tmp_path: Path) -> None:

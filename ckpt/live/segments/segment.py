@@ -17,7 +17,6 @@ gets that lock alone; else it leaves it to its readers. The token, which is new 
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -35,6 +34,7 @@ import xxhash
 
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.memory.mappings import protect
 from ckpt.settings import limits
 
 BLOCK = limits.MIB
@@ -133,7 +133,7 @@ class MemorySegment:
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals | _FUTURE_WRITE)
             except OSError:  # before Linux 5.1: then only digests tell what another process has changed
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
-        self._protect(mmap.PROT_READ)
+        self._protect(writable=False)
         self._sealed = True
         return digests
 
@@ -144,7 +144,7 @@ class MemorySegment:
         except OSError:
             return False
         try:
-            self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+            self._protect(writable=True)
             self._begin()
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -155,11 +155,12 @@ class MemorySegment:
         self._close()
         self._file = -1
 
-    def _protect(self, access: int) -> None:
+    def _protect(self, *, writable: bool) -> None:
         """What this process itself may do to the memory: a stray write ends the process instead of changing what is published."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mprotect(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self._whole)), ctypes.c_int(access)):
-            raise _no_memory(len(self._whole), os.strerror(ctypes.get_errno()))
+        try:
+            protect(self._address, len(self._whole), writable=writable)
+        except OSError as err:
+            raise _no_memory(len(self._whole), str(err)) from err
 
 
 class MappedSegment:
