@@ -167,7 +167,7 @@ class CheckpointJournal(WriteJournal):
 
     def replaced_files(self) -> tuple[str, ...]:
         """Paths of the files of the checkpoint that this one replaces which nothing reaches after the commit."""
-        return () if self.previous is None else removable_files(self.backend, self.previous)
+        return () if self.previous is None else removable_files(self.backend, self.previous, files_of(self.backend, self.previous))
 
     def remove_replaced(self) -> None:
         """After the commit: remove these. A failure harms nothing, since the checkpoint exists, and is only logged."""
@@ -234,9 +234,8 @@ class IntentJournal(WriteJournal):
                 self.backend.delete(self.record)
 
 
-def removable_files(backend: Backend, data: bytes) -> tuple[str, ...]:
-    """``files_of`` a checkpoint that is replaced, without those that others of its run refer to."""
-    files = files_of(backend, data)
+def removable_files(backend: Backend, data: bytes, files: Sequence[str]) -> Sequence[str]:
+    """The files of a checkpoint that is replaced (``files_of``), without those that others of its run refer to."""
     reusable = CommitRecord.from_bytes(data, COMMIT_PATH).reusable
     return without_referred(backend, files) if reusable else files
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ckpt.errors import CkptError, FormatError, UsageError, error_to_json
+from ckpt.errors import CkptError, ExchangeError, FormatError, UsageError, error_to_json
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared_object import SharedObject
 from ckpt.live.connections import ConnectionServer
@@ -42,6 +42,10 @@ class NodeServer:
             while channel.await_next():
                 try:
                     head, data = receive(channel)
+                except ExchangeError as err:  # after any other error nobody knows where the next question begins
+                    send(channel, {"error": error_to_json(err)})
+                    continue
+                try:
                     answer = self._answer(head, bytes(data), coming)
                 except (KeyError, TypeError) as err:
                     raise FormatError(f"a question that makes no sense: {err!r}", where=channel.peer) from err

@@ -89,6 +89,7 @@ def test_ls_json(run_root: Path) -> None:
         "link",
         "also",
         "stored_bytes",
+        "shared_bytes",
     }
     for step in found["steps"]:
         assert step["stored_bytes"] == sum(f.stat().st_size for f in Path(step["url"]).rglob("*") if f.is_file())

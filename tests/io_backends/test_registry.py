@@ -67,7 +67,7 @@ def test_no_memory_url(url: str) -> None:
 def test_unknown_scheme_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, other="nowhere:Nothing")
     for url in ("gopher://x/y", "simplecache::memory://x"):
-        with pytest.raises(UsageError, match="known: file, memory, other") as error:
+        with pytest.raises(UsageError, match="known: file, mem, memory, other") as error:
             open_backend(url)
         assert url.partition("://")[0] in error.value.message
         assert error.value.hint is not None

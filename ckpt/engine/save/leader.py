@@ -335,15 +335,15 @@ class RecordedSave:
         # that began after this one, from another job at the same URL.
         id, previous, backend = self.opened.id, self.opened.previous, self.opened.leader.backend
         try:
-            replaced = set() if previous is None else {*files_of(backend, previous)}
-            stale: dict[str, list[str]] = {}
+            replaced = files_of(backend, previous)
+            stale, known = dict[str, list[str]](), set(replaced)
             for path in sorted(self.listed or (e.path for e in backend.list_prefix())):
                 save = id_of(path)
-                if save is not None and save < id and path not in replaced:
+                if save is not None and save < id and path not in known:
                     stale.setdefault(save, []).append(path)
             if stale:  # what others refer to is no orphan
                 stale = {save: [*kept] for save, paths in stale.items() if (kept := without_referred(backend, paths))}
-            for path in () if previous is None else sorted(removable_files(backend, previous)):
+            for path in () if previous is None else sorted(removable_files(backend, previous, replaced)):
                 backend.delete(path)
             for save, paths in stale.items():
                 clear(backend, save, "", paths, partial(committed_id, backend))
