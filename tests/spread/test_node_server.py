@@ -1,0 +1,41 @@
+"""What a node answers to messages that are damaged, or that are none."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import CkptError
+from ckpt.io_backends import PosixBackend
+from ckpt.spread.messages import _FRAME, receive, send
+from ckpt.spread.node_server import NodeServer
+from ckpt.spread.remote_node import NodeConnections
+
+
+def test_a_damaged_question_is_answered_and_one_that_cannot_be_read_ends_the_connection(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"bytes")
+    server = NodeServer(PosixBackend(str(tmp_path)), b"secret", 10)
+    connections = NodeConnections("a", server.addresses, b"secret", 10, same_network=True)
+    channel = connections.dial()
+    try:
+        head = json.dumps({"op": "size", "path": "file", "digest": "0" * 16}).encode()
+        channel.send(_FRAME.pack(len(head), 3), head, b"abc")
+        assert "damaged" in receive(channel)[0]["error"]["message"]
+        send(channel, {"op": "size", "path": "file"})
+        assert receive(channel)[0]["size"] == 5
+        garbage = b"{not json"
+        question = json.dumps({"op": "delete", "path": "file"}).encode()
+        channel.send(_FRAME.pack(len(garbage), _FRAME.size + len(question)), garbage)
+        # the bytes that belong to the message above must not be taken for another question
+        with suppress(ConnectionError):
+            channel.send(_FRAME.pack(len(question), 0), question)
+        with pytest.raises((CkptError, ConnectionError)):
+            receive(channel)
+        assert (tmp_path / "file").read_bytes() == b"bytes"
+    finally:
+        channel.sock.close()
+        connections.close()
+        server.close()
