@@ -234,7 +234,7 @@ class IntentJournal(WriteJournal):
                 self.backend.delete(self.record)
 
 
-def removable_files(backend: Backend, data: bytes, files: Sequence[str]) -> Sequence[str]:
+def removable_files(backend: Backend, data: bytes, files: tuple[str, ...]) -> tuple[str, ...]:
     """The files of a checkpoint that is replaced (``files_of``), without those that others of its run refer to."""
     reusable = CommitRecord.from_bytes(data, COMMIT_PATH).reusable
     return without_referred(backend, files) if reusable else files
