@@ -136,6 +136,8 @@ def remove_checkpoint(
         with suppress(CkptError):  # what cannot be read may be its own index, which nobody reads without the record
             if _is_referred_to(backend, within, referrers()):
                 return False
+    if read_record(backend, within) != data:
+        return False  # another save has replaced it while this one was looked at
     backend.delete(within + COMMIT_PATH)
     # Once more: a save that refers to it publishes its own record first, and looks then whether this one is there
     # (``clearing``). So at least one of the two sees the other.

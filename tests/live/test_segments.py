@@ -220,7 +220,7 @@ def test_requests_for_a_mapped_segment_are_joined_and_bring_all_that_is_wanted(b
         digest = digest_of_digests(segment.seal())
         holder = LocalHolder(rank, MappedSegment(segment.address(), digest), layout, SegmentShare.of(plan, rank, layout))
         holder.check(lambda: None)
-        holder.copy(plan)
+        holder.copy(plan, lambda nbytes: None)
         copies += len(holder.share.copies)
     assert all(torch.equal(part.memory, whole[part.box.slices]) for part in target.parts)
     assert copies <= 2 * len(boxes), "one for each box of the receiver and each of the source, however small the pieces are"

@@ -206,4 +206,4 @@ def test_a_store_that_never_answered_is_given_up_sooner(monkeypatch: pytest.Monk
         with pytest.raises(StorageError, match="ConnectTimeoutError"):
             open_backend("s3://bucket/run").read("a")
         times.append(time.monotonic() - began)
-    assert times[0] < 2.5 < times[1]
+    assert times[1] - times[0] > 1, times
