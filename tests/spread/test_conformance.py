@@ -24,7 +24,7 @@ class TestSpread(BackendConformance):
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         nodes = NodeSet(url=run_url("conformance"), nodes=[directory(tmp_path, n) for n in "abc"], own=1, copies=1)
         know(nodes)
-        yield open_spread(f"{nodes.url}/some/root")
+        yield open_spread(f"{nodes.url}/a/run")
         forget(nodes)
 
 
@@ -44,7 +44,7 @@ class TestRemote(BackendConformance):
 
     @pytest.fixture
     def backend(self, connections: NodeConnections, tmp_path: Path) -> Backend:
-        return RemoteNode(connections, f"{tmp_path.name}/some/root/")
+        return RemoteNode(connections, f"{tmp_path.name}/a/run/")
 
     def test_url_opens_the_same_root(self, backend: Backend) -> None:
-        assert backend.url.startswith("node a:") and backend.url.endswith("/some/root")
+        assert backend.url.startswith("node a:") and backend.url.endswith("/a/run")
