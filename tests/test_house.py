@@ -81,7 +81,7 @@ WITHOUT_TORCH = (
     "ckpt.byte_source",
     *("ckpt.memory", "ckpt.live.wire", "ckpt.live.connections"),
     *("ckpt.observe", "ckpt.monitors", "ckpt.events.event", "ckpt.events.event_threads", "ckpt.events.alerts"),
-    *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pull_messages", "relays", "server", "wire")),
+    *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pieces", "relays", "server", "wire")),
     *(
         f"ckpt.live.{name}"
         for name in ("control", "registry", "secret", "segments.published", "segments.segment", "source_connection", "status", "versions")
@@ -95,7 +95,7 @@ CONVERTERS = ("mapping", "select", "compare", "virtual", "pipeline", "targets", 
 TWICE = {"CheckpointManager", "Config"}
 """Class names that two modules may share: torchtitan asks for these, and ``titan`` has the same for training loops written after it."""
 
-WIDEST = 24
+WIDEST = 21
 """Files of one folder at most; cli/ has one for each command."""
 LOOSE = 12
 """Files beside the rooms at most."""

@@ -34,8 +34,8 @@ from ckpt.transport.endpoints import network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
 
-from .delta import PieceBase, Place, apply_changes
-from .pull_messages import (
+from .pieces.delta import PieceBase, Place, apply_changes
+from .pieces.pull_messages import (
     CHANGES,
     DIGESTS,
     DIGESTS_KIND,

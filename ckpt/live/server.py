@@ -22,9 +22,9 @@ from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 
 from .connections import ConnectionServer
-from .delta import PieceComparer
 from .holdings import Packable
-from .pull_messages import (
+from .pieces.delta import PieceComparer
+from .pieces.pull_messages import (
     CHANGES,
     DIGESTS,
     DIGESTS_KIND,

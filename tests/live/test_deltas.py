@@ -17,8 +17,8 @@ from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.layout.geometry import Box
 from ckpt.live import Sink, Source
 from ckpt.live.client import Holder, PullBase, Pulled, piece_boxes, pull_all
-from ckpt.live.delta import PieceComparer, apply_changes
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
+from ckpt.live.pieces.delta import PieceComparer, apply_changes
 from ckpt.live.server import PieceServer
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
 from tests.live.test_pieces import RECEIVER, SECRET, SOURCE, want

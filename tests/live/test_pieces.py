@@ -25,8 +25,8 @@ from ckpt.live import client as live_client
 from ckpt.live import server as live_server
 from ckpt.live.client import Holder, PieceClient, Pulled, piece_boxes, pull_all
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
+from ckpt.live.pieces.pull_messages import PURPOSE
 from ckpt.live.publication import not_sealed
-from ckpt.live.pull_messages import PURPOSE
 from ckpt.live.server import PieceServer
 from ckpt.live.wire import dial
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers

@@ -9,16 +9,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ckpt.cli.console.dividing import divided
+from ckpt.cli.console.interrupts import when_interrupted
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf
+from ckpt.cli.console.progress import progress
+from ckpt.cli.console.requirements import require_torch
+from ckpt.cli.options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
 from ckpt.errors import UsageError
 from ckpt.text import units
-
-from .console.dividing import divided
-from .console.interrupts import when_interrupted
-from .console.output import Output, options, style
-from .console.parameters import URL, GroupedCommand, OneOf
-from .console.progress import progress
-from .console.requirements import require_torch
-from .options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
 
 _TARGETS = ("hf", "native", "torch", "dcp")
 

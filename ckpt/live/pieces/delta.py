@@ -19,9 +19,8 @@ import xxhash
 
 from ckpt.errors import CkptError, FormatError
 from ckpt.formats.deltas.changes import apply_section, encode_run, pack, unpack
+from ckpt.live.holdings import Packable
 from ckpt.plan.transfers import MOST_PIECE, RequestList
-
-from .holdings import Packable
 
 RESULT = struct.Struct("<Q")
 _BOX = struct.Struct("<IB")

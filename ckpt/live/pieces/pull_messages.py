@@ -21,10 +21,9 @@ import struct
 
 from ckpt import errors
 from ckpt.errors import CkptError, FormatError, GroupError, error_to_json
+from ckpt.live.wire import Channel
 from ckpt.settings import limits
 from ckpt.transport.framing import RECORD
-
-from .wire import Channel
 
 PURPOSE = "pieces"
 MACHINE = struct.Struct("<H")
