@@ -228,7 +228,13 @@ def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | m
 
 
 def receive(channel: Channel, most: int) -> tuple[dict[str, Any], bytes]:
-    """The next message, of at most so many bytes.
+    """The next message, of at most so many bytes; raises as ``receive_head``."""
+    message, behind = receive_head(channel, most)
+    return message, channel.receive(behind)
+
+
+def receive_head(channel: Channel, most: int) -> tuple[dict[str, Any], int]:
+    """The head of the next message, and the number of bytes behind it, which the caller receives; of each at most ``most`` bytes.
 
     Raises:
         FormatError: it is longer, or no message of ours; else as ``Channel.receive``.
@@ -242,7 +248,7 @@ def receive(channel: Channel, most: int) -> tuple[dict[str, Any], bytes]:
         raise FormatError(f"a message that cannot be read: {err}", where=channel.peer) from err
     if not isinstance(message, dict):
         raise FormatError("a message that is no mapping", where=channel.peer)
-    return message, channel.receive(behind)
+    return message, behind
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:

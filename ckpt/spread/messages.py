@@ -12,23 +12,18 @@ and every length is compared with a limit before memory is asked for.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 import xxhash
 
-from ckpt.errors import ExchangeError, FormatError
+from ckpt.errors import ExchangeError
+from ckpt.live import wire
 from ckpt.live.wire import Channel
 
 PURPOSE = "node"
-_FRAME = struct.Struct("<IQ")
-"""Bytes of the head, and of what follows it."""
-_MOST_HEAD = 256 << 20
-"""A listing has a line for each file."""
 MOST_BYTES = 256 << 20
-"""Of one question or answer; longer ranges are asked for in pieces."""
+"""Of a head, where a listing has a line for each file, and of what follows it; longer ranges are asked for in pieces."""
 
 Head = dict[str, Any]
 Data = bytes | bytearray | memoryview
@@ -36,8 +31,8 @@ Data = bytes | bytearray | memoryview
 
 def send(channel: Channel, head: Mapping[str, Any], data: Data = b"") -> None:
     """One message; raises as ``Channel.send``."""
-    text = json.dumps({**head, "digest": xxhash.xxh3_64_hexdigest(data)} if len(data) else head).encode()
-    channel.send(_FRAME.pack(len(text), len(data)), text, data)
+    view = memoryview(data)
+    wire.send(channel, {**head, "digest": xxhash.xxh3_64_hexdigest(view)} if len(view) else head, [view])
 
 
 def receive(channel: Channel, into: memoryview | None = None) -> tuple[Head, Data]:
@@ -48,15 +43,7 @@ def receive(channel: Channel, into: memoryview | None = None) -> tuple[Head, Dat
         ExchangeError: its bytes were damaged on the way.
         ConnectionError, DeadlineError: as ``Channel.receive``.
     """
-    length, behind = _FRAME.unpack(channel.receive(_FRAME.size))
-    if length > _MOST_HEAD or behind > MOST_BYTES:
-        raise FormatError(f"a message of {length + behind} bytes", where=channel.peer)
-    try:
-        head = json.loads(channel.receive(length))
-    except (ValueError, RecursionError) as err:
-        raise FormatError(f"a message that cannot be read: {err}", where=channel.peer) from err
-    if not isinstance(head, dict):
-        raise FormatError("a message that is no mapping", where=channel.peer)
+    head, behind = wire.receive_head(channel, MOST_BYTES)
     data = into if into is not None and len(into) == behind else memoryview(bytearray(behind))
     channel.receive_into(data)
     if behind and xxhash.xxh3_64_hexdigest(data) != head.get("digest"):

@@ -10,7 +10,8 @@ import pytest
 
 from ckpt.errors import CkptError
 from ckpt.io_backends import PosixBackend
-from ckpt.spread.messages import _FRAME, receive, send
+from ckpt.live.wire import _FRAME
+from ckpt.spread.messages import receive, send
 from ckpt.spread.node_server import NodeServer
 from ckpt.spread.remote_node import NodeConnections
 
