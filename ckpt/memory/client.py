@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
-import select
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from base64 import b64encode
@@ -18,17 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import finalize
 
-from ckpt.errors import AccessError, CkptError, FormatError, NoSpaceError, NotFoundError, StorageError, error_from_json
+from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 
 from . import place
+from .connection import TIMEOUT, DaemonConnection, gone, start_daemon, try_to_connect
 from .mappings import Bytes, FileMapping, MappingCache
-from .messages import PROTOCOL, Message, Packet, close_all, receive, send
+from .messages import Message, receive, send
 from .objects import MemoryObject
 from .remote import split_host
-
-TIMEOUT = 60.0
-"""Seconds without an answer after which the daemon counts as dead."""
-_START_SECONDS = 40.0
 
 _clients: dict[Path, MemoryClient] = {}
 _clients_lock = threading.Lock()
@@ -95,7 +86,7 @@ def end_daemon(folder: Path) -> None:
     except (FileNotFoundError, ConnectionRefusedError) as err:
         raise NotFoundError("no memory daemon runs", where=str(folder)) from err
     except OSError as err:
-        raise _gone(folder, str(err)) from err
+        raise gone(folder, str(err)) from err
     _await_end(folder)
 
 
@@ -208,10 +199,10 @@ class MemoryClient:
         return self._connection
 
     def _connected(self, *, start: bool) -> DaemonConnection:
-        connection = _try_to_connect(self.folder)
+        connection = try_to_connect(self.folder)
         if connection is None and start:
-            _start(self.folder)
-            connection = _try_to_connect(self.folder)
+            start_daemon(self.folder)
+            connection = try_to_connect(self.folder)
         if connection is None:
             raise NotFoundError(
                 "no memory daemon runs", where=str(self.folder), hint="it starts with the first save to mem://, or by `ckpt memory serve`"
@@ -251,9 +242,9 @@ class MemoryClient:
             NoSpaceError: the daemon's budget does not have so much left.
             StorageError: the daemon is gone.
         """
-        connection = _try_to_connect(self.folder)
+        connection = try_to_connect(self.folder)
         if connection is None:
-            raise _gone(self.folder, "nobody listens")
+            raise gone(self.folder, "nobody listens")
         try:
             return Loan(connection, size, self._mappings)
         except BaseException:
@@ -359,116 +350,6 @@ class MemoryClient:
         self._ask({"ask": "replace"})
 
 
-class DaemonConnection:
-    """A connection to the daemon. Questions are asked one at a time."""
-
-    def __init__(self, sock: socket.socket, folder: Path) -> None:
-        self._sock = sock
-        self._folder = folder
-        self._close = finalize(self, sock.close)
-        answer, files = self.ask({"ask": "hello", "protocol": PROTOCOL})
-        if answer.get("protocol") != PROTOCOL or not files:
-            close_all(files)
-            raise FormatError(
-                f"the memory daemon is of release {answer.get('release')} and speaks version {answer.get('protocol')} of the protocol, "
-                f"this release {PROTOCOL}",
-                where=str(folder),
-                hint="end it with `ckpt memory stop --yes`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
-            )
-        self._id = str(answer["id"])
-        with os.fdopen(files[0], "rb") as file:
-            self._changes = mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ)
-
-    def changes(self) -> tuple[str, int]:
-        return self._id, struct.unpack("<Q", self._changes[:8])[0]
-
-    def ask(self, question: Message) -> tuple[Message, Sequence[int]]:
-        """
-        Raises:
-            CkptError: what the daemon found wrong; StorageError if it is gone or hangs.
-        """
-        try:
-            send(self._sock, question)
-            packet = receive(self._sock)
-        except TimeoutError as err:
-            self.close()
-            raise StorageError(
-                f"the memory daemon has not answered for {TIMEOUT:g} s",
-                where=str(self._folder),
-                hint="look whether it is stopped (`ps`); end it, and start again",
-            ) from err
-        except OSError as err:
-            self.close()
-            raise _gone(self._folder, str(err)) from err
-        if packet is None:
-            self.close()
-            raise _gone(self._folder, "it has closed the connection")
-        return _checked(packet)
-
-    def is_open(self) -> bool:
-        if self._sock.fileno() < 0:
-            return False
-        readable = select.poll()  # a socket with a timeout waits in recv, whatever its flags
-        readable.register(self._sock, select.POLLIN)
-        return not readable.poll(0)  # nothing is asked, so only the end can come
-
-    def close(self) -> None:
-        self._close()
-
-
-def _checked(packet: Packet) -> tuple[Message, Sequence[int]]:
-    if "error" in packet.message:
-        close_all(packet.files)
-        raise error_from_json(packet.message["error"])
-    return packet.message, packet.files
-
-
-def _try_to_connect(folder: Path) -> DaemonConnection | None:
-    """None if nobody listens."""
-    try:
-        place.check_private(folder)
-        sock = place.connect_socket(folder, TIMEOUT)
-    except (FileNotFoundError, ConnectionRefusedError):
-        return None
-    except CkptError:
-        raise
-    except PermissionError as err:
-        raise AccessError(f"this memory is another account's: {err}", where=str(folder), hint="see CKPT_MEMORY_DIR") from err
-    except OSError as err:
-        raise _gone(folder, str(err)) from err
-    try:
-        return DaemonConnection(sock, folder)
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _start(folder: Path) -> None:
-    """Start a daemon, which is no child of this process."""
-    place.make_private(folder)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "ckpt.memory.running", str(folder), "--background"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=_START_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as err:
-        raise StorageError(f"no memory daemon could be started: {err}", where=str(folder), hint=_look_at_log(folder)) from err
-    if done.returncode:
-        raise StorageError(
-            f"no memory daemon could be started: {done.stderr.decode(errors='replace').strip()}",
-            where=str(folder),
-            hint=_look_at_log(folder),
-        )
-
-
-def _look_at_log(folder: Path) -> str:
-    return f"look at {folder / place.LOG}, or start it in the foreground: `ckpt memory serve`"
-
-
 def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:
     """Wait until the daemon of a folder has let go of its lock."""
     lock, end = place.open_lock(folder), time.monotonic() + timeout
@@ -483,11 +364,3 @@ def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:
                 time.sleep(0.01)
     finally:
         os.close(lock)
-
-
-def _gone(folder: Path, why: str) -> StorageError:
-    return StorageError(
-        f"the memory daemon is gone: {why}",
-        where=str(folder),
-        hint="its memory is lost with it, unless it was replaced; save again, or load from storage",
-    )

@@ -102,7 +102,7 @@ def test_a_daemon_of_another_release_can_be_ended(tmp_path: Path, monkeypatch: p
     with daemon_in(tmp_path) as daemon:
         pid = daemon.status()["pid"]
         monkeypatch.setattr("ckpt.memory.client._clients", {})
-        monkeypatch.setattr("ckpt.memory.client.PROTOCOL", 99)
+        monkeypatch.setattr("ckpt.memory.connection.PROTOCOL", 99)
         assert [command("memory", *args).exit_code for args in (["status"], ["stop"])] == [12, 12]
         assert document("memory", "stop", "--yes", "--json") == {"pid": None}
         assert not (tmp_path / "socket").exists(), pid
