@@ -25,6 +25,8 @@ class Grid(BoxPartition):
 
     files: npt.NDArray[np.int32]
     """A row of the catalog's files for each chunk, or a single one for all."""
+    anchors: npt.NDArray[np.int32] | None = None
+    """For each chunk the row of the file that has its anchor, or −1; None: no chunk has an anchor."""
 
     def file(self, chunk: int) -> int:
         """Row of the catalog's files that has this chunk."""
@@ -70,7 +72,8 @@ class Extent(NamedTuple):
     """Contiguous bytes that hold one chunk: ``digest`` is the XXH3-64 of these bytes in hex, or None where the format has none.
 
     ``codec`` names what the bytes are coded with (docs/format.md), None if they are the chunk's own. ``crc32`` is what another format says
-    of these bytes: only ``verify`` looks at it. A checkpoint has very many of these: hence a tuple.
+    of these bytes: only ``verify`` looks at it. ``anchor``: what it takes to decode them, where that is more than these bytes. A checkpoint
+    has very many of these: hence a tuple.
     """
 
     path: str
@@ -79,6 +82,19 @@ class Extent(NamedTuple):
     digest: str | None
     codec: str | None = None
     crc32: int | None = None
+    anchor: Anchored | None = None
+
+    def decoding_bytes(self, nbytes: int) -> int:
+        """Memory that it takes to read and decode a coded chunk, which has ``nbytes``."""
+        return nbytes + self.length + (0 if self.anchor is None else self.anchor.extent.decoding_bytes(nbytes))
+
+
+class Anchored(NamedTuple):
+    """The other half of a chunk that is stored as its difference from an anchor (docs/format.md §15): ``extent`` has the anchor's chunk,
+    which has no anchor itself, and ``digest`` is the XXH3-128 in hex of the bytes that the difference is decoded to."""
+
+    extent: Extent
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

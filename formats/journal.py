@@ -244,10 +244,10 @@ def without_referred(backend: Backend, paths: Sequence[str]) -> tuple[str, ...]:
     """Paths of files of a checkpoint, without those that others of its run refer to.
 
     Raises:
-        CorruptError, StorageError: nobody knows what they refer to.
+        StorageError: nobody knows what they refer to.
     """
-    needed = referred_files(backend)
-    return tuple(path for path in paths if path not in needed)
+    referrers = referred_files(backend)
+    return tuple(path for path in paths if not referrers.of(path))
 
 
 def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -196,18 +197,45 @@ class DigestReader:
 
         self.reread(chunk.extent, read)
 
-    def decode(self, chunk: ChunkName, codec: str, blob: memoryview, out: memoryview, itemsize: int) -> None:
-        """What an encoded chunk was encoded from.
+    def decode(self, chunk: ChunkName, blob: memoryview, out: memoryview, itemsize: int) -> None:
+        """What an encoded chunk was encoded from. Reads its anchor, if it has one.
 
         Raises:
-            CorruptError: the bytes are not what an encoder writes, or stand for more or fewer than ``out`` has.
+            CorruptError: the bytes are not what an encoder writes, or stand for more or fewer than ``out`` has; or the anchor is damaged.
             FormatError: they are of a version that this software does not know.
+            StorageError: the anchor cannot be read.
         """
+        anchored = chunk.extent.anchor
+        anchor = None if anchored is None else self.read_decoded(chunk._replace(extent=anchored.extent), len(out), itemsize)
         try:
             with self.span("decode", len(out)):
-                decode(codec, blob, out, itemsize)
+                decode(chunk.extent.codec or "", blob, out, itemsize, anchor)
         except CorruptError as err:
             raise damaged(chunk, err.message, self.source.url) from err
+        if anchored is None or self.verify == "off":
+            return
+        # Both halves fit their digests. That they belong together, and were put together rightly, only this one says.
+        with self.span("verify", len(out)):
+            computed = xxhash.xxh3_128_hexdigest(out)
+        if computed != anchored.digest:
+            difference = f"with its anchor in {anchored.extent.path} it has the XXH3-128 digest {computed}, should be {anchored.digest}"
+            raise damaged(chunk, difference, self.source.url)
+
+    def read_decoded(self, anchor: ChunkName, nbytes: int, itemsize: int) -> memoryview:
+        """The bytes of an anchor, which has none itself, in scratch memory of its own.
+
+        Raises:
+            CorruptError: they are not what the digest says, or cannot be decoded.
+            StorageError: the storage failed.
+        """
+        extent, memory = anchor.extent, self.scratch(nbytes, "anchor")[:nbytes].data
+        if extent.codec is None:
+            self.reread(extent, partial(self.read_chunk, anchor, memory))
+        else:
+            stored = self.scratch(extent.length, "anchor, encoded")[: extent.length].data
+            self.reread(extent, partial(self.read_chunk, anchor, stored))
+            self.decode(anchor, stored, memory, itemsize)
+        return memory
 
     # ---- comparing bytes that are in memory
 

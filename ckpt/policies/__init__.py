@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from .anchor import Anchor
 from .both import AnyOf, BothPolicy, EverySteps
 from .both import AnyOf as Any
 from .cost import SaveCost
@@ -17,6 +18,7 @@ from .spelling import KEEP_RULES, from_json, parse_keep, to_json
 __all__ = [
     "KEEP_RULES",
     "All",
+    "Anchor",
     "Any",
     "AnyOf",
     "AtSteps",

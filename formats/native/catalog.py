@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from ckpt import settings
-from ckpt.catalog import CatalogDefaults, Contents, DataFile, Extent, TensorEntry
+from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
@@ -22,8 +22,8 @@ from ckpt.reread import read_checked
 
 from .checks import find_excess
 from .coding.codec import CHUNK_LIMIT
-from .coding.codecs import CODECS, unknown_codec
-from .commit import CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
+from .coding.codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
+from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
 from .datafiles.header import Header, StoredChunk, parse_header
 from .datafiles.header_rows import Known, Sought, Stretches, find_alike
 from .datafiles.keys import box_text, chunk_key, coded_key
@@ -133,8 +133,8 @@ class NativeCatalog(CatalogDefaults):
         offsets, shapes = entry.grid.boxes_of(numbers)
         files = entry.grid.files[numbers if len(entry.grid.files) > 1 else np.zeros_like(numbers)]
         return [
-            self._extent(entry, Box(tuple(o), tuple(s)), f)
-            for o, s, f in zip(offsets.tolist(), shapes.tolist(), files.tolist(), strict=True)
+            self._extent(entry, n, Box(tuple(o), tuple(s)), f)
+            for n, o, s, f in zip(numbers.tolist(), offsets.tolist(), shapes.tolist(), files.tolist(), strict=True)
         ]
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
@@ -156,7 +156,7 @@ class NativeCatalog(CatalogDefaults):
             if stored is not None and stored[0] == entry.dtype.safetensors and stored[1] == entry.shape:
                 extents.append(Extent(path, stored[2], stored[3], stored[4]))
             else:
-                extents.append(self._extent(entry, grid.box(number), grid.file(number)))
+                extents.append(self._extent(entry, number, grid.box(number), grid.file(number)))
         return extents
 
     def extents_in(self, file: int, sought: Sought, known: Known) -> Stretches:
@@ -168,7 +168,34 @@ class NativeCatalog(CatalogDefaults):
         with self._locks[file]:
             self._headers.pop(file, None)
 
-    def _extent(self, entry: TensorEntry, box: Box, file: int) -> Extent:
+    def _extent(self, entry: TensorEntry, number: int, box: Box, file: int) -> Extent:
+        extent = self._stored(entry, box, file)
+        if extent.codec not in WITHOUT_ANCHOR:
+            return extent
+        return extent._replace(anchor=self._anchor(entry, number, box, self.header(file), extent))
+
+    def _anchor(self, entry: TensorEntry, number: int, box: Box, header: Header, extent: Extent) -> Anchored:
+        """What it takes to decode a chunk that is stored as a difference, besides its own bytes."""
+        row = -1 if entry.grid.anchors is None else int(entry.grid.anchors[number])
+        digest = header.strong_digests.get(coded_key(entry.alias or entry.name, box, entry.shape, str(extent.codec)))
+        if row < 0 or digest is None:
+            lacks = "no file has its anchor" if row < 0 else "it has no digest of what it is decoded to"
+            raise CorruptError(
+                f"chunk {entry.name}{box} is a difference from an anchor, and {lacks}",
+                where=_join(self.url, extent.path),
+                hint="restore the index from a copy, or load another checkpoint",
+            )
+        anchor = self._stored(entry, box, row)
+        if anchor.codec in WITHOUT_ANCHOR:  # the writer's promise: one read and one XOR give the chunk
+            raise CorruptError(
+                f"the anchor of chunk {entry.name}{box} is a difference itself",
+                where=_join(self.url, anchor.path),
+                hint="load another checkpoint, and report this as an error of the software that wrote it",
+            )
+        return Anchored(anchor, digest)
+
+    def _stored(self, entry: TensorEntry, box: Box, file: int) -> Extent:
+        """Where a file has a chunk, coded or not."""
         path = self.files[file].path
         name = entry.name if entry.alias is None else entry.alias
         chunks = self.header(file).chunks
@@ -323,7 +350,7 @@ def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents
     files = {n: read(backend, record, n) for n in record.index if n != RANK_ROWS}  # which few read all of
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     try:
-        contents = decode_index(files, where)
+        contents = decode_index(files, where, anchored=ANCHORS in record.features)
         excess = find_excess(contents)
     except MemoryError as err:
         raise too_little_memory(sum(map(len, files.values())), where) from err

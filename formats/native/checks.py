@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 
@@ -126,7 +127,15 @@ def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
         return f"its grid has {grid.count} chunks, but names a file for {len(grid.files)}"
     if grid.files.min() < 0 or grid.files.max() >= files:
         return f"its grid names a data file that is not one of the {files}"
-    return None
+    if grid.anchors is None:
+        return None
+    if len(grid.anchors) != grid.count:
+        return f"its grid has {grid.count} chunks, but names an anchor, or none, for {len(grid.anchors)}"
+    return f"its grid names an anchor that is not in one of the {files} data files" if _out_of_range(grid.anchors, files) else None
+
+
+def _out_of_range(anchors: npt.NDArray[np.int32], files: int) -> bool:
+    return bool(anchors.min() < -1 or anchors.max() >= files)
 
 
 def _cuts_problem(cuts: Sequence[Sequence[int]], shape: tuple[int, ...]) -> str | None:

@@ -32,13 +32,17 @@ APART = "ranks"
 """The extension of checkpoints whose values and tensors of single ranks have index files of their own."""
 REFERENCED = "references"
 """The extension of checkpoints some of whose data files lie in others of the run."""
-FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED})
+ANCHORS = "anchors"
+"""The extension of checkpoints some of whose chunks are stored as differences from chunks of another one, their anchors."""
+FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS})
 """Extensions that this reader knows."""
 VALUES, ALIASES, LABELS = "values", "aliases and padding", "metrics and tags"
 """What a rebuild may not recover, as ``lost`` in the record says it."""
 
 INLINE_LIMIT = 8 << 10
 """Bytes of index files that a record repeats at most: it is read with every listing of a run."""
+PART_LIMIT = 1000
+"""Characters of what a record says of a part: thousands of globs stay in state.json."""
 RECORD_LIMIT = 64 << 20
 """Bytes of a commit record that are read: millions of times what one takes."""
 
@@ -78,6 +82,8 @@ class CommitRecord:
     inline: Mapping[str, str] = field(default_factory=dict)
     reusable: bool = False
     """Whether later checkpoints may refer to its data files, or it refers to those of earlier ones."""
+    part: str | None = None
+    """Of a checkpoint of a part of a state: which, as the arguments of the save."""
 
     def to_bytes(self) -> bytes:
         """The whole file. Equal records give equal bytes.
@@ -105,6 +111,7 @@ class CommitRecord:
             **({"lost": list(self.lost)} if self.lost else {}),
             **({"inline": dict(self.inline)} if self.inline else {}),
             **({"reusable": True} if self.reusable else {}),
+            **({"part": self.part} if self.part is not None else {}),
             "digest": _ZEROS.decode(),
         }
         # The digest covers the file itself, with zeros in the place of the digest. So a flipped bit anywhere in the
@@ -134,6 +141,15 @@ class CommitRecord:
         _check_digest(data, members, where)
         _check_known(members, where)
         return _record(members, where)
+
+
+def is_ours(data: bytes) -> bool:
+    """Whether a commit record says that it is one of this format, of whatever version."""
+    try:
+        members = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(members, dict) and members.get("format") == FORMAT
 
 
 def inlined(files: Mapping[str, bytes], limit: int) -> dict[str, str]:
@@ -272,7 +288,7 @@ def _check_known(members: dict[str, Any], where: str) -> None:
 
 
 def _record(members: dict[str, Any], where: str) -> CommitRecord:
-    for feature in (CODED, APART, REFERENCED):
+    for feature in (CODED, APART, REFERENCED, ANCHORS):
         if {feature, VIRTUAL} <= set(members["features"]):
             _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
     index = _member(members, "index", dict, where)
@@ -294,6 +310,7 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         lost=_strings(members.get("lost", []), "its losses", where),
         inline=_inline(members.get("inline")),
         reusable=members.get("reusable") is True,
+        part=part if isinstance(part := members.get("part"), str) else None,
     )
 
 

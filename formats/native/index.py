@@ -58,6 +58,7 @@ _GRIDS = pa.schema(
         pa.field("files", pa.list_(pa.int32()), nullable=False),
     ]
 )
+_GRIDS_WITH_ANCHORS = _GRIDS.append(pa.field("anchors", pa.list_(pa.int32())))
 _FILES = pa.schema(
     [
         pa.field("path", pa.utf8(), nullable=False),
@@ -102,7 +103,7 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
         tensors = sorted(contents.tensors, key=lambda t: t.name)
         grids, rows = _distinct_grids(tensors)
         cache.tensor_bytes = sum(t.nbytes for t in tensors if t.alias is None)
-        cache.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: to_file(_grid_columns(grids), _GRIDS)}
+        cache.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: _encode_grids(grids)}
     if cache.state is None:
         cache.state = _encode_state(contents)
     files = {
@@ -148,14 +149,16 @@ def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[in
 def _plain(grid: Grid) -> Grid:
     """The same grid with one file number instead of many equal ones."""
     files = np.asarray(grid.files, dtype=np.int32)
-    return Grid(cuts=grid.cuts, boxes=grid.boxes, files=files[:1] if (files == files[0]).all() else files)
+    files = files[:1] if (files == files[0]).all() else files
+    return Grid(cuts=grid.cuts, boxes=grid.boxes, files=files, anchors=grid.anchors)
 
 
 def _value(grid: Grid) -> tuple[object, ...]:
+    places = grid.files.tobytes(), None if grid.anchors is None else grid.anchors.tobytes()
     if grid.cuts is not None:
-        return tuple(map(tuple, grid.cuts)), grid.files.tobytes()
+        return tuple(map(tuple, grid.cuts)), *places
     boxes = _box_rows(grid)
-    return boxes.shape, boxes.tobytes(), grid.files.tobytes()
+    return boxes.shape, boxes.tobytes(), *places
 
 
 def _box_rows(grid: Grid) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -173,6 +176,15 @@ def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict
         "alias": pa.array([t.alias for t in tensors], pa.utf8()),
         "rank": pa.array([t.rank for t in tensors], pa.int32()),
     }
+
+
+def _encode_grids(grids: Sequence[Grid]) -> bytes:
+    """grids.arrow; the column of anchors is there only if a chunk has one."""
+    if all(grid.anchors is None for grid in grids):
+        return to_file(_grid_columns(grids), _GRIDS)
+    anchors = [np.zeros(0, dtype=np.int32) if grid.anchors is None else grid.anchors for grid in grids]
+    column = lists(pa.array(_joined(anchors, np.int32)), [len(a) for a in anchors], [grid.anchors is None for grid in grids])
+    return to_file({**_grid_columns(grids), "anchors": column}, _GRIDS_WITH_ANCHORS)
 
 
 def _grid_columns(grids: Sequence[Grid]) -> dict[str, pa.Array]:
@@ -207,8 +219,9 @@ def _encode_state(contents: Contents) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
+def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = False) -> Contents:
     """The contents that the index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
+    ``anchored``: whether chunks have anchors.
 
     Raises:
         CorruptError: a file is not what the format says, or they contradict each other.
@@ -219,11 +232,11 @@ def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
     sources = decode_sources(files[SOURCES], where) if SOURCES in files else ()
     # Compared as bytes, not by digest: an equal key is the same table, so the result of all checks is the same too. A
     # job that lists or reloads its steps decodes the tables of 100,000 tensors once.
-    key = files[TENSORS], files[GRIDS], len(data_files) or len(sources)
+    key = files[TENSORS], files[GRIDS], len(data_files) or len(sources), anchored
     tensors = _known.get(key)
     known = tensors is not None
     if tensors is None:
-        tensors = _decode_tensors(files[TENSORS], _GridTable(files[GRIDS], f"{where}/{GRIDS}"), f"{where}/{TENSORS}")
+        tensors = _decode_tensors(files[TENSORS], _GridTable(files[GRIDS], f"{where}/{GRIDS}", anchored=anchored), f"{where}/{TENSORS}")
     problem = find_problem(Contents(tensors=() if known else tensors, files=data_files, sources=sources))
     if problem is not None:
         _contradicts(problem, where)
@@ -235,7 +248,7 @@ def decode_index(files: Mapping[str, bytes], where: str) -> Contents:
     return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks, sources=sources, extents=extents, rank_rows=rows)
 
 
-_known: Recent[tuple[bytes, bytes, int], tuple[TensorEntry, ...]] = Recent(2)
+_known: Recent[tuple[bytes, bytes, int, bool], tuple[TensorEntry, ...]] = Recent(2)
 """Tables of tensors that were decoded and checked, by their bytes: the steps of a job have equal ones."""
 
 
@@ -278,8 +291,8 @@ def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorE
 class _GridTable:
     """grids.arrow, decoded a row at a time: how to read boxes depends on the number of dimensions, which tensors know."""
 
-    def __init__(self, data: bytes, where: str) -> None:
-        columns = from_file(data, _GRIDS, where)
+    def __init__(self, data: bytes, where: str, *, anchored: bool) -> None:
+        columns = from_file(data, _GRIDS_WITH_ANCHORS if anchored else _GRIDS, where)
         self._where = where
         self._dims = Ragged.of(columns["cuts"])
         self._cuts = Ragged.of(columns["cuts"].values)
@@ -288,6 +301,8 @@ class _GridTable:
         self._box_values = flat_values(columns["boxes"])
         self._files = Ragged.of(columns["files"])
         self._file_values = flat_values(columns["files"])
+        self._anchors = Ragged.of(columns["anchors"]) if anchored else None
+        self._anchor_values = flat_values(columns["anchors"]) if anchored else None
         self._made: dict[int, Grid] = {}
 
     def grid(self, row: int, dims: int, name: str) -> Grid:
@@ -304,14 +319,16 @@ class _GridTable:
         if files is None or files.start == files.stop or (axes is None) == (boxes is None):
             _contradicts(f"the grid of tensor {name!r} needs files and exactly one of cuts and boxes", self._where)
         numbers = self._file_values[files]
+        span = self._anchors.span(row) if self._anchors is not None else None
+        anchors = self._anchor_values[span] if self._anchor_values is not None and span is not None else None
         if axes is not None:
             spans = [self._cuts.span(i) or slice(0) for i in range(axes.start, axes.stop)]
-            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers)
+            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers, anchors=anchors)
         values = self._box_values[boxes]
         if dims == 0 or len(values) % (2 * dims):
             _contradicts(f"the boxes of tensor {name!r} do not have its {dims} dimensions", self._where)
         rows = values.reshape(-1, 2 * dims)
-        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers)
+        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers, anchors=anchors)
 
 
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:

@@ -46,8 +46,13 @@ def index_path(id: str, name: str) -> str:
 
 
 def data_path(id: str, rank: int, number: int = 0) -> str:
-    """Path of a data file; ``number`` counts the further files of one rank from 1."""
+    """Path of a data file; ``number`` tells the files of one rank apart."""
     return f"{data_prefix(id)}{rank:05d}{f'-{number}' if number else ''}.safetensors"
+
+
+def data_number(path: str) -> int:
+    """The number of a file that ``data_path`` names."""
+    return int((path.removesuffix(".safetensors").split("-")[2:] or ["0"])[0])
 
 
 def data_prefix(id: str) -> str:

@@ -13,11 +13,11 @@ import xxhash
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.layout.geometry import Box, IntArray, cells, find_fault, merge_cuts
 from ckpt.reread import read_alike
 
-from .coding.codecs import CODECS, unknown_codec
+from .coding.codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
 from .commit import CODED
 from .datafiles.datafile import HEADER_LIMIT, LENGTH_BYTES
 from .datafiles.header import Header, StoredChunk, parse_header
@@ -132,6 +132,12 @@ def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _Rebui
             raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
         if codec is not None and codec not in CODECS:
             raise unknown_codec(codec, f"chunk {key!r}", where)
+        if codec in WITHOUT_ANCHOR:
+            raise FormatError(
+                f"chunk {key!r} is a difference from another checkpoint's chunk, and no data file says from which",
+                where=where,
+                hint="restore the index from a copy; the checkpoint that it differs from is whole by itself",
+            )
         tensor = tensors.setdefault(name, _RebuiltTensor(dtype=dtype, dims=len(box.shape)))
         if (tensor.dtype, tensor.dims) != (dtype, len(box.shape)):
             raise CorruptError(f"chunk {key!r} is {dtype.name}, others of this tensor {tensor.dtype.name}", where=where, hint=_INCOMPLETE)

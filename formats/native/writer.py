@@ -14,10 +14,11 @@ import xxhash
 from ckpt.catalog import Contents
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.journal import CheckpointJournal
+from ckpt.plan.part import part_in
 
 from .catalog import read_record
 from .clearing import check_no_link, clear
-from .commit import COMMIT_PATH, INLINE_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name
+from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name
 from .datafiles.references import is_reference
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, id_of, index_path
@@ -58,11 +59,17 @@ def write_index(
     """
     check_no_link(journal.backend)
     cache = IndexCache() if cache is None else cache
+    part = part_in(contents.state)
     files = encode_index(contents, cache)
     record = _record(files, cache.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
     record = replace(
-        record, tags=tags, lost=lost, reusable=reusable, inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap))
+        record,
+        tags=tags,
+        lost=lost,
+        reusable=reusable,
+        inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)),
+        part=None if part is None else part.text()[:PART_LIMIT],
     )
     try:
         for name, data in files.items():

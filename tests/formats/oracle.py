@@ -45,30 +45,33 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     own, ident, made, index = record["digest"], record["id"], record["created"], {}
     assert xxh3_128_hexdigest(raw.replace(own.encode(), b"0" * 32)) == own, "commit record: digest"
     assert (record["format"], record["version"]) == ("ckpt", 1), "unknown format, version"
-    assert {*record["features"]} <= {"codecs", "ranks", "references"}, "unknown feature"
+    assert {*record["features"]} <= {"codecs", "ranks", "references", "anchors"}, "unknown feature"
     assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
     names = ["tensors.arrow", "grids.arrow", "files.arrow", "state.json", *(APART if "ranks" in record["features"] else [])]
     for name, entry in ((n, record["index"][n]) for n in names):
         index[name] = raw = (root / entry["path"]).read_bytes()
         must = {"path": f"index-{ident}/{name}", "size": len(raw), "digest": xxh3_128_hexdigest(raw)}.items()
         assert must <= entry.items(), f"{name}: is {must}, not {entry}"
-    rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", GRIDS), ("files", FILES)))
+    of_grids = GRIDS | ({"anchors": "list<int32>?"} if "anchors" in record["features"] else {})
+    rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", of_grids), ("files", FILES)))
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
     own = [not f["path"].startswith("../") for f in files]
     assert own == sorted(own, reverse=True) and all(own) == ("references" not in record["features"]), "files.arrow: references"
     names = {r["name"] for r in rows}
+    about, strong = zip(*(file.pop("") for file in unread), strict=True) if unread else ((), ())
     keys = {k for file in unread for k in file}
-    said = {n: (d, tuple(s)) for mine, file in zip(own, unread, strict=True) for n, (d, s) in file.pop("").items() if mine or n in names}
+    said = {n: (d, tuple(s)) for mine, file in zip(own, about, strict=True) for n, (d, s) in file.items() if mine or n in names}
     assert [r["name"] for r in rows] == sorted({r["name"] for r in rows}), "tensors.arrow: names not sorted or not unique"
     if "ranks" in record["features"]:
         assert all(r["rank"] is None for r in rows) and _json(index["state.json"])["ranks"] == {}, "ranks in two places"
         rows += _rows_apart(index, grids, files)
     assert len({r["name"] for r in rows}) == len(rows), "a name in two rows of ranks"
     assert said == {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in said}, "ckpt.dtypes or ckpt.shapes"
-    tensors = {r["name"]: _tensor(r, grids[r["grid"]], unread) for r in rows if r["alias"] is None}
+    tensors = {r["name"]: _tensor(r, grids[r["grid"]], unread, strong) for r in rows if r["alias"] is None}
     assert not any(u for u, mine in zip(unread, own, strict=True) if mine), f"chunks that no tensor has: {[*map(list, unread)]}"
     coded = [k for k in keys - {k for u in unread for k in u} if re.search(r"\]#[a-z0-9-]+\Z", k)]
     assert bool(coded) == ("codecs" in record["features"]), f"features {record['features']}, but coded are {coded}"
+    assert any("#xor-" in k for k in coded) == ("anchors" in record["features"]), f"features {record['features']}, but coded are {coded}"
     assert record["tensor_bytes"] == sum(len(t[2]) for t in tensors.values()), "commit record: tensor_bytes"
     assert all(0 <= (r["rank"] or 0) < record["world_size"] for r in [*rows, *files]), "a rank is not below world_size"
     aliases = {r["name"]: tensors[r["alias"]] for r in rows if r["alias"] is not None}  # KeyError: an alias of an alias, or of nothing
@@ -136,10 +139,12 @@ def _data_file(root: Path, ident: str, row: dict[str, Any]) -> dict[str, tuple[s
     dtypes, shapes = _json(meta.get("ckpt.dtypes", "{}")), _json(meta.get("ckpt.shapes", "{}"))
     coded = {k.rpartition("[")[0] for k in found if re.search(r"\]#[a-z0-9-]+\Z", k)}
     assert dtypes.keys() == shapes.keys() == coded, f"{path}: ckpt.dtypes or ckpt.shapes, where {coded} are coded"
-    return found | {"": {n: (dtypes[n], shapes[n]) for n in dtypes}}  # no key is empty
+    return found | {"": ({n: (dtypes[n], shapes[n]) for n in dtypes}, dict(zip(sorted(found), strong, strict=True)))}  # no key is empty
 
 
-def _tensor(row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, Any]]) -> tuple[str, tuple[int, ...], bytes]:
+def _tensor(
+    row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, Any]], strong: tuple[dict[str, str], ...]
+) -> tuple[str, tuple[int, ...], bytes]:
     name, dtype, shape, cuts, flat, files = row["name"], row["dtype"], row["shape"], grid["cuts"], grid["boxes"], grid["files"]
     (size, stored), logical = DTYPES[dtype], shape if row["logical"] is None else row["logical"]
     assert row["grid"] >= 0 and (cuts is None) != (flat is None), f"{name}: no grid, or not one of cuts and boxes"
@@ -150,7 +155,8 @@ def _tensor(row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, An
         assert [c[0], c[-1]] == [0, n] and c == (sorted(set(c)) if n else [0, 0]), f"{name}: cuts {cuts} of {shape}"
         boxes = [[*box, (c[i], c[i + 1])] for box in boxes for i in range(len(c) - 1)]  # start and stop per dimension
     whole, times = np.zeros((*shape, size), np.uint8), np.zeros(shape, np.int64)
-    for box, file in zip(boxes, files * len(boxes) if len(files) == 1 else files, strict=True):
+    anchors = grid.get("anchors") or [-1] * len(boxes)
+    for box, file, anchor in zip(boxes, files * len(boxes) if len(files) == 1 else files, anchors, strict=True):
         part, at = [b - a for a, b in box], tuple(slice(a, b) for a, b in box)
         wanted = [*part, size] if dtype in ("complex32", "complex128") else [*part[:-1], 2 * (part or [1])[-1]] if stored == "F4" else part
         ranges = ",".join(":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in zip(box, shape, strict=True))
@@ -165,6 +171,9 @@ def _tensor(row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, An
         if codec is not None:
             assert said == ["U8", [len(raw)]] and 0 < len(raw) <= 0.97 * whole[at].size, f"{key}: {said}, or coded for nothing"
             said, raw = [stored, wanted], CODECS[codec](raw, whole[at].size, size)
+            if codec == "xor-planes-zstd":
+                raw = _xor(raw, unread[anchor] if anchor >= 0 else {}, name if bare else f"{name}[{ranges}]", f"{name}[{ranges}]", size)
+                assert xxh3_128_hexdigest(raw) == strong[file][key], f"{key}: ckpt.digests128"
         assert said == [stored, wanted] and len(raw) == whole[at].size <= 64 << 20, f"{key}: {said}, not {[stored, wanted]}, or its size"
         whole[at], times[at] = np.frombuffer(raw, np.uint8).reshape(*part, size), times[at] + 1
     assert (times == 1).all(), f"{name}: chunks leave a hole or overlap"
@@ -193,4 +202,11 @@ def _planes(raw: bytes, nbytes: int, size: int) -> bytes:
     return elements.tobytes()
 
 
-CODECS = {"zstd": _zstd, "planes-zstd": _planes}
+def _xor(raw: bytes, anchors: dict[str, Any], key: str, box: str, size: int) -> bytes:
+    found = next(k for k in (key, f"{box}#zstd", f"{box}#planes-zstd") if k in anchors)
+    other = anchors.pop(found)[2]
+    other = other if found == key else CODECS[found.rpartition("#")[2]](other, len(raw), size)
+    return bytes(np.frombuffer(raw, np.uint8) ^ np.frombuffer(other, np.uint8))
+
+
+CODECS = {"zstd": _zstd, "planes-zstd": _planes, "xor-planes-zstd": _planes}

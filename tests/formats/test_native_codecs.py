@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.coding.codec import ITEMSIZES
-from ckpt.formats.native.coding.codecs import CODECS, decode, encode, encode_into
+from ckpt.formats.native.coding.codecs import CODECS, decode, encode, encode_difference, encode_into
 from ckpt.io_backends.registry import open_backend
 from tests.formats.native_sample import coded_samples, read, save
 from tests.formats.oracle import CODECS as ORACLE
@@ -66,6 +66,8 @@ MADE = {
 }
 COUNTS = [1, 7, 1000, 4097, 131_071, (1 << 18) + 1, 600_001]
 """Less than a block, some elements over one, and several blocks with planes that were sampled."""
+ALONE = [name for name, codec in CODECS.items() if not codec.anchored]
+"""Those that need no anchor."""
 
 
 def back(codec, blob, size, itemsize):
@@ -77,7 +79,7 @@ def back(codec, blob, size, itemsize):
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 def test_what_goes_in_comes_out(codec, kind, count):
     make, itemsize = MADE[kind]
     data = make(count)
@@ -90,7 +92,7 @@ def test_what_goes_in_comes_out(codec, kind, count):
 
 
 @pytest.mark.parametrize("itemsize", ITEMSIZES)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_data(codec, itemsize, data):
@@ -124,13 +126,13 @@ def test_how_small(kind, codec, low, high):
 
 
 @pytest.mark.parametrize("itemsize", ITEMSIZES)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 @pytest.mark.parametrize("size", [0, 16, 1 << 14, 3 << 20])
 def test_not_worth_it(codec, itemsize, size):
     assert encode(codec, memoryview(RNG.bytes(size)), itemsize) is None
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 def test_zeros_take_next_to_nothing(codec):
     assert len(encode(codec, memoryview(bytes(8 << 20)), 4)) < 8 << 10
 
@@ -147,7 +149,7 @@ def test_a_plane_that_the_sample_took_for_noise_is_still_found_constant():
     assert back("planes-zstd", blob, data.nbytes, 2) == data.tobytes()
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 def test_memory_of_any_format_and_alignment(codec):
     data = bf16(300_000)
     wanted = bytes(encode(codec, memoryview(data), 2))
@@ -162,7 +164,7 @@ def test_memory_of_any_format_and_alignment(codec):
     assert typed.tobytes() == data
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 def test_encode_into(codec):
     data = bf16(300_000)
     blob = bytes(encode(codec, memoryview(data), 2))
@@ -189,7 +191,7 @@ def test_wrong_calls():
             decode("zstd", memoryview(b"a"), memoryview(bytearray(size)), itemsize)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 def test_threads_do_not_share_scratch(codec):
     """Each thread codes data of its own, again and again, at the same time as the others."""
     wrong = []
@@ -211,7 +213,7 @@ def test_threads_do_not_share_scratch(codec):
     assert wrong == []
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 def test_catalog_and_oracle_read_the_same(tmp_path, codec):
     backend = open_backend(str(tmp_path))
     made = coded_samples()
@@ -347,7 +349,7 @@ def test_a_blob_larger_than_its_data_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["bf16", "upcast", "int64", "complex128"])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALONE)
 def test_tampered_blobs(codec, kind):
     """Any change is either refused or gives some bytes of the right number: the digest is what tells these."""
     make, itemsize = MADE[kind]
@@ -369,8 +371,52 @@ def test_tampered_blobs(codec, kind):
 @given(blob=st.binary(max_size=300), size=st.integers(0, 200), itemsize=st.sampled_from(ITEMSIZES))
 @settings(max_examples=200, deadline=None)
 def test_any_blob(blob, size, itemsize):
-    for codec in CODECS:
+    for codec in ALONE:
         out = bytearray(size * itemsize)
         for start in (b"", struct.pack("<BBHI", 1, itemsize, 0, 4096), b"\x28\xb5\x2f\xfd"):
             with suppress(CorruptError, FormatError):
                 decode(codec, memoryview(start + blob), memoryview(out), itemsize)
+
+
+# --------------------------------------------------------------------------------------------------------- differences
+
+
+def near(data, itemsize, step):
+    """Elements a few units in the last place away."""
+    words = np.frombuffer(data, f"<u{itemsize}").copy()
+    words[::step] += 1
+    return words.tobytes()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("bf16", 1000), ("fp32", 70_000), ("fp32", 600_001), ("int64", 4097), ("odd floats", 9000)])
+def test_a_difference_and_its_anchor_give_the_chunk(kind, count):
+    make, itemsize = MADE[kind]
+    anchor = make(count)
+    chunk = near(anchor, itemsize, 3)
+    blob = encode_difference(memoryview(chunk), memoryview(bytearray(anchor)), itemsize)
+    assert blob is not None and len(blob) < 0.3 * len(chunk)
+    out = bytearray(len(chunk))
+    decode("xor-planes-zstd", blob, memoryview(out), itemsize, memoryview(anchor))
+    assert out == chunk
+    difference = np.frombuffer(ORACLE["xor-planes-zstd"](bytes(blob), len(chunk), itemsize), np.uint8)
+    assert (difference ^ np.frombuffer(anchor, np.uint8)).tobytes() == chunk
+
+
+@pytest.mark.parametrize("count", [5000, 600_001])
+def test_a_difference_that_is_not_ten_percent_smaller_is_not_taken(count):
+    # The other anchor has nothing in common with the chunk, so XOR makes planes that are as noisy as those of the chunk, or more so.
+    assert encode_difference(memoryview(fp32(count)), memoryview(bytearray(fp32(count))), 4) is None
+    assert encode_difference(memoryview(b""), memoryview(bytearray()), 4) is None
+
+
+def test_an_anchor_is_needed_where_it_is_and_only_there():
+    chunk = bf16(1000)
+    blob = encode_difference(memoryview(chunk), memoryview(bytearray(chunk)), 2)
+    out = memoryview(bytearray(2000))
+    for anchor in (None, memoryview(chunk)[:-2]):
+        with pytest.raises(ValueError, match="do not go together"):
+            decode("xor-planes-zstd", blob, out, 2, anchor)
+    with pytest.raises(ValueError, match="do not go together"):
+        decode("planes-zstd", blob, out, 2, memoryview(chunk))
+    with pytest.raises(ValueError, match="needs an anchor"):
+        encode("xor-planes-zstd", memoryview(chunk), 2)

@@ -11,6 +11,7 @@ import torch
 import ckpt
 from ckpt.formats.registry import open_catalog
 from tests.formats.oracle import read
+from tests.golden import generate_anchors as anchored
 from tests.golden import generate_codecs as coded
 from tests.golden import generate_references as referring
 from tests.golden.generate import TENSORS, expected_bytes, expected_values, itemsize, per_rank
@@ -21,10 +22,11 @@ HERE = Path(__file__).parent
 VERSIONS = ["v1"]
 CODED = "v1-codecs"
 REFERENCES = "v1-references"
+ANCHORS = "v1-anchors"
 
 
 def test_every_version_is_kept() -> None:
-    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED, REFERENCES])
+    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED, REFERENCES, ANCHORS])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -106,3 +108,14 @@ def test_references_are_read_by_both_readers(step: int) -> None:
         assert found[name][2] == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), name
     paths = [file.path for file in open_catalog(str(url)).files]
     assert [path.startswith("../step-1/") for path in paths] == [False] * (step == 1) + [False, True] * (step > 1)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_differences_are_read_by_both_readers(step: int) -> None:
+    url = HERE / ANCHORS / f"step-{step}"
+    view, found = ckpt.open(str(url)), read(url)
+    for name, tensor in anchored.tensors(step).items():
+        assert torch.equal(torch.as_tensor(view[name][...]), tensor), name
+        assert found[name][2] == raw_bytes(tensor), name
+    header = next((url / "data").iterdir()).read_bytes()[:4096]
+    assert (header.count(b"#xor-planes-zstd"), header.count(b"#planes-zstd")) == ((0, 4), (2, 1))[step - 1]

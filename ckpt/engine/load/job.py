@@ -37,8 +37,8 @@ class LoadJob:
     recorded: dict[int, Row] | None
     writes: StateWrites
 
-    def span(self, phase: str) -> AbstractContextManager[object]:
-        return nullcontext() if self.options.spans is None else self.options.spans.span(phase)
+    def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[object]:
+        return nullcontext() if self.options.spans is None else self.options.spans.span(phase, nbytes)
 
     def agree(self, row: Row, decide: Callable[[dict[int, Row]], R]) -> R:
         """The end of a phase: the leader decides with the rows of all ranks, and every rank returns that."""

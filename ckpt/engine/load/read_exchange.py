@@ -108,7 +108,9 @@ class ReadExchange:
             self._fetch.beat()
         ends = accumulate(len(shared_read.items) for shared_read in reads)
         own_reads = [(shared_read, extents[end - len(shared_read.items) : end]) for shared_read, end in zip(reads, ends, strict=True)]
-        self.coded = max((p.items[0].nbytes + e[0].length for p, e in own_reads if len(e) == 1 and e[0].codec is not None), default=0)
+        self.coded = max(
+            (e[0].decoding_bytes(p.items[0].nbytes) for p, e in own_reads if len(e) == 1 and e[0].codec is not None), default=0
+        )
         return own_reads
 
     @property
@@ -202,9 +204,9 @@ class ReadExchange:
     def _read(self, shared_read: SharedRead, extents: Sequence[Extent]) -> None:
         if len(shared_read.items) > 1:
             self._read_small(shared_read, extents)
-        elif (codec := extents[0].codec) is not None:
+        elif extents[0].codec is not None:
             out = self._fetch.scratch(shared_read.items[0].nbytes, "decoded")[: shared_read.items[0].nbytes]
-            self._fetch.reread(extents[0], partial(self._decode, shared_read.items[0], extents[0], codec, out))
+            self._fetch.reread(extents[0], partial(self._decode, shared_read.items[0], extents[0], out))
             for number, cut in enumerate(shared_read.slices()):
                 self._hand_out(shared_read, number, cut, partial(_copy, out[cut.start : cut.start + cut.nbytes]))
         else:
@@ -268,13 +270,13 @@ class ReadExchange:
             if extent.codec is None:
                 into[:] = stored
             else:
-                self._fetch.decode(chunk, extent.codec, stored.data, into.data, item.itemsize)
+                self._fetch.decode(chunk, stored.data, into.data, item.itemsize)
 
-    def _decode(self, item: SharedReadItem, extent: Extent, codec: str, out: npt.NDArray[np.uint8]) -> None:
+    def _decode(self, item: SharedReadItem, extent: Extent, out: npt.NDArray[np.uint8]) -> None:
         chunk = ChunkName(item.entry.name, item.box, extent)
         blob = self._fetch.scratch(extent.length, "blob")[: extent.length].data
         self._fetch.read_chunk(chunk, blob)
-        self._fetch.decode(chunk, codec, blob, out.data, item.itemsize)
+        self._fetch.decode(chunk, blob, out.data, item.itemsize)
 
     def _hand_out(self, shared_read: SharedRead, number: int, cut: ReadSlice, fill: _Fill) -> None:
         """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part."""

@@ -75,9 +75,9 @@ class ReadPlan:
     @property
     def coded(self) -> int:
         """The most scratch memory that one coded chunk takes, in bytes."""
-        most = max((s.nbytes + s.extent.length for s in self.steps if s.extent.codec is not None), default=0)
+        most = max((s.extent.decoding_bytes(s.nbytes) for s in self.steps if s.extent.codec is not None), default=0)
         unseen = self.sweep is not None and not self.files and self.sweep.catalog.coded
-        return max(most, 2 * CHUNK_LIMIT) if unseen else most
+        return max(most, 4 * CHUNK_LIMIT) if unseen else most  # a difference takes its anchor besides
 
 
 @dataclass(eq=False)
@@ -269,18 +269,18 @@ class Reader:
             at = shift + offset - read.offset
             data = buffer[at : at + length]
             self.fetch.compare(step.chunk, data.data)
-            if (codec := step.extent.codec) is None:
+            if step.extent.codec is None:
                 self._place(data, offset - step.extent.offset, members, steps)
             else:
-                self._decoded(codec, data.data, members, steps)
+                self._decoded(data.data, members, steps)
 
     def _alone(self, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         """Parts that are the same bytes, piece by piece: straight into the target where they are contiguous there."""
         step = steps[mine[0].copy]
-        if (codec := step.extent.codec) is not None:
+        if step.extent.codec is not None:
             blob = self.fetch.scratch(step.extent.length, "blob")[: step.extent.length]
             self.fetch.read_chunk(step.chunk, blob.data)
-            self._decoded(codec, blob.data, mine, steps)
+            self._decoded(blob.data, mine, steps)
         elif (target := self.straight(mine, step)) is not None:
             self._pour(mine[0], step, target)
         else:
@@ -317,14 +317,14 @@ class Reader:
             return None
         return writable_bytes(target.view(mine[0].box))
 
-    def _decoded(self, codec: str, blob: memoryview, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
+    def _decoded(self, blob: memoryview, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         step = steps[mine[0].copy]
         target = self.straight(mine, step)
         if target is not None:
-            self.fetch.decode(step.chunk, codec, blob, target, step.job.entry.dtype.itemsize)
+            self.fetch.decode(step.chunk, blob, target, step.job.entry.dtype.itemsize)
             return
         out = self.fetch.scratch(step.nbytes, "decoded")[: step.nbytes]
-        self.fetch.decode(step.chunk, codec, blob, out.data, step.job.entry.dtype.itemsize)
+        self.fetch.decode(step.chunk, blob, out.data, step.job.entry.dtype.itemsize)
         self._place(out, 0, mine, steps)
 
     def _place(self, data: npt.NDArray[np.uint8], start: int, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:

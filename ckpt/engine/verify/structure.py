@@ -186,6 +186,9 @@ def _chunks_per_file(catalog: NativeCatalog) -> Counter[int]:
     for entry in catalog.tensors.values():
         if entry.alias is not None:
             continue
+        if entry.grid.anchors is not None:
+            rows, times = np.unique(entry.grid.anchors[entry.grid.anchors >= 0], return_counts=True)
+            counts.update(dict(zip(rows.tolist(), times.tolist(), strict=True)))
         if len(entry.grid.files) == 1:
             counts[int(entry.grid.files[0])] += len(entry.grid)
         else:
@@ -202,8 +205,8 @@ def _unknown_chunks(catalog: NativeCatalog, rows: set[int]) -> list[Problem]:
         if entry.alias is not None:
             continue
         for n in range(len(entry.grid)):
-            row = entry.grid.file(n)
-            if row in known:
+            anchor = -1 if entry.grid.anchors is None else int(entry.grid.anchors[n])
+            for row in {entry.grid.file(n), anchor} & known.keys():
                 box, chunks = entry.grid.box(n), catalog.header(row).chunks
                 keys = [chunk_key(entry.name, box, entry.shape, entry.dtype)]
                 if coded and keys[0] not in chunks:

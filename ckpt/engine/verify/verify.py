@@ -20,11 +20,10 @@ from ckpt.coordination.divided_work import DividedWork
 from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, ConflictError, CorruptError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
-from ckpt.formats.native.coding.codecs import decode
 from ckpt.formats.native.replaced import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
-from ckpt.plan.division import runs
+from ckpt.plan.division import bytes_of, runs
 from ckpt.plan.reads import group_ranges
 from ckpt.settings import limits
 from ckpt.text.urls import url_text
@@ -173,7 +172,7 @@ def _read_part(
     def join(rows: dict[int, Row]) -> Row:
         return {"bytes": sum(row["bytes"] for row in rows.values()), "problems": [p for row in rows.values() for p in row["problems"]]}
 
-    with work.shown([sum(sizes[part.start : part.stop]) for part in parts], progress) as report:
+    with work.shown(bytes_of(sizes, parts), progress) as report:
         all_parts = work.agree("read", read, join)
     return _Result(all_parts["bytes"], [Problem.from_json(p) for p in all_parts["problems"]])
 
@@ -240,7 +239,7 @@ class _Verifier:
     def _look(self, job: list[ChunkToVerify]) -> _Result:
         start, end = job[0].extent.offset, _end(job)
         if job[0].extent.codec is not None:
-            return self._check_encoded(job[0], job[0].extent.codec)
+            return self._check_encoded(job[0])
         if end - start > limits.HASH_BUFFER:
             return self._check_long(job[0])
         buffer = self._reader.scratch(end - start).data
@@ -269,7 +268,7 @@ class _Verifier:
         problem = _changed(chunk, digest.difference())
         return _Result(chunk.extent.length, [problem] if problem else [])
 
-    def _check_encoded(self, chunk: ChunkToVerify, codec: str) -> _Result:
+    def _check_encoded(self, chunk: ChunkToVerify) -> _Result:
         """Its stored bytes, and that they can be decoded to as many bytes as its elements have."""
         blob = self._reader.scratch(chunk.extent.length, "blob").data[: chunk.extent.length]
         try:
@@ -279,7 +278,9 @@ class _Verifier:
         problem = self._compare(chunk, blob)
         if problem is None:
             try:
-                decode(codec, blob, self._reader.scratch(chunk.nbytes, "decoded").data[: chunk.nbytes], chunk.entry.dtype.itemsize)
+                self._reader.decode(
+                    chunk.name, blob, self._reader.scratch(chunk.nbytes, "decoded").data[: chunk.nbytes], chunk.entry.dtype.itemsize
+                )
             except FAILURES as err:
                 problem = chunk.problem("codec", f"the chunk cannot be decoded: {err.message}")
         return _Result(chunk.extent.length, [problem] if problem else [])

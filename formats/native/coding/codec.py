@@ -38,3 +38,5 @@ class Codec:
     claims."""
     itemsizes: tuple[int, ...] = ITEMSIZES
     """Sizes of the elements that it takes; chunks of other dtypes are stored as they are."""
+    anchored: bool = False
+    """Whether what it codes is the chunk XOR the same chunk of an earlier checkpoint, the anchor (``xor_planes``)."""

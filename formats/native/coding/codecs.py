@@ -13,9 +13,14 @@ from ckpt.formats.external.strided import PREFIX, gather
 from .codec import ITEMSIZES, Codec
 from .frames import ZSTD, damaged, worth
 from .planes import PLANES
+from .xor_planes import XOR_PLANES, encode_xor_planes
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (ZSTD, PLANES)}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (ZSTD, PLANES, XOR_PLANES)}
 """By name. A new codec is one more entry."""
+
+
+WITHOUT_ANCHOR: dict[str, str] = {XOR_PLANES.name: PLANES.name}
+"""Codecs of differences from an anchor, and what codes the chunks that have no anchor, or do not gain by it."""
 
 
 def check_choice(codec: str | None) -> None:
@@ -40,30 +45,48 @@ def encode_into(codec: str, data: memoryview, itemsize: int, out: memoryview) ->
 
     Raises:
         FormatError: the codec is not known.
-        ValueError: ``data`` is not a whole number of elements, or elements of this size have no planes.
+        ValueError: ``data`` is not a whole number of elements, elements of this size have no planes, or the codec needs an anchor.
     """
     coder = _coder(codec, data.nbytes, itemsize)
+    if coder.anchored:
+        raise ValueError(f"{codec} needs an anchor: see encode_difference")
     if itemsize not in coder.itemsizes or not data.nbytes:
         return None
     return coder.encode(np.frombuffer(data, dtype=np.uint8), itemsize, np.frombuffer(out, dtype=np.uint8)[: worth(data.nbytes)])
 
 
-def decode(codec: str, blob: memoryview, out: memoryview, itemsize: int) -> None:
+def encode_difference(data: memoryview, anchor: memoryview, itemsize: int) -> memoryview | None:
+    """``data`` coded as its difference from ``anchor``, as many bytes, which are overwritten; None if that is not worth it."""
+    if itemsize not in XOR_PLANES.itemsizes or not data.nbytes:
+        return None
+    out = np.empty(worth(data.nbytes), dtype=np.uint8)
+    size = encode_xor_planes(np.frombuffer(data, dtype=np.uint8), np.frombuffer(anchor, dtype=np.uint8), itemsize, out)
+    return None if size is None else out.data[:size]
+
+
+def decode(codec: str, blob: memoryview, out: memoryview, itemsize: int, anchor: memoryview | None = None) -> None:
     """Fill ``out``, elements of ``itemsize`` bytes, with what ``blob``, bytes, was coded from. If this raises, ``out`` is undefined.
+    ``anchor``: the bytes of the anchor's chunk, for codecs that need it.
 
     Raises:
         FormatError: the codec, or the version of the blob, is not known.
         CorruptError: ``blob`` is not what the codec makes of as many bytes as ``out`` has.
-        ValueError: ``out`` is not a whole number of elements, or elements of this size have no planes.
+        ValueError: ``out`` is not a whole number of elements, elements of this size have no planes, or an anchor is missing or too many.
     """
     if codec.startswith(PREFIX):  # of another format's file: never in the registry, since no data file may have it
-        return gather(codec, blob, out, itemsize)
+        gather(codec, blob, out, itemsize)
+        return
     coder = _coder(codec, out.nbytes, itemsize)
     if itemsize not in coder.itemsizes:
         raise damaged(f"{codec} has no elements of {itemsize} bytes")
     if not 0 < blob.nbytes <= out.nbytes:
         raise damaged(f"{blob.nbytes} bytes for a chunk of {out.nbytes}")
-    return coder.decode(blob, np.frombuffer(out, dtype=np.uint8), itemsize)
+    if coder.anchored != (anchor is not None) or (anchor is not None and anchor.nbytes != out.nbytes):
+        raise ValueError(f"{codec} and an anchor of {0 if anchor is None else anchor.nbytes} bytes do not go together")
+    decoded = np.frombuffer(out, dtype=np.uint8)
+    coder.decode(blob, decoded, itemsize)
+    if anchor is not None:
+        np.bitwise_xor(decoded, np.frombuffer(anchor, dtype=np.uint8), out=decoded)
 
 
 def _coder(codec: str, size: int, itemsize: int) -> Codec:

@@ -73,17 +73,24 @@ def _worth_trying(data: Bytes, itemsize: int) -> list[bool]:
     """Which planes to code. Those of small chunks are all tried; what does not get smaller is stored as it is, block by block."""
     # Why sample: coding a plane of mantissa bytes takes most of the time and gains nothing. A few spans, spread over
     # the chunk, show which planes shrink; blocks of the other planes are stored without trying.
-    count = len(data) // itemsize
-    if count < 2 * _SPANS * _SPAN:
+    spans = sample(data, itemsize)
+    if spans is None:
         return [True] * itemsize
-    starts = np.linspace(0, count - _SPAN, _SPANS).astype(np.int64) * itemsize
-    spans = np.concatenate([data[s : s + _SPAN * itemsize] for s in starts.tolist()])
     tried = []
     for _, word, byte in _bytes_of_words(itemsize):
         if byte == 0:
             words = _read_words(spans, itemsize, word)
         tried.append(_encode_plane(_extract(words, byte, tools().plane[: len(words)]), coded=True)[0] != _RAW)
     return tried
+
+
+def sample(data: Bytes, itemsize: int) -> Bytes | None:
+    """A few spans of elements, spread over a large chunk; None of a small one."""
+    count = len(data) // itemsize
+    if count < 2 * _SPANS * _SPAN:
+        return None
+    starts = np.linspace(0, count - _SPAN, _SPANS).astype(np.int64) * itemsize
+    return np.concatenate([data[s : s + _SPAN * itemsize] for s in starts.tolist()])
 
 
 def _encode_plane(plane: Bytes, *, coded: bool) -> tuple[int, Bytes]:
