@@ -9,7 +9,7 @@ import click
 
 from ckpt.text import units
 
-from .console.dividing import divided
+from .console.dividing import divided, divisible
 from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL
@@ -27,12 +27,15 @@ _INTERRUPTED = "run the same command again to resume: complete files are not cop
 @click.argument("source", metavar="SRC", type=URL)
 @click.argument("target", metavar="DST", type=URL)
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read and write. [default: 8]")
+@click.option("--compare", is_flag=True, help="Read and compare every byte, also where an object store could copy by itself.")
 @click.option("--dry-run", is_flag=True, help="Only report what would be copied.")
+@divisible
 @options
-def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_json: bool, quiet: bool) -> None:
+def command(source: str, target: str, *, threads: int | None, compare: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
     """Copy the checkpoint at SRC to DST; both are URLs of any storage. If DST ends in /, the copy gets the name of SRC below it.
 
-    Every byte is checked against its digest on the way. The checkpoint exists at DST only when all of it is there. After an interruption
+    Every byte is checked against its digest on the way, but for what an object store copies within itself; --compare reads that too.
+    The checkpoint exists at DST only when all of it is there. After an interruption
     the same command resumes. Another checkpoint at DST is never replaced. The copy of a virtual checkpoint is self-contained.
     Under torchrun or srun the processes share the files among them.
 
@@ -47,21 +50,23 @@ def command(source: str, target: str, *, threads: int | None, dry_run: bool, as_
         target = join_url(target, source.rstrip("/").rpartition("/")[2])
     with divided(target, Output(json=as_json, quiet=quiet)) as (work, output):
         with when_interrupted("nothing was written" if dry_run else _INTERRUPTED), progress("cp", output) as update:
-            report = _copy(source, target, threads=threads, progress=update, dry_run=dry_run, work=work)
+            report = _copy(source, target, threads=threads, compare=compare, progress=update, dry_run=dry_run, work=work)
         if output.json:
             output.document({**asdict(report), "dry_run": dry_run})
         elif not output.quiet:
             output.line(_sentence(report, dry_run=dry_run))
 
 
-def _copy(source: str, target: str, *, threads: int | None, progress: Update, dry_run: bool, work: DividedWork | None) -> CopyReport:
+def _copy(
+    source: str, target: str, *, threads: int | None, compare: bool, progress: Update, dry_run: bool, work: DividedWork | None
+) -> CopyReport:
     """Copy the files; of a virtual checkpoint, which has none, make a self-contained one."""
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
     from ckpt.maintenance.copy import CopyReport, copy_checkpoint
 
     if not isinstance(open_catalog(source), VirtualCatalog):
-        return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run, work=work)
+        return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run, compare=compare, work=work)
     require_torch("`ckpt cp` of a virtual checkpoint")
     from ckpt.converters.convert import convert
 
@@ -90,4 +95,9 @@ def _sentence(report: CopyReport, *, dry_run: bool) -> str:
         copied = f"nothing to copy in {units.duration(report.seconds)}"
     else:
         copied += f" copied in {units.duration(report.seconds)} ({units.size(report.copied_bytes / max(report.seconds, 1e-9))}/s)"
-    return f"{style('ok', 'green')}: {report.target}: {copied}{rest}"
+    by_store = (
+        f"; the store copied {units.size(report.uncompared_bytes)} by itself: `ckpt verify` compares them"
+        if report.uncompared_bytes
+        else ""
+    )
+    return f"{style('ok', 'green')}: {report.target}: {copied}{rest}{by_store}"

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 
 from .checks import byte_views
-from .protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
+from .protocol import Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
 
 _T = TypeVar("_T")
 
@@ -181,6 +181,9 @@ class FaultyBackend(Backend):
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         self._inner.evict(path, offset, length)
 
+    def copy_source(self, path: str) -> CopySource | None:
+        return self.process.operate(f"copy_source {path}", lambda: self._inner.copy_source(path))
+
     def size(self, path: str) -> int:
         return self.process.operate(f"size {path}", lambda: self._inner.size(path))
 
@@ -246,6 +249,9 @@ class FaultyWriter(Writer):
         self._process.operate(
             f"write {self._path}", lambda: self._inner.write(offset, parts), lambda: self._inner.write(offset, [_first_half(parts)])
         )
+
+    def copy_range(self, offset: int, source: CopySource, at: int, length: int) -> bool:
+        return self._process.operate(f"copy_range {self._path}", lambda: self._inner.copy_range(offset, source, at, length))
 
     def commit(self) -> None:
         self._process.operate(f"commit {self._path}", lambda: self._settle(self._inner.commit))

@@ -94,6 +94,24 @@ class Writer(Protocol):
         update(data)
         self.write(offset, [data])
 
+    def copy_range(self, offset: int, source: CopySource, at: int, length: int) -> bool:
+        """Let the storage itself copy ``length`` bytes from ``at`` of another of its objects to ``offset``, so that nobody reads and sends
+        them. Either the range is the whole object, or ``offset`` and ``length`` are multiples of ``block_size``, but for what ends where
+        the object ends.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        the storage has copied the bytes              True; the range counts as written
+        it cannot, or refuses                         False; the range does not count as written: write all of it, whole blocks
+        ``source`` is of another storage or version   False
+        the range reaches beyond ``size``             UsageError; nothing is written
+        what is copied changes meanwhile              the bytes of ``source`` as it was when it was asked for, or False, or an error
+        committed or aborted before                   UsageError
+        ============================================  ==========================================================================
+        """
+        return False
+
     def commit(self) -> None:
         """Make the object exist, whole and durable.
 
@@ -138,12 +156,20 @@ class Writer(Protocol):
         self.abort()  # does nothing after commit
 
 
+class CopySource:
+    """An object that Writers of the same storage can copy from (``Writer.copy_range``); ``Backend.copy_source`` gives it."""
+
+
 class LentMemory(Protocol):
     """Memory of a storage in which the bytes of an object are put before the object has a name; ``Backend.lend`` gives it."""
 
     @property
     def memory(self) -> memoryview:
-        """Its bytes, of just the object's size, to be filled; what they are before is open. It begins at a page."""
+        """Its bytes, of just the object's size, to be filled; what they are before is not defined. It begins at a page."""
+        ...
+
+    def open(self, start: int, length: int) -> None:
+        """Make these bytes writable. Whoever fills them calls this before: a write to others may end the process."""
         ...
 
     def close(self) -> None:
@@ -308,6 +334,10 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """The object, for ``Writer.copy_range``; None where the storage copies nothing by itself. Raises NotFoundError if it is absent."""
+        return None
 
     def lend(self, size: int) -> LentMemory | None:
         """Memory of the storage itself for an object of ``size`` bytes, which ``create_in`` then makes of it without a copy; None where it

@@ -11,7 +11,7 @@ from typing import Literal
 from ckpt.errors import UsageError
 
 from .checks import byte_views, check_write
-from .protocol import Writer
+from .protocol import CopySource, Writer
 from .written_ranges import WrittenRanges
 
 # A Writer's life
@@ -52,6 +52,10 @@ class WriterBase(Writer):
     def _put(self, offset: int, views: list[memoryview]) -> None:
         """Hand bytes to the storage, one view after another from ``offset`` on. The range counts as written unless this raises."""
 
+    def _copy(self, offset: int, source: CopySource, at: int, length: int) -> bool:
+        """Copy bytes of another object, without reading them; see ``Writer.copy_range``."""
+        return False
+
     def _settle(self) -> None:
         """Before a commit: finish what ``_put`` left to be done later."""
         # If this raises, the object stays open.
@@ -77,6 +81,15 @@ class WriterBase(Writer):
         views = byte_views(parts)
         with self._writing(offset, views):
             self._put(offset, views)
+
+    def copy_range(self, offset: int, source: CopySource, at: int, length: int) -> bool:
+        """See ``Writer.copy_range``."""
+        check_write(offset, length, self._size, self._where)
+        with self._using():
+            copied = self._copy(offset, source, at, length)
+            if copied:
+                self._written.add(offset, offset + length)
+        return copied
 
     def commit(self) -> None:
         """See ``Writer.commit``."""

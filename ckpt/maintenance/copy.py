@@ -28,8 +28,8 @@ from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.registry import open_backend
-from ckpt.plan.division import balanced
+from ckpt.io_backends.registry import is_file_system, open_backend
+from ckpt.plan.division import balanced, bytes_of
 from ckpt.reread import read_checked
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback
@@ -37,6 +37,7 @@ from ckpt.tracing.progress_callback import ProgressCallback
 from .copy_files import CopyTask, FileCheck, FileCopy
 from .self_contained import GatheredFile, SelfContained
 from .step_listing import step_number
+from .storage_copies import StorageCopies
 
 THREADS = 8
 """How many read and write at once, unless the caller says. Each holds at most ``transfer_files.BUFFER`` bytes."""
@@ -57,6 +58,8 @@ class CopyReport:
     committed: bool
     """Whether this call committed the target; False if it was committed before, and with ``dry_run``."""
     seconds: float
+    uncompared_bytes: int = 0
+    """Of ``copied_bytes``: what an object store copied by itself. Nobody has compared it with a digest: ``ckpt verify`` does."""
 
 
 def copy_checkpoint(
@@ -66,6 +69,7 @@ def copy_checkpoint(
     threads: int | None = None,
     progress: ProgressCallback | None = None,
     dry_run: bool = False,
+    compare: bool = False,
     work: DividedWork | None = None,
 ) -> CopyReport:
     """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it. What it refers to in other
@@ -73,6 +77,10 @@ def copy_checkpoint(
 
     A copy that was interrupted goes on: files that are at the target already are read and compared with their digests, and only the
     others are copied. If the same checkpoint is committed there, its files are compared and missing ones are copied; its record stays.
+
+    Within one object store, the store copies the bytes of larger files by itself: only headers, indexes and small files come here and are
+    compared (``CopyReport.uncompared_bytes``). ``compare=True`` reads and compares every byte. On a file system every byte is
+    compared; where files can share extents, as on XFS and Btrfs, none of a larger file is written.
 
     ``progress`` is called from this thread with the bytes done so far and the bytes in all. The latter grow if files that an interrupted
     copy left turn out to be damaged.
@@ -90,7 +98,7 @@ def copy_checkpoint(
     """
     source, target = url_text(source), url_text(target)
     began = time.monotonic()
-    run = Transfer(source, target)
+    run = Transfer(source, target, compare=compare)
     if dry_run:
         missing = run.sizes.keys() - run.complete()
     elif work is not None:
@@ -110,13 +118,15 @@ def copy_checkpoint(
         copied_bytes=sum(run.sizes[path] for path in missing),
         committed=not dry_run and not run.committed_before,
         seconds=time.monotonic() - began,
+        uncompared_bytes=run.uncompared_bytes,
     )
 
 
 def _copy_part(run: Transfer, threads: int, progress: ProgressCallback | None, work: DividedWork) -> set[str]:
     """Copy this process's part, and commit when all have. Gives the paths of what all have copied."""
     paths = sorted(run.sizes)
-    shares = balanced([run.sizes[path] for path in paths], work.count)
+    sizes = [run.sizes[path] for path in paths]
+    shares = balanced(sizes, work.count)
 
     def begin(rows: dict[int, Row]) -> Row:
         if len({row["record"] for row in rows.values()}) > 1:
@@ -128,16 +138,19 @@ def _copy_part(run: Transfer, threads: int, progress: ProgressCallback | None, w
     def copy() -> Row:
         with replacement_noticed(run.catalog):
             missing = run.copy([paths[n] for n in shares[work.number]], threads, report)
-        return {"missing": sorted(missing), "made_room": run.made_room}
+        return {"missing": sorted(missing), "made_room": run.made_room, "uncompared": run.uncompared_bytes}
 
     def commit(rows: dict[int, Row]) -> Row:
         run.made_room = any(row["made_room"] for row in rows.values())
         run.commit()
-        return {"missing": [path for row in rows.values() for path in row["missing"]]}
+        uncompared = sum(row["uncompared"] for row in rows.values())
+        return {"missing": [path for row in rows.values() for path in row["missing"]], "uncompared": uncompared}
 
     work.agree("begin", lambda: {"record": xxhash.xxh3_128_hexdigest(run.record_bytes)}, begin)
-    with work.shown([sum(run.sizes[paths[n]] for n in share) for share in shares], progress) as report:
-        return set(work.agree("copy", copy, commit)["missing"])
+    with work.shown(bytes_of(sizes, shares), progress) as report:
+        ended = work.agree("copy", copy, commit)
+        run.uncompared_bytes = int(ended["uncompared"])
+        return set(ended["missing"])
 
 
 class _Meter:
@@ -153,10 +166,11 @@ class _Meter:
 
 class Transfer:
     """One copy, which several processes may share: each copies some of the files, and one of them commits when all have. ``sizes`` has
-    every file of the checkpoint but the record. ``replace``: a checkpoint of an earlier save at the target gives way.
+    every file of the checkpoint but the record. ``replace``: a checkpoint of an earlier save at the target gives way. ``compare``: whether
+    bytes that the storage could copy by itself are read and compared all the same. They are on a file system, where that is cheap.
     """
 
-    def __init__(self, source: str, target: str, *, replace: bool = False) -> None:
+    def __init__(self, source: str, target: str, *, replace: bool = False, compare: bool = False) -> None:
         catalog = open_catalog(source)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError(
@@ -186,6 +200,8 @@ class Transfer:
             self.index[own.record.index[FILES].path] = own.rows
         self.sizes = {f.path: f.size for f in self.files} | {path: len(data) for path, data in self.index.items()}
         self.journal = CheckpointJournal(self.target, id=self.record.id, previous=self.replaced, resumable=True)
+        self._copies = StorageCopies(self.source, self.target, compare=compare or is_file_system(self.source.url))
+        self.uncompared_bytes = 0
         self.made_room = False
         """Files were deleted, to be copied again; no other copy can commit before this one does."""
 
@@ -313,7 +329,7 @@ class Transfer:
         def jobs() -> Iterator[CopyTask]:
             for file in self.files:
                 if file.path in missing:
-                    copies.append(FileCopy(self.reader, self.journal, file, self._gathered.get(file.path)))
+                    copies.append(FileCopy(self.reader, self.journal, file, self._gathered.get(file.path), self._copies))
                     yield from copies[-1].jobs()
 
         try:
@@ -322,6 +338,7 @@ class Transfer:
         finally:
             for copy in copies:
                 copy.abort()  # does nothing to those that are committed
+            self.uncompared_bytes = self._copies.bytes
 
     # ---- the end
 

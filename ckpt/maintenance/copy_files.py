@@ -21,6 +21,7 @@ from ckpt.reread import READS
 from ckpt.settings import limits
 
 from .self_contained import GatheredFile
+from .storage_copies import CopiedRange, StorageCopies, StorageCopy
 
 CopyTask = Callable[[], int]
 """Gives the bytes that it has done."""
@@ -33,15 +34,26 @@ fit."""
 class FileCopy:
     """One data file that is copied. It is committed at the target by the last of its jobs."""
 
-    def __init__(self, reader: DigestReader, journal: WriteJournal, file: DataFile, gathered: GatheredFile | None = None) -> None:
-        """``gathered``: the file is made of chunks of one that the source refers to."""
+    def __init__(
+        self,
+        reader: DigestReader,
+        journal: WriteJournal,
+        file: DataFile,
+        gathered: GatheredFile | None = None,
+        copies: StorageCopies | None = None,
+    ) -> None:
+        """``gathered``: the file is made of chunks of one that the source refers to. ``copies``: what lets the storage copy."""
         self._reader = reader
+        self._copies = copies
+        self._ranges: list[CopiedRange] = []
+        """What the storage copies."""
         self._journal = journal
         self._gathered = gathered
         self._file = file
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._left = 0
+        self._uncounted = file.size
         self._taken: set[int] = set()
         """Offsets of what was written."""
         self._spoiled = False
@@ -49,19 +61,49 @@ class FileCopy:
 
     def jobs(self) -> Iterator[CopyTask]:
         """Raises CorruptError, here or in a job, if the file is not as the index says."""
-        jobs = self._checked()
+        copies = [] if self._copies is None else self._copies.ranges(self._file, self._gathered, self._shared_writer)
+        self._ranges = [copy.range for copy in copies]
+        jobs: list[CopyTask] = [partial(self._copy, copy) for copy in copies]
+        jobs += self._checked()
         self._left = len(jobs)
         for job in jobs:
             yield partial(self._run, job)
 
     def _checked(self) -> list[CopyTask]:
         if self._gathered is None:
-            return _checked(self._reader, self._file, self._take)
-        return _gathering(self._reader, self._gathered, self._take)
+            return _checked(self._reader, self._file, self._take, self._is_read)
+        return _gathering(self._reader, self._gathered, self._take, self._is_read)
+
+    def _is_read(self, offset: int, length: int) -> bool:
+        """Whether bytes of the new file are read: not if the storage copies them, and nobody asked to compare."""
+        return self._compares or next(self._written(offset, length), None) is not None
+
+    @property
+    def _compares(self) -> bool:
+        return self._copies is None or self._copies.compare
+
+    def _written(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
+        """Begin and end of what of these bytes is written, and not copied by the storage."""
+        end = offset + length
+        for copied in self._ranges:  # in the order of their offsets
+            if copied.end <= offset or copied.offset >= end:
+                continue
+            if offset < copied.offset:
+                yield offset, copied.offset
+            offset = copied.end
+        if offset < end:
+            yield offset, end
+
+    def _copy(self, copy: StorageCopy) -> int:
+        if not copy.run():
+            self._spoiled = True  # it copied something else before, and refuses this: the last job reads all of the file
+        return 0 if self._compares else copy.range.length
 
     def _run(self, job: CopyTask) -> int:
         count = job()
         with self._lock:
+            count = min(count, self._uncounted)  # chunks that lie across what the storage copies are read whole
+            self._uncounted -= count
             self._left -= 1
             last = self._left == 0
         if last:
@@ -69,6 +111,10 @@ class FileCopy:
         return count
 
     def _take(self, offset: int, data: memoryview) -> None:
+        for begin, end in self._written(offset, len(data)):
+            self._write(begin, data[begin - offset : end - offset])
+
+    def _write(self, offset: int, data: memoryview) -> None:
         with self._lock:
             writer = self._opened()
             again = offset in self._taken
@@ -85,7 +131,7 @@ class FileCopy:
             if not self._spoiled:
                 break
             self.abort()
-            self._writer, self._spoiled = None, False
+            self._writer, self._spoiled, self._ranges = None, False, []
             self._taken.clear()
             for job in self._checked():
                 job()
@@ -95,6 +141,10 @@ class FileCopy:
             raise StorageError(f"something of it was read wrong each of {READS} times", where=where, hint=hint)
         with self._journal.making(self._file.path):
             self._opened().commit()
+
+    def _shared_writer(self) -> Writer:
+        with self._lock:
+            return self._opened()
 
     def _opened(self) -> Writer:
         if self._writer is None:
@@ -117,7 +167,7 @@ class FileCheck:
 
     def jobs(self) -> Iterator[CopyTask]:
         try:
-            jobs = _checked(self._reader, self.file, lambda offset, data: None)
+            jobs = _checked(self._reader, self.file, lambda offset, data: None, lambda offset, length: True)
         except (CorruptError, NotFoundError):
             self.damaged = True
             return
@@ -133,8 +183,9 @@ class FileCheck:
         return 0
 
 
-def _checked(reader: DigestReader, file: DataFile, take: Take) -> list[CopyTask]:
-    """Jobs that read all of ``file``, raise CorruptError for bytes that are not as they should be, and give them to ``take``."""
+def _checked(reader: DigestReader, file: DataFile, take: Take, is_read: Callable[[int, int], bool]) -> list[CopyTask]:
+    """Jobs that read ``file``, raise CorruptError for bytes that are not as they should be, and give them to ``take``. Its header is
+    read in any case; of its chunks those are for whose offset and length ``is_read``."""
     where = f"{reader.source.url.rstrip('/')}/{file.path}"
     if file.size <= limits.HASH_BUFFER:
         return [partial(reader.reread, Extent(file.path, 0, file.size, None), partial(_copy_small, reader, file, where, take))]
@@ -151,11 +202,12 @@ def _checked(reader: DigestReader, file: DataFile, take: Take) -> list[CopyTask]
         take(0, memoryview(data))
         return len(data)
 
-    return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, _chunks(file, header), take))]
+    chunks = [chunk for chunk in _chunks(file, header) if is_read(chunk.extent.offset, chunk.extent.length)]
+    return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, chunks, take))]
 
 
-def _gathering(reader: DigestReader, gathered: GatheredFile, take: Take) -> list[CopyTask]:
-    """The same for a file that is made of chunks of another one."""
+def _gathering(reader: DigestReader, gathered: GatheredFile, take: Take, is_read: Callable[[int, int], bool]) -> list[CopyTask]:
+    """The same for a file that is made of chunks of another one; offsets are those in the new file."""
 
     def head() -> int:
         take(0, memoryview(gathered.header))
@@ -165,7 +217,9 @@ def _gathering(reader: DigestReader, gathered: GatheredFile, take: Take) -> list
         for at, part in gathered.places(offset, data):
             take(at, part)
 
-    return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, gathered.chunks, move))]
+    placed = zip(gathered.chunks, gathered.offsets, strict=True)
+    chunks = [chunk for chunk, offset in placed if is_read(offset, chunk.extent.length)]
+    return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, chunks, move))]
 
 
 def _chunks(file: DataFile, header: Header) -> list[ChunkName]:

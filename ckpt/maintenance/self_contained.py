@@ -5,7 +5,7 @@
     data/<id>-00000-1        b c e            at the target: a header of its own, the same stored bytes under the same digests
 
 Grids number the rows of files.arrow, and a row stays where it was: so of the index only files.arrow changes, and of the record what it
-says of that file, and the feature.
+says of that file, and the feature. Of a chunk that is stored as a difference, its anchor is gathered: the difference stays as it is.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ class SelfContained:
         chunks: defaultdict[int, list[tuple[TensorEntry, int]]] = defaultdict(list)
         for entry in catalog.tensors.values():
             numbers = np.broadcast_to(entry.grid.files, entry.grid.count) if entry.alias is None else ()
-            for chunk, row in enumerate(numbers):
-                if is_reference(catalog.files[int(row)].path):
+            anchors = entry.grid.anchors if entry.alias is None and entry.grid.anchors is not None else ()
+            # A chunk that has an anchor is the checkpoint's own, so no row has both: the chunk and its anchor.
+            for chunk, row in (*enumerate(numbers), *enumerate(anchors)):
+                if row >= 0 and is_reference(catalog.files[int(row)].path):
                     chunks[int(row)].append((entry, chunk))
         number = sum(file.rank == RANK and not is_reference(file.path) for file in catalog.files)
         files, gathered = [], {}
@@ -120,7 +122,8 @@ def _gathered(catalog: NativeCatalog, row: int, chunks: Sequence[tuple[TensorEnt
 
 
 def _extent(catalog: NativeCatalog, entry: TensorEntry, chunk: int) -> Extent:
-    return catalog.extents(entry, [chunk])[0]
+    extent = catalog.extents(entry, [chunk])[0]
+    return extent if extent.anchor is None else extent.anchor.extent
 
 
 def _key(extent: Extent, entry: TensorEntry, box: Box) -> str:

@@ -86,6 +86,30 @@ class WritingRows:
         assert results == [None] * 5
         assert backend.read("a") == data
 
+    def test_copies_within_the_storage_or_not_at_all(self, backend: Backend) -> None:
+        """Whatever the storage copies by itself is right, and what it does not copy is not there."""
+        data = random.Random(0).randbytes((6 << 20) + 5000)
+        with backend.create("a", len(data)) as writer:
+            writer.write(0, [data])
+            writer.commit()
+        source = backend.copy_source("a")
+        with backend.create("b", len(data)) as writer:
+            if source is None or not writer.copy_range(0, source, 0, len(data)):
+                writer.write(0, [data])
+            writer.commit()
+        assert backend.read("b") == data
+        if source is None:
+            return
+        with backend.create("c", len(data) + 10) as writer:
+            with pytest.raises(UsageError):
+                writer.copy_range(11, source, 0, len(data))
+            assert not writer.copy_range(10, source, 0, len(data)), "10 is no multiple of the size of a block"
+            with pytest.raises(StorageError):
+                writer.commit()
+        assert [e.path for e in backend.list_prefix()] == ["a", "b"]
+        with pytest.raises(UsageError):
+            writer.copy_range(0, source, 0, len(data))
+
     def test_empty_object(self, backend: Backend) -> None:
         with backend.create("a", 0) as writer:
             writer.commit()

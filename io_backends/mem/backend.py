@@ -17,7 +17,8 @@ from ckpt.errors import ConflictError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
 from ckpt.io_backends.protocol import Backend, LentMemory, ObjectMeta, Writer
 from ckpt.memory import client
-from ckpt.memory.client import Loan, MappedObject, MemoryClient
+from ckpt.memory.client import MappedObject, MemoryClient
+from ckpt.memory.loan import Loan
 from ckpt.memory.objects import MemoryObject
 from ckpt.settings import limits
 

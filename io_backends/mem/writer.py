@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckpt.io_backends.writer_base import WriterBase
-from ckpt.memory.client import Loan
+from ckpt.memory.loan import Loan
 
 
 class MemWriter(WriterBase):
@@ -22,6 +22,7 @@ class MemWriter(WriterBase):
         for view in views:
             source = np.frombuffer(view, dtype=np.uint8)
             if source.ctypes.data != self._address + offset:  # else whoever writes has put it here himself
+                self._loan.open(offset, view.nbytes)
                 self._data[offset : offset + view.nbytes] = source
             offset += view.nbytes
 

@@ -18,9 +18,10 @@ from urllib.parse import unquote
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
-from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
+from ckpt.io_backends.protocol import Backend, CopySource, ObjectMeta, Writer
 from ckpt.settings import direct
 
+from .cloning import ClonedFile
 from .conditional_put import put_if
 from .files import (
     SLICE,
@@ -229,6 +230,10 @@ class PosixBackend(Backend):
                 prune_empty(os.path.dirname(file), self._root)
                 raise
         return PosixWriter(file=file, root=self._root, size=size, fd=fd, made=made, direct=mode)
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """See ``Backend.copy_source``: file systems that share extents copy by reference."""
+        return ClonedFile(self._file(path))
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> PosixSharedObject:
         """See ``Backend.create_shared``."""

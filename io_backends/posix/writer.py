@@ -15,9 +15,11 @@ from contextlib import suppress
 
 from ckpt.errors import StorageError
 from ckpt.io_backends.checks import byte_views
+from ckpt.io_backends.protocol import CopySource
 from ckpt.io_backends.writer_base import WriterBase
 from ckpt.settings import Direct
 
+from .cloning import ClonedFile
 from .direct import DirectFile
 from .files import SLICE, remove_file, start_writeback, storage_errors, sync_directories, write_all
 
@@ -73,6 +75,13 @@ class PosixWriter(WriterBase):
                     self._reopen()
                 if done < view.nbytes:
                     self._write_buffered([view[done:]], run.offset + done, None)
+
+    def _copy(self, offset: int, source: CopySource, at: int, length: int) -> bool:
+        """See ``Writer.copy_range``: the two files share the bytes on the device, until one of them changes."""
+        if not isinstance(source, ClonedFile):
+            return False
+        with self._turn:
+            return source.clone(at, length, self._fd, offset)
 
     def _write_buffered(self, views: list[memoryview], offset: int, update: _Update | None) -> None:
         for piece in _pieces(views) if update is None else [views]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
-from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
+from ckpt.io_backends.protocol import Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
 
 from .client import LANES, S3Client, client_of
 from .conditional_put import put_if
@@ -23,7 +23,7 @@ from .probing import abilities, assume, conditional, probe
 from .reading import Key, described, head, read_into, read_start, read_tagged
 from .requests import abort_upload, check_free, delete
 from .shared import S3SharedObject
-from .writer import S3Writer
+from .writer import S3CopySource, S3Writer
 
 _SCHEME = "s3://"
 _PIECE = 8 << 20
@@ -199,6 +199,11 @@ class S3Backend(Backend):
         key = self._key(path)
         check_size(size, key.where)
         return S3SharedObject(key, size, part_size(size, self._part), conditional=token is None and conditional(key), token=token)
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """See ``Backend.copy_source``. One request, for its ETag: only that version is copied."""
+        key = self._key(path)
+        return S3CopySource(key=key, tag=head(key)[1])
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """See ``Backend.put_if``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,16 @@ from botocore.exceptions import ClientError
 
 from ckpt.concurrency.workers import Pending, run_tasks
 from ckpt.errors import ConflictError, NotFoundError, StorageError
+from ckpt.io_backends.protocol import CopySource
 from ckpt.io_backends.writer_base import WriterBase
 
 from .checksums import OFF, Checks, ConfirmedPart, check_whole
 from .client import LANES
-from .errors import ChangedError, status_of, tag_of, translated
+from .errors import ChangedError, code_of, status_of, tag_of, translated
 from .parts import Gathered, PartRange
 from .probing import checks_of, part_checks_of
 from .reading import Key, head
-from .requests import abort_upload, delete, mark_of, marked, new_mark, put
+from .requests import abort_upload, check_free, delete, mark_of, marked, new_mark, put
 from .tries import Tries
 
 # Where the bytes of a write go
@@ -37,6 +39,18 @@ from .tries import Tries
 #
 # A part that is sent twice would race with itself in the store, which keeps either. So a part is in one of: ``_gathered`` (some bytes are
 # missing), ``_sent`` (on its way), ``_parts`` (confirmed). It goes back only if sending it failed, or if all of it is written again.
+
+
+_NO_COPY = {400, 403, 404, 405, 412, 416, 501}
+"""What a store answers that does not copy ranges, or not this one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class S3CopySource(CopySource):
+    """One version of an object, by its ETag."""
+
+    key: Key
+    tag: str
 
 
 class S3Writer(WriterBase):
@@ -174,6 +188,61 @@ class S3Writer(WriterBase):
         tag = self._key.client.attempt(f"send part {number + 1}", self._key.where, request, over=self._is_over)
         with self._parts_lock:
             self._parts[number] = ConfirmedPart(tag=tag, crc=sums.crc)
+
+    def _copy(self, offset: int, source: CopySource, at: int, length: int) -> bool:
+        """See ``Writer.copy_range``: whole parts, which the store copies from another object of its own."""
+        if not length or not isinstance(source, S3CopySource) or source.key.client is not self._key.client:
+            return False
+        flipped = False
+        with self._parts_lock:
+            if self.single and length == self._size and not self._gathered:
+                self.single, flipped = False, True  # no request copies an object under a condition: it becomes an upload of one part
+            ends = offset + length == self._size or not (offset + length) % self._part
+            if self.single or offset % self._part or not ends:
+                return False
+        if flipped:
+            check_free(self._key)  # not every store keeps the condition of completing an upload
+        copied: list[int] = []
+        numbers = range(offset // self._part, -(-(offset + length) // self._part))
+
+        def copy(number: int) -> None:
+            begin = number * self._part
+            if self._copy_part(number, source, at + begin - offset):
+                copied.append(number)
+
+        run_tasks([partial(copy, number) for number in numbers], LANES, "ckpt-s3-copy")
+        return len(copied) == len(numbers)
+
+    def _copy_part(self, number: int, source: S3CopySource, at: int) -> bool:
+        with self._parts_lock:
+            if number in self._sent or number in self._gathered:
+                return False
+            self._sent.add(number)
+        confirmed: ConfirmedPart | None = None
+        try:
+            confirmed = self._copied(number, source, at, self._length(number))
+        finally:
+            with self._parts_lock:
+                if confirmed is None:
+                    self._sent.discard(number)
+                else:
+                    self._parts[number] = confirmed
+        return confirmed is not None
+
+    def _copied(self, number: int, source: S3CopySource, at: int, length: int) -> ConfirmedPart | None:
+        what = {**self._key.names, "UploadId": self._started(), "PartNumber": number + 1}
+        what |= {"CopySource": source.key.names, "CopySourceIfMatch": source.tag, "CopySourceRange": f"bytes={at}-{at + length - 1}"}
+
+        def request(boto: Any, _: Tries) -> ConfirmedPart | None:
+            try:
+                answer = boto.upload_part_copy(**what)["CopyPartResult"]
+            except ClientError as err:
+                if status_of(err) in _NO_COPY and code_of(err) != "NoSuchUpload":
+                    return None  # it cannot, or may not, or another object has the name by now: whoever reads it finds out
+                raise
+            return ConfirmedPart(tag=tag_of(answer), crc=str(answer.get("ChecksumCRC32", "")) if self._checks.way == "crc32" else "")
+
+        return self._key.client.attempt(f"copy part {number + 1}", self._key.where, request, over=self._is_over)
 
     def _started(self) -> str:
         with self._starting:

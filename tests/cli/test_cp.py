@@ -42,6 +42,7 @@ def test_copies_into_a_run_under_its_own_name(tmp_path: Path, step: Path) -> Non
         "copied_files": 6,
         "copied_bytes": size,
         "committed": True,
+        "uncompared_bytes": 0,
         "seconds": said["seconds"],
         "dry_run": False,
     }

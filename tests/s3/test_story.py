@@ -98,7 +98,7 @@ def test_a_store_that_is_away_for_a_while(
         with ckpt.Checkpointer(s3_url, local=str(local)) as c:
             state = state_of(0)
             assert c.restore(state) == 6 and torch.equal(state["w"], state_of(6)["w"])
-            assert c.restored_from == f"{s3_url}/step-00000006"
+            assert c.restored_from is not None and c.restored_from.url == f"{s3_url}/step-00000006"
 
 
 def test_waiting_until_the_store_is_back(object_store: ObjectStore, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
