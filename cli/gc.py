@@ -106,7 +106,7 @@ class _Collection:
         from ckpt.io_backends.registry import open_backend
         from ckpt.maintenance.known_steps import KnownSteps
         from ckpt.maintenance.orphans import remove_orphans
-        from ckpt.maintenance.step_listing import remove_steps
+        from ckpt.maintenance.removal import remove_steps
 
         sizes = {row.step.url: row.freed for row in self.removable}
         relist = KnownSteps(self.root).list
@@ -184,7 +184,8 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
     from ckpt.maintenance.orphans import find_orphans
-    from ckpt.maintenance.step_listing import directory_name, infos, list_steps, none_here, vanished_bases
+    from ckpt.maintenance.removal import infos
+    from ckpt.maintenance.step_listing import directory_name, list_steps, none_here, vanished_bases
     from ckpt.maintenance.stored_sizes import stored_sizes
     from ckpt.policies import All, AnyOf, parse_keep, retention
 

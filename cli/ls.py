@@ -17,7 +17,7 @@ from .console.parameters import URL
 if TYPE_CHECKING:
     from ckpt.maintenance.step_listing import Step
 
-_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~REASON")
+_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -88,6 +88,7 @@ def _row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, 
         "; ".join(
             [
                 *([step.reason] if step.reason else []),
+                *([f"a part, saved with {step.part}"] if step.part is not None else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),
                 *(f"{name} has vanished, and data files that this needs with it" for name in vanished),
             ]

@@ -15,7 +15,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
-from ckpt.formats.native.datafiles.referrers import Referrers, referrers_in
+from ckpt.formats.native.datafiles.referrers import FileReferrers, RunReferrers, referrers_in
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload
 
@@ -139,18 +139,18 @@ def _saves(
         yield Orphan(what="save", place=place, id=id, stages=(tuple(entries),), removable=removable, reason=reason)
 
 
-def _kept_for_others(orphans: Iterable[Orphan], referrers: Callable[[], Referrers]) -> Iterator[Orphan]:
-    """The same, but for files of a save that was replaced which checkpoints of the run refer to: these stay."""
+def _kept_for_others(orphans: Iterable[Orphan], run: Callable[[], RunReferrers]) -> Iterator[Orphan]:
+    """The same, but for files of a save that was replaced which checkpoints of the run refer to, or may refer to: these stay."""
     for orphan in orphans:
         directory = orphan.place.directory
-        needed = referrers().get(directory, {}) if directory else {}
-        stay = [e for e in orphan.entries if e.path.removeprefix(f"{directory}/") in needed]
-        go = [e for e in orphan.entries if e not in stay]
-        if stay:
-            names = sorted({name for e in stay for name in needed[e.path.removeprefix(f"{directory}/")]})
-            yield replace(orphan, stages=(tuple(stay),), removable=False, reason=f"{', '.join(names)} refers to it")
+        referrers = run().to(directory) if directory else FileReferrers()
+        named = {e: names for e in orphan.entries if (names := referrers.of(e.path.removeprefix(f"{directory}/")))}
+        go = [e for e in orphan.entries if e not in named]
+        if named:
+            reason = referrers.text(name for names in named.values() for name in names)
+            yield replace(orphan, stages=(tuple(named),), removable=False, reason=reason)
         if go:
-            yield replace(orphan, stages=(tuple(go),)) if stay else orphan
+            yield replace(orphan, stages=(tuple(go),)) if named else orphan
 
 
 def _committed(backend: Backend, directory: str) -> str | None:

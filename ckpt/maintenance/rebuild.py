@@ -9,7 +9,7 @@ from ckpt.catalog import Contents
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
-from ckpt.formats.native.commit import ALIASES, APART, COMMIT_PATH, LABELS, REFERENCED, VALUES, VIRTUAL, CommitRecord
+from ckpt.formats.native.commit import ALIASES, ANCHORS, APART, COMMIT_PATH, LABELS, REFERENCED, VALUES, VIRTUAL, CommitRecord
 from ckpt.formats.native.index import IndexCache, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, STATE, TENSORS, id_of
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
@@ -146,7 +146,8 @@ def _chosen(backend: Backend, index: _Index, id: str | None) -> str:
 
 def _kept(index: _Index) -> Rebuilt:
     """What an index says that is whole."""
-    return Rebuilt(contents=decode_index(index.files, "the index"), features=())
+    anchored = index.record is not None and ANCHORS in index.record.features
+    return Rebuilt(contents=decode_index(index.files, "the index", anchored=anchored), features=())
 
 
 def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[str, ...]]:
@@ -157,7 +158,7 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     lost: tuple[str, ...] = (LABELS,) if index.record is None else ()
     if _has_tables(index):
         tables = {name: index.files[name] for name in _TABLES}
-        rebuilt = Rebuilt(contents=decode_index({**of_nothing, **tables}, where), features=known)
+        rebuilt = Rebuilt(contents=decode_index({**of_nothing, **tables}, where, anchored=ANCHORS in known), features=known)
     else:
         rebuilt, lost = rebuild(backend, id), (ALIASES, *lost)
     contents = rebuilt.contents

@@ -5,31 +5,24 @@ A checkpoint counts as committed only if its commit record is there and can be b
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from functools import partial
 
-from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError
+from ckpt.catalog import DataFile
+from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, moment_of
-from ckpt.formats.native.datafiles.references import is_reference, owner_of, split_url
-from ckpt.formats.native.datafiles.referrers import referred_files
+from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord
+from ckpt.formats.native.datafiles.references import RunBackend
+from ckpt.formats.native.datafiles.referrers import references_of, remaining_files, remaining_references
 from ckpt.formats.native.extents import decode_sources
-from ckpt.formats.native.index import decode_files
-from ckpt.formats.native.paths import FILES, SOURCES, has_orphans
-from ckpt.formats.native.writer import remove_checkpoint
+from ckpt.formats.native.paths import SOURCES, has_orphans
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
-from ckpt.policies import StepInfo
 from ckpt.text.urls import url_text
-
-log = logging.getLogger("ckpt")
 
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
@@ -37,7 +30,6 @@ UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 _NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
 _LISTING_THREADS = 8
 _LOOKED_INTO, _NAMED = 32, 4
-_LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +59,12 @@ class Step:
     of the run that have some of its data files."""
     shared_bytes: int = 0
     """Size of the data files of other checkpoints that it refers to."""
+    references_unknown: bool = False
+    """It cannot be loaded, and nobody can say which data files of others it needs: it may need any."""
+    reusable: bool = False
+    """Whether others of the run may refer to its data files."""
+    part: str | None = None
+    """What of a state it was saved with, as the arguments of the save, if that was a part; the rest is in its base."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
     also: tuple[str, ...] = ()
@@ -185,160 +183,27 @@ def none_here(url: str) -> NotFoundError:
     return NotFoundError("no checkpoint here, and none in a directory below", where=url, hint=hint)
 
 
-def remove_steps(
-    root_url: str,
-    steps: Iterable[Step],
-    referrers: Mapping[int, Collection[int]],
-    busy: str | None = None,
-    relist: Callable[[], Sequence[Step]] | None = None,
-) -> list[Step]:
-    """Remove checkpoints of a run, each after those that use its bytes, and give those that are gone.
-
-    ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id
-    ``busy``, and so does what they use. ``relist`` lists the run once more, for what refers to a step since; ``list_steps`` by default.
-
-    Raises:
-        StorageError: the storage refuses, or it has become a link since it was listed.
-    """
-    stayed: set[int | None] = set()
-    removed = []
-    for step in steps:
-        used = step.number is not None and not stayed.isdisjoint(referrers.get(step.number, ()))
-        if used:
-            log.warning("%s stays, since a checkpoint that uses it does", step.url)
-        if used or (busy is not None and step.id == busy) or not remove_step(root_url, step, relist):
-            stayed.add(step.number)
-        else:
-            removed.append(step)
-    return removed
-
-
-def remove_step(root_url: str, step: Step, relist: Callable[[], Sequence[Step]] | None = None) -> bool:
-    """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
-
-    Stopped anywhere, it leaves a whole checkpoint or orphans. A checkpoint that was replaced or tagged after the listing stays, and so does
-    one whose data files another one refers to. Whether it was removed. ``relist``: see ``remove_steps``.
-
-    Raises:
-        StorageError: the storage refuses, or it has become a link since it was listed.
-    """
-    if step.url == root_url:
-        removed = remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags)
-    else:
-        relist = partial(list_steps, root_url) if relist is None else relist
-        removed = _remove_named(open_backend(root_url), directory_name(step), step, partial(_referrers, step, relist))
-    if not removed:
-        log.warning("%s was replaced, tagged or referred to meanwhile, and stays", step.url)
-    return removed
-
-
-def _referrers(step: Step, relist: Callable[[], Sequence[Step]]) -> list[str]:
-    """Names of the checkpoints of the run that use bytes of a step now."""
-    return [directory_name(user) for user in _users(relist()).get(step.url, ())]
-
-
-def remove_at(url: str) -> None:
-    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes.
-
-    Raises:
-        ConflictError: others of its run refer to its data files. It stays.
-        StorageError: the storage refuses.
-    """
-    here = open_backend(url)
-
-    def referrers() -> list[str]:
-        return sorted({name for names in referred_files(here).values() for name in names})
-
-    parent, _, name = here.url.rstrip("/").rpartition("/")
-    if here.link() is None and not (parent and here.url.startswith("/")):
-        # No link can come there, and what was said of this URL need not hold for the one above.
-        removed = remove_checkpoint(here, referrers=referrers)
-    else:
-        removed = _remove_named(open_backend(parent or "/"), name, None, referrers)
-    if not removed:
-        message = f"other checkpoints refer to its data files: {', '.join(referrers())}"
-        raise ConflictError(message, where=url, hint="remove these first, or make copies of them that need no other: `ckpt cp`")
-
-
-def _remove_named(root: Backend, name: str, step: Step | None, referrers: Callable[[], Collection[str]]) -> bool:
-    """Remove what is at ``name`` below a root, whose backend follows no link on the way to it. Whether it was removed."""
-    target = root.link(name)
-    if target is not None:
-        root.delete(name)
-        log.info("the link %s/%s is removed; %s, where it led, stays", root.url, name, target)
-        return True
-    id, tags = (step.id, step.tags) if step else (None, ())
-    if not remove_checkpoint(root, f"{name}/", id=id, tags=tags, referrers=referrers):
-        return False
-    root.delete(f"{name}/{COMMIT_PATH}")  # there is nothing to delete any more, but this removes directories that are empty
-    return True
-
-
-def infos(steps: Sequence[Step]) -> list[StepInfo]:
-    """What keeping policies know of the checkpoints of a run; those without a step number are left out.
-
-    What a virtual checkpoint of the run points into is referred to by it; if that has no step number, it counts as a tag.
-    """
-    users = _users(steps)
-    return [
-        StepInfo(
-            step=s.number,
-            created=(moment_of(s.created) if s.created else None) or _LONG_AGO,
-            metrics=dict(s.metrics),
-            tags=frozenset((*s.tags, *(f"used by {directory_name(v)}" for v in users.get(s.url, ()) if v.number is None))),
-            referred_by=tuple(v.number for v in users.get(s.url, ()) if v.number is not None),
-            committed=s.committed,
-        )
-        for s in steps
-        if s.number is not None
-    ]
-
-
-def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:
-    """The URL of a step → the virtual checkpoints among ``steps`` that point into its files, under whatever name."""
-    # Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps +
-    # sources.
-    virtual = [v for v in steps if v.sources]
-    if not virtual or len(steps) < 2:
-        return {}
-    owners: dict[str, list[Step]] = {}
-    real: dict[str, str] = {}
-    for s in steps:
-        root, _, name = s.url.rstrip("/").rpartition("/")
-        if s.link is not None or s.also:
-            places = {real_url(url) for url in (s.url, *(join_url(root, other) for other in s.also))}
-        else:
-            if root not in real:
-                real[root] = real_url(root) if root else ""
-            places = {f"{real[root].rstrip('/')}/{name}"}
-        for place in places:
-            owners.setdefault(place, []).append(s)
-    users: dict[str, list[Step]] = {}
-    for v in virtual:
-        sources = {real_url(url) for url in v.sources}
-        pointed = {s.url: None for source in sources for place in _upwards(source) for s in owners.get(place, ()) if s is not v}
-        for url in pointed:
-            users.setdefault(url, []).append(v)
-    return users
-
-
-def _upwards(url: str) -> Iterator[str]:
-    """A place and all above it."""
-    while url:
-        yield url
-        url = url.rpartition("/")[0]
-
-
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
     number = step_number(url.rstrip("/").rpartition("/")[2])
     link = backend.link(prefix.rstrip("/"))
+    data: bytes | None = None
     try:
         data = read_record(backend, prefix)
         record = None if data is None else CommitRecord.from_bytes(data, url)
         sources, shared_bytes = ((), 0) if record is None else _sources(record, url)
     except (CorruptError, FormatError) as err:
-        return Step(number=number, url=url, committed=False, damaged=True, reason=err.message, link=link)
+        left = _remaining_sources(data, url)
+        return Step(
+            number=number,
+            url=url,
+            committed=False,
+            damaged=True,
+            reason=err.message,
+            sources=left or (),
+            references_unknown=left is None,
+            link=link,
+        )
     if record is None:
         if not has_orphans(backend, prefix):
             return None
@@ -357,18 +222,39 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         id=record.id,
         sources=sources,
         shared_bytes=shared_bytes,
+        reusable=record.reusable,
+        part=record.part,
         link=link,
     )
 
 
 def _sources(record: CommitRecord, url: str) -> tuple[tuple[str, ...], int]:
     """``Step.sources`` and ``Step.shared_bytes``."""
-    if not {VIRTUAL, REFERENCED} & {*record.features}:
+    if VIRTUAL in record.features:
+        return _roots(read_index(open_backend(url), record, SOURCES), url), 0
+    if REFERENCED not in record.features:
         return (), 0
+    shared = references_of(open_backend(url), record)
+    return _owners(shared, url), sum(file.size for file in shared)
+
+
+def _remaining_sources(record: bytes | None, url: str) -> tuple[str, ...] | None:
+    """``Step.sources`` of a checkpoint whose record or index cannot be read, by what is left of it; None if nobody can say."""
+    if record is None:
+        return ()
     backend = open_backend(url)
-    if REFERENCED in record.features:
-        files = decode_files(read_index(backend, record, FILES), url)
-        run = split_url(backend)[0]
-        shared = [f for f in files if is_reference(f.path)]
-        return tuple({join_url(run, owner_of(f.path)): None for f in shared}), sum(f.size for f in shared)
-    return tuple({source.root: None for source in decode_sources(read_index(backend, record, SOURCES), url)}), 0
+    shared = remaining_references(backend, record)
+    roots = list(remaining_files(backend, SOURCES))
+    try:
+        return None if shared is None else (*_owners(shared, url), *(root for data in roots for root in _roots(data, url)))
+    except CorruptError:
+        return None
+
+
+def _owners(references: Sequence[DataFile], url: str) -> tuple[str, ...]:
+    backend = RunBackend(open_backend(url))
+    return tuple({backend.owner_url(file.path): None for file in references})
+
+
+def _roots(sources: bytes, url: str) -> tuple[str, ...]:
+    return tuple({source.root: None for source in decode_sources(sources, url)})

@@ -18,8 +18,32 @@ from .ownership import TensorSpec
 
 
 def several(globs: str | Sequence[str]) -> tuple[str, ...]:
-    """Globs as callers give them: one may come by itself."""
-    return (globs,) if isinstance(globs, str) else tuple(globs)
+    """Globs as callers give them: one may come by itself.
+
+    Raises:
+        UsageError: they are no globs.
+    """
+    given = (globs,) if isinstance(globs, str) else tuple(globs) if isinstance(globs, Iterable) else None
+    if given is None or not all(isinstance(glob, str) for glob in given):
+        raise UsageError(f"globs of names are text, or a list of texts, not {globs!r}")
+    return given
+
+
+def globs_of_only(only: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The globs of ``only=``, none if everything is meant.
+
+    Raises:
+        UsageError: a list of no globs, or something that is no glob.
+    """
+    if only is None:
+        return ()
+    try:
+        globs = several(only)
+    except UsageError:
+        globs = ()
+    if not globs or "" in globs:  # of an empty name, or of a list that came out empty, everything may be meant, or nothing
+        raise UsageError(f"only= takes globs of names, not {only!r}", hint='only="*lora*", several in a list, or None for everything')
+    return globs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt.errors import UsageError
 from ckpt.tree import Node
 
-from .match import several
+from .match import globs_of_only
 
 LABEL = "ckpt-part"
 """The key of the state's root under which a part says what it is."""
@@ -28,14 +28,12 @@ class StatePart:
         """What a caller asks for; None if it is the whole state.
 
         Raises:
-            UsageError: a list of no globs, or something that is no glob.
+            UsageError: a list of no globs, something that is no glob, or a ``trainable`` that is neither True nor False.
         """
-        if only is None:
-            return cls(trainable=True) if trainable else None
-        globs = several(only)
-        if not globs or not all(isinstance(glob, str) and glob for glob in globs):
-            raise UsageError(f"only= takes globs of names, not {only!r}", hint='only="*lora*", or several in a list')
-        return cls(only=globs, trainable=trainable)
+        if not isinstance(trainable, bool):
+            raise UsageError(f"trainable= is True or False, not {trainable!r}")
+        globs = globs_of_only(only)
+        return cls(only=globs, trainable=trainable) if globs or trainable else None
 
     def wants(self, path: str) -> bool:
         return not self.only or any(fnmatchcase(path, glob) for glob in self.only)

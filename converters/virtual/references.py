@@ -32,9 +32,9 @@ from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
 from ckpt.errors import CoverageError, UsageError
 from ckpt.formats.external.strided import reach, strided, strides_of
-from ckpt.formats.native.datafiles.references import RunBackend, is_reference, owner_of, split_url
+from ckpt.formats.native.datafiles.references import RunBackend, is_reference
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import absolute_url, join_url
+from ckpt.io_backends.registry import absolute_url
 from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.views import LogicalTensor, ViewPiece, in_order, within
@@ -185,7 +185,7 @@ class References:
 def _source(backend: Backend, path: str) -> SourceFile:
     root, inner = backend.url, path
     if isinstance(backend, RunBackend) and is_reference(path):  # a neighbour has it: a source's path leads to nothing above its root
-        root, inner = join_url(split_url(backend)[0], owner_of(path)), path.split("/", 2)[2]
+        root, inner = backend.owner_url(path), path.split("/", 2)[2]
     return SourceFile(root=absolute_url(root), path=inner, size=backend.size(path), stamp=backend.version_token(path))
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import ckpt
+from ckpt.cli.main import cli
 from ckpt.ema import Average
 from ckpt.errors import NamesError, StateError, UsageError
+from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.maintenance.step_listing import list_steps
 
 
 class Adapted(nn.Module):
@@ -116,6 +121,20 @@ def test_a_part_says_that_it_is_one(url: str) -> None:
     assert ckpt.load(url, state, strict=False).unexpected == ()
 
 
+def test_commands_say_that_a_checkpoint_is_a_part(root: str) -> None:
+    ckpt.save(f"{root}/step-1", job(0))
+    ckpt.save(f"{root}/step-2", job(0), only=["*lora*", "step"], trainable=True)
+    copy_checkpoint(f"{root}/step-2", f"{root}/step-3")
+    what = "only=['*lora*', 'step'], trainable=True"
+    assert [s.part for s in list_steps(root)] == [None, what, what]
+    shown = CliRunner().invoke(cli, ["ls", root], env={"COLUMNS": "250"}).stdout.splitlines()
+    assert [what in line for line in shown] == [False, False, True, True]
+    steps = json.loads(CliRunner().invoke(cli, ["ls", "--json", root]).stdout)["steps"]
+    assert [step["part"] for step in steps] == [None, what, what]
+    assert f"saved with {what}: load its base first" in CliRunner().invoke(cli, ["inspect", f"{root}/step-3"]).stdout
+    assert json.loads(CliRunner().invoke(cli, ["inspect", "--json", f"{root}/step-2"]).stdout)["summary"]["part"] == what
+
+
 def test_base_and_part_make_the_whole(root: str) -> None:
     base, tuned = job(0), job(0)
     ckpt.save(f"{root}/base", base)
@@ -161,8 +180,14 @@ def test_objects_with_a_state_of_their_own(url: str) -> None:
 def test_what_is_refused(url: str) -> None:
     with pytest.raises(NamesError, match=r"no name of the state matches: '\*lorra\*'"):
         ckpt.save(url, job(), only=["*lora*", "*lorra*"])
-    with pytest.raises(UsageError, match="only= takes globs"):
-        ckpt.save(url, job(), only=[])
+    for only in ([], 3, [""], ["a", 3]):
+        with pytest.raises(UsageError, match="only= takes globs"):
+            ckpt.save(url, job(), only=only)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="only= takes globs"):
+            ckpt.load(url, job(), only=only)  # type: ignore[arg-type]
+    for call in (ckpt.save, ckpt.load):
+        with pytest.raises(UsageError, match="trainable= is True or False, not 'yes'"):
+            call(url, job(), trainable="yes")  # type: ignore[operator]
     with pytest.raises(StateError, match="ckpt-part"):
         ckpt.save(url, {**job(), "ckpt-part": 1}, trainable=True)
     with pytest.raises(ckpt.errors.NotFoundError):

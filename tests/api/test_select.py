@@ -70,7 +70,6 @@ ONLY: dict[str, tuple[Any, set[str]]] = {
     "one character": ("?", {"b"}),
     "a class": ("[ab]*", {"a.x", "a.y", "b"}),
     "all": ("*", {"a.x", "a.y", "b", "deep.a.x", "value", "nested.k"}),
-    "no globs": ([], {"a.x", "a.y", "b", "deep.a.x", "value", "nested.k"}),
 }
 
 

@@ -53,7 +53,7 @@ def test_ls(run_root: Path) -> None:
     size = f"{sum(a.nbytes for a in sample().values())} B"
     head, first, second, third = rows(result)
     disk = {n: units.size(sum(f.stat().st_size for f in (run_root / f"step-{n}").rglob("*") if f.is_file())) for n in (5, 10, 15)}
-    assert head == ["CHECKPOINT", "STEP", "STATUS", "TENSORS", "ON DISK", "RANKS", "AGE", "REASON"]
+    assert head == ["CHECKPOINT", "STEP", "STATUS", "TENSORS", "ON DISK", "RANKS", "AGE", "NOTE"]
     assert first[:6] == ["step-5", "5", "committed", size, disk[5], "2"]
     assert second[:6] == ["step-10", "10", "committed", size, disk[10], "3"]
     assert third[:4] == ["step-15", "15", "unfinished", disk[15]]
@@ -90,6 +90,9 @@ def test_ls_json(run_root: Path) -> None:
         "also",
         "stored_bytes",
         "shared_bytes",
+        "part",
+        "references_unknown",
+        "reusable",
     }
     for step in found["steps"]:
         assert step["stored_bytes"] == sum(f.stat().st_size for f in Path(step["url"]).rglob("*") if f.is_file())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ckpt
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
-from ckpt.policies import EverySteps, Latest
+from ckpt.policies import Anchor, EverySteps, Latest
 from tests.distributed.gathered import Full, differences, full_state
 from tests.distributed.models import Trained, fsdp, mesh_of, tensor_parallel, trained, whole_model
 from tests.distributed.ranks import Ranks
@@ -52,21 +53,40 @@ def save_three(root: str) -> tuple[list[Full], list[int], dict[str, int]]:
     return wanted, reused, frozen_bytes(which)
 
 
-def load_and_save_two(root: str, wanted: list[Full]) -> tuple[list[list[str]], list[int], int]:
+class Warnings(logging.Handler):
+    """What the log was told."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def load_and_save_two(root: str, wanted: list[Full]) -> tuple[list[list[str]], list[int], int, list[list[str]]]:
     """Load all three in another layout, go on from the last, and refer to it from there."""
     which = frozen_blocks(6, "tp")
     problems = []
     for number, state in enumerate(wanted, 1):
         ckpt.load(f"{root}/step-{number}", which.state())
         problems.append(differences(full_state(which), state))
-    reused = [ckpt.save(f"{root}/step-{n}", which.state(), base=f"{root}/step-{n - 1}").reused_bytes for n in (4, 5)]
-    return problems, reused, sum(p.numel() * p.element_size() for p in which.model.parameters() if not p.requires_grad)
+    reused, warnings = [], []
+    for n in (4, 5):
+        logging.getLogger("ckpt").addHandler(handler := Warnings())
+        reused.append(ckpt.save(f"{root}/step-{n}", which.state(), base=f"{root}/step-{n - 1}").reused_bytes)
+        logging.getLogger("ckpt").removeHandler(handler)
+        warnings.append(handler.texts)
+    frozen = sum(p.numel() * p.element_size() for p in which.model.parameters() if not p.requires_grad)
+    return problems, reused, frozen, warnings
 
 
 def holds(url: Path, wanted: Full) -> None:
     """By a reader that was written from the specification alone, and by ours."""
     stored = oracle.read(url)
-    assert {name: data for name, (_, _, data) in stored.items()} == {name: t.contiguous().numpy().tobytes() for name, t in wanted.items()}
+    assert {name: data for name, (_, _, data) in stored.items()} == {
+        name: t.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for name, t in wanted.items()
+    }
     assert not verify(str(url)).problems
 
 
@@ -86,9 +106,12 @@ def test_each_rank_writes_what_changed_there_and_any_layout_loads_it(ranks: Rank
     assert (owners(tmp_path / "step-2"), owners(tmp_path / "step-3")) == ({"step-1"}, {"step-1", "step-2"})
 
     found = ranks.run(2, load_and_save_two, str(tmp_path), wanted)
-    assert [problems for problems, _, _ in found] == [[[], [], []]] * 2
+    assert [problems for problems, _, _, _ in found] == [[[], [], []]] * 2
     # Boxes of another layout are others: what it refers to is what no layout cuts. In the save after that all boxes are the same again.
-    assert sum(reused[0] for _, reused, _ in found) < found[0][2] <= sum(reused[1] for _, reused, _ in found)
+    assert sum(reused[0] for _, reused, _, _ in found) < found[0][2] <= sum(reused[1] for _, reused, _, _ in found)
+    for _, _, _, (first, second) in found:
+        assert any("are written again: it cuts them into other chunks" in text for text in first), first
+        assert not any("written again" in text for text in second), second
     for number in (4, 5):
         holds(tmp_path / f"step-{number}", wanted[2])
 
@@ -115,3 +138,47 @@ def test_a_loop_keeps_the_step_that_the_newest_refers_to(ranks: Ranks, tmp_path:
     assert {name: stored[name][2] for name in wanted} == {name: t.contiguous().numpy().tobytes() for name, t in wanted.items()}
     assert not verify(str(last)).problems
     assert sum(f.stat().st_size for f in (last / "data").iterdir()) < 2 * 3 * 4096
+
+
+def save_differences(root: str) -> Full:
+    """Three saves of a loop: an anchor, and two that are differences from it; rows of one tensor on each rank, all of the other on all."""
+    mesh = mesh_of(all=dist.get_world_size())
+    torch.manual_seed(3)
+    rows = distribute_tensor(torch.randn(301, 200) * 0.02, mesh, [Shard(0)])
+    same = distribute_tensor((torch.randn(200, 100) * 0.02).bfloat16(), mesh, [Replicate()])
+    with ckpt.Checkpointer(root, save=EverySteps(1), anchor=Anchor(every=3), timeout=60) as checkpointer:
+        for step in (1, 2, 3):
+            torch.manual_seed(step)
+            rows.add_(distribute_tensor(torch.randn(301, 200) * 1e-6, mesh, [Shard(0)]))
+            same.mul_(1 + step * 2**-7)
+            checkpointer.save(step, {"rows": rows, "same": same})
+            checkpointer.wait()
+    return {"rows": rows.full_tensor(), "same": same.full_tensor()}
+
+
+def load_columns(url: str) -> list[tuple[Full, int]]:
+    """In other boxes, each rank by itself and together."""
+    results = []
+    for exchange in (False, True):
+        mesh = mesh_of(all=dist.get_world_size())
+        columns = distribute_tensor(torch.zeros(301, 200), mesh, [Shard(1)])
+        same = distribute_tensor(torch.zeros(200, 100, dtype=torch.bfloat16), mesh, [Replicate()])
+        report = ckpt.load(url, {"rows": columns, "same": same}, exchange=exchange)
+        results.append(({"rows": columns.full_tensor(), "same": same.full_tensor()}, report.bytes_read))
+    return results
+
+
+def test_differences_of_several_ranks_load_into_any_layout(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks.run(3, save_differences, str(tmp_path))[0]
+    last = tmp_path / "step-00000003"
+    assert owners(last) == {"step-00000001"}
+    catalog = open_catalog(str(last))
+    entry = catalog.tensors["rows"]
+    assert {extent.codec for extent in catalog.extents(entry, range(len(entry.grid)))} == {"xor-planes-zstd"}
+    holds(last, wanted)
+    read = [0, 0]
+    for results in ranks.run(2, load_columns, str(last)):
+        for way, (state, bytes_read) in enumerate(results):
+            assert differences(state, wanted) == []
+            read[way] += bytes_read
+    assert read[1] < 0.7 * read[0]  # together each chunk and its anchor are read once

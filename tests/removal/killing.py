@@ -30,7 +30,8 @@ from ckpt.errors import ConflictError, FormatError, NotCommittedError, NotFoundE
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.maintenance.orphans import find_orphans, remove_orphans
-from ckpt.maintenance.step_listing import infos, list_steps, remove_step
+from ckpt.maintenance.removal import infos, remove_step
+from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import Latest, retention
 from tests.failures.states import state, stored
 

@@ -51,7 +51,7 @@ def test_a_later_save_of_a_step_replaces_the_one_at_the_root(ahead: Path, tmp_pa
     with ckpt.Checkpointer(str(ahead), local=str(tmp_path / "node-b")) as c:
         state = state_of(0)
         assert c.restore(state) == 100 and state["version"] == 2
-        assert c.restored_from == f"{tmp_path}/node-b/step-00000100"
+        assert c.restored_from is not None and c.restored_from.url == f"{tmp_path}/node-b/step-00000100"
         assert c.unpublished == ()
 
 

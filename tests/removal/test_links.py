@@ -27,7 +27,8 @@ from ckpt.formats.native.writer import remove_checkpoint, set_tags
 from ckpt.integrations.dcp import CkptWriter
 from ckpt.io_backends import open_backend
 from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.step_listing import list_steps, remove_at, remove_step
+from ckpt.maintenance.removal import remove_at, remove_step
+from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import EverySteps, Latest
 from tests.failures.states import state, stored
 

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckpt.errors import ConflictError, UsageError
+from ckpt.errors import ConflictError, NotFoundError, UsageError
 from ckpt.formats.external.virtual_backends import ReadOnly
 from ckpt.formats.native.paths import path_problem
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import join_url, open_backend
 
 if TYPE_CHECKING:
-    from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta
+    from ckpt.io_backends.protocol import Backend, CopySource, IOHints, ObjectMeta
 
 UP = "../"
 _REFERENCE = re.compile(r"\.\./([^/]+)/(data/[0-9a-z]{16}-[0-9]{5,}(?:-[0-9]+)?\.safetensors)")
@@ -75,16 +74,34 @@ def rebased(path: str, owner: str, name: str) -> str:
 
 
 class RunBackend(ReadOnly):
-    """What a checkpoint with references is read through: its own storage, and below ``../`` that of its run."""
+    """What a checkpoint with references is read through: its own storage, and below ``../`` that of its run.
+
+    Of a checkpoint that is opened through a link, neighbours are those of the link where they are there, else those of the directory that
+    it leads to: somebody may link to a step of another run, or move a step away and leave a link in its place.
+    """
 
     why = "a checkpoint is not written to through its references"
 
     def __init__(self, own: Backend) -> None:
         self._own = own
+        self._runs: dict[str, Backend] = {}
 
-    @cached_property
-    def _run(self) -> Backend:
-        return open_backend(split_url(self._own)[0])
+    def owner_url(self, path: str) -> str:
+        """Where the checkpoint is that a reference leads to.
+
+        Raises:
+            StorageError: of several places, nobody can say which has it.
+        """
+        return join_url(self._run(path).url, owner_of(path))
+
+    def _run(self, path: str) -> Backend:
+        owner = owner_of(path)
+        if owner not in self._runs:
+            run, target = open_backend(split_url(self._own)[0]), self._own.link()
+            if target is not None and not _is_there(run, path[len(UP) :]):
+                run = open_backend(split_url(open_backend(target))[0])
+            self._runs[owner] = run
+        return self._runs[owner]
 
     def _place(self, path: str) -> tuple[Backend, str]:
         if not is_reference(path):
@@ -92,7 +109,7 @@ class RunBackend(ReadOnly):
         problem = reference_problem(path)
         if problem is not None:
             raise UsageError(problem, where=self.url, hint="`ckpt verify` says what is wrong with this index")
-        return self._run, path[len(UP) :]
+        return self._run(path), path[len(UP) :]
 
     @property
     def url(self) -> str:
@@ -145,6 +162,11 @@ class RunBackend(ReadOnly):
         backend, inner = self._place(path)
         return backend.link(inner)
 
+    def copy_source(self, path: str) -> CopySource | None:
+        """See ``Backend.copy_source``."""
+        backend, inner = self._place(path)
+        return backend.copy_source(inner)
+
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """The checkpoint's own files."""
         return self._own.list_prefix(prefix)
@@ -152,3 +174,11 @@ class RunBackend(ReadOnly):
     def list_dir(self, prefix: str = "") -> list[str]:
         """The checkpoint's own files."""
         return self._own.list_dir(prefix)
+
+
+def _is_there(backend: Backend, path: str) -> bool:
+    try:
+        backend.size(path)
+    except NotFoundError:
+        return False
+    return True

@@ -1,52 +1,150 @@
-"""Who refers to the data files of a checkpoint: they have to stay, whether or not their own checkpoint needs them. No torch."""
+"""Who refers to the data files of a checkpoint: they have to stay, whether or not their own checkpoint needs them. No torch.
+
+A neighbour whose commit record cannot be believed may still need them: somebody may restore its record from a copy, and a later release
+reads what this one does not know. So its references are taken from what is left of its index, and if that does not tell, it counts as
+referring to every data file of the run: what is in doubt stays.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.catalog import DataFile
+from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, CommitRecord, is_ours
 from ckpt.formats.native.index import decode_files
-from ckpt.formats.native.paths import FILES
+from ckpt.formats.native.paths import FILES, INDEX_LIMIT, id_of
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 
 from .references import UP, is_reference, owner_of, split_url
 
-Referrers = Mapping[str, Mapping[str, Collection[str]]]
-"""Directory of a run → path of a data file below it → names of the checkpoints that refer to it."""
+_DATA = "data/"
 
 
-def referrers_in(run: Backend) -> Referrers:
-    """All references among the checkpoints right below a run. What cannot be loaded, since its record is damaged, refers to nothing.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileReferrers:
+    """Who refers to files of one checkpoint. ``by_path``: names of checkpoints, by the path of a data file. ``unknown``: names of those of
+    which nobody can say what they refer to."""
+
+    by_path: Mapping[str, Collection[str]] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+    def of(self, path: str) -> tuple[str, ...]:
+        """Names of the checkpoints that refer to this file, or may do so."""
+        return tuple(sorted({*self.by_path.get(path, ()), *(self.unknown if path.startswith(_DATA) else ())}))
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all that refer to any of the files, or may do so."""
+        return tuple(sorted({name for names in self.by_path.values() for name in names} | {*self.unknown}))
+
+    def text(self, names: Iterable[str] | None = None) -> str:
+        """Why files stay that ``names``, by default all, refer to."""
+        mentioned = set(self.names() if names is None else names)
+        sure = sorted(mentioned - {*self.unknown})
+        unsure = sorted(mentioned & {*self.unknown})
+        reasons = [f"{', '.join(sure)} {'refers' if len(sure) == 1 else 'refer'} to it"] if sure else []
+        if unsure:
+            reasons.append(f"{', '.join(unsure)} may refer to it: the record or index there cannot be read")
+        return "; ".join(reasons)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReferrers:
+    """All references among the checkpoints right below a run: directory → path of a data file below it → names of its referrers."""
+
+    by_directory: Mapping[str, Mapping[str, Collection[str]]]
+    unknown: tuple[str, ...]
+
+    def to(self, directory: str) -> FileReferrers:
+        """Who refers to files of the checkpoint in this directory."""
+        return FileReferrers(
+            by_path=self.by_directory.get(directory, {}), unknown=tuple(name for name in self.unknown if name != directory)
+        )
+
+
+def referrers_in(run: Backend) -> RunReferrers:
+    """All references among the checkpoints right below a run.
 
     Raises:
-        CorruptError: an index with references cannot be read, so nobody knows what they need.
         StorageError: the storage cannot be read.
     """
     referrers: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    unknown = []
     for name in (entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")):
         data = read_record(run, f"{name}/")
         if data is None:
             continue
-        try:
-            record = CommitRecord.from_bytes(data, f"{run.url}/{name}/{COMMIT_PATH}")
-        except (CorruptError, FormatError):
-            continue
-        if REFERENCED in record.features:
-            rows = decode_files(read_index(open_backend(join_url(run.url, name)), record, FILES), f"{run.url}/{name}")
-            for path in (file.path for file in rows if is_reference(file.path)):
-                owner = owner_of(path)
-                referrers[owner][path[len(UP) + len(owner) + 1 :]].append(name)
-    return referrers
+        files = _references(open_backend(join_url(run.url, name)), data)
+        if files is None:
+            unknown.append(name)
+        for file in files or ():
+            owner = owner_of(file.path)
+            referrers[owner][file.path[len(UP) + len(owner) + 1 :]].append(name)
+    return RunReferrers(by_directory=referrers, unknown=tuple(unknown))
 
 
-def referred_files(checkpoint: Backend) -> Mapping[str, Collection[str]]:
-    """Paths of a checkpoint's data files that others of its run refer to, and their names. Raises what :func:`referrers_in` does."""
+def referred_files(checkpoint: Backend) -> FileReferrers:
+    """Who in its run refers to data files of a checkpoint. Raises what :func:`referrers_in` does."""
     try:
         run, name = split_url(checkpoint)
     except UsageError:
-        return {}
-    return referrers_in(open_backend(run)).get(name, {})
+        return FileReferrers()
+    return referrers_in(open_backend(run)).to(name)
+
+
+def _references(checkpoint: Backend, data: bytes) -> list[DataFile] | None:
+    """What a checkpoint with the commit record ``data`` refers to; None if nobody can say."""
+    try:
+        record = CommitRecord.from_bytes(data, f"{checkpoint.url}/{COMMIT_PATH}")
+    except (CorruptError, FormatError):
+        return remaining_references(checkpoint, data)
+    try:
+        return references_of(checkpoint, record)
+    except CorruptError:
+        return None
+
+
+def references_of(checkpoint: Backend, record: CommitRecord) -> list[DataFile]:
+    """The rows of a checkpoint's index that lead to others.
+
+    Raises:
+        CorruptError: the index cannot be read.
+    """
+    if REFERENCED not in record.features:
+        return []
+    return [file for file in decode_files(read_index(checkpoint, record, FILES), checkpoint.url) if is_reference(file.path)]
+
+
+def remaining_references(checkpoint: Backend, data: bytes) -> list[DataFile] | None:
+    """What a checkpoint refers to whose commit record ``data`` cannot be believed, by the index files that are left; None if they do not
+    tell. Where none is left, or the record is other software's, it refers to nothing: its own files do not say to what (``rebuild``)."""
+    try:
+        CommitRecord.from_bytes(data, checkpoint.url)
+    except CorruptError:
+        pass
+    except FormatError:  # a later release may have other kinds of references
+        return None if is_ours(data) else []
+    try:
+        rows = [file for left in remaining_files(checkpoint, FILES) for file in decode_files(left, checkpoint.url)]
+    except CorruptError:
+        return None
+    return [file for file in rows if is_reference(file.path)]
+
+
+def remaining_files(checkpoint: Backend, name: str) -> Iterator[bytes]:
+    """The index files of this name of all saves that a checkpoint has something of. Nobody has compared them with a digest.
+
+    Raises:
+        CorruptError: one is larger than any can be.
+        StorageError: the storage cannot be read.
+    """
+    for directory in checkpoint.list_dir(""):
+        path = f"{directory.rstrip('/')}/{name}"
+        if id_of(path) is not None:
+            with suppress(NotFoundError):
+                yield checkpoint.read_whole(path, INDEX_LIMIT)

@@ -4,6 +4,7 @@
     rank 1   "w" chunk 1 is in ../step-1/data/…-00001 ─┴──►                2      ../step-1/data/…-00000
                                                                            3      ../step-1/data/…-00001
 
+Chunks that are stored as differences have such rows too, for the files that have their anchors.
 A rank's row is the same in every save that refers to the same chunks, so the leader asks for it once.
 """
 
@@ -23,20 +24,27 @@ class ReferenceRows:
 
     files: tuple[DataFile, ...] = ()
     chunks: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    anchors: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """The same of chunks' anchors."""
     coded: bool = False
     key: tuple[str, ...] = ()
     """Digests of the ranks' rows that this was made of."""
 
 
-def encode_references(references: Iterable[tuple[Chunk, DataFile]], *, coded: bool) -> bytes:
-    """A rank's references, as the leader reads them."""
+References = Iterable[tuple[Chunk, DataFile]]
+"""Chunks, and the file that has each, or its anchor."""
+
+
+def encode_references(references: References, anchors: References, *, coded: bool) -> bytes:
+    """A rank's references, as the leader reads them. ``coded``: whether one of the chunks that are referred to is."""
     files: dict[str, tuple[int, DataFile]] = {}
-    chunks: dict[str, list[tuple[int, int]]] = {}
-    for chunk, file in references:
-        at = files.setdefault(file.path, (len(files), file))[0]
-        chunks.setdefault(chunk.name, []).append((chunk.number, at))
-    rows = [[f.path, f.size, f.header, f.digest, f.rank] for _, f in files.values()]
-    return json.dumps({"files": rows, "chunks": chunks, "coded": coded}, separators=(",", ":")).encode()
+    rows: dict[str, dict[str, list[tuple[int, int]]]] = {"chunks": {}, "anchors": {}}
+    for kind, pairs in zip(rows, (references, anchors), strict=True):
+        for chunk, file in pairs:
+            at = files.setdefault(file.path, (len(files), file))[0]
+            rows[kind].setdefault(chunk.name, []).append((chunk.number, at))
+    file_rows = [[f.path, f.size, f.header, f.digest, f.rank] for _, f in files.values()]
+    return json.dumps({"files": file_rows, **rows, "coded": coded}, separators=(",", ":")).encode()
 
 
 def join_references(key: tuple[str, ...], rows: Iterable[bytes]) -> ReferenceRows:
@@ -45,9 +53,11 @@ def join_references(key: tuple[str, ...], rows: Iterable[bytes]) -> ReferenceRow
     files = {row[0]: row for part in parts for row in part["files"]}
     number = {path: i for i, path in enumerate(sorted(files))}
     chunks: dict[str, dict[int, int]] = {}
+    anchors: dict[str, dict[int, int]] = {}
     for part in parts:
         numbers = [number[row[0]] for row in part["files"]]
-        for name, of_rank in part["chunks"].items():
-            chunks.setdefault(name, {}).update((chunk, numbers[file]) for chunk, file in of_rank)
+        for joined, kind in ((chunks, "chunks"), (anchors, "anchors")):
+            for name, of_rank in part[kind].items():
+                joined.setdefault(name, {}).update((chunk, numbers[file]) for chunk, file in of_rank)
     data_files = tuple(DataFile(path=p, size=s, header=h, digest=d, rank=r) for p, s, h, d, r in (files[path] for path in number))
-    return ReferenceRows(files=data_files, chunks=chunks, coded=any(part["coded"] for part in parts), key=key)
+    return ReferenceRows(files=data_files, chunks=chunks, anchors=anchors, coded=any(part["coded"] for part in parts), key=key)

@@ -28,19 +28,18 @@ import torch
 import xxhash
 
 from ckpt.adapters.shard_table import ShardTable
-from ckpt.catalog import DataFile, TensorEntry, job_tensors
+from ckpt.catalog import DataFile, Extent, TensorEntry, job_tensors
 from ckpt.concurrency.workers import run_tasks
-from ckpt.engine.save.plan import RankPlan
+from ckpt.engine.save.plan import Chunk, RankPlan
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import CkptError, ConflictError, FormatError, MismatchError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, open_native
-from ckpt.formats.native.coding.codecs import CODECS
+from ckpt.formats.native.coding.codecs import CODECS, WITHOUT_ANCHOR
 from ckpt.formats.native.datafiles.keys import chunk_key, coded_key
 from ckpt.formats.native.datafiles.references import rebased, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
-
-from .reference_rows import encode_references
+from ckpt.text import units
 
 log = logging.getLogger("ckpt")
 
@@ -68,8 +67,12 @@ class Reuse:
     base: str = ""
     id: str = ""
     references: Mapping[int, DataFile] = field(default_factory=dict)
-    row: bytes = b""
-    """``references`` as the leader reads them (``reference_rows``)."""
+    rows: Sequence[tuple[Chunk, DataFile]] = ()
+    """``references`` with their chunks."""
+    coded: bool = False
+    """Whether a chunk that is referred to is coded."""
+    chunks: BaseChunks | None = None
+    """All of the base; None if there is none, or it cannot be read."""
     digests: Mapping[int, str] = field(default_factory=dict)
     nbytes: int = 0
     """Of the chunks that are referred to."""
@@ -140,14 +143,17 @@ class BaseChunks:
         elsewhere = real_url(run) != real_url(own_run)
         if elsewhere or self.name == self.own_name or here.link() is not None:
             what = f"does not lie in {own_run}" if elsewhere else "is what this save replaces" if here.link() is None else "is a link"
-            raise UsageError(f"the base {base.url} {what}", where=backend.url, hint="name another step of the same run as base=")
+            hint = "name another step of the same run as base="
+            if elsewhere:
+                hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
+            raise UsageError(f"the base {base.url} {what}", where=backend.url, hint=hint)
         catalog = open_native(here)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError("a virtual checkpoint has no data files to refer to", where=base.url, hint="name another base")
         if base.id is not None and catalog.record.id != base.id:
             raise ConflictError("the base was replaced by another save", where=base.url, hint="save without a base, or name this one")
         self.id = catalog.record.id
-        self._catalog = catalog
+        self.catalog = catalog
         self._tensors = job_tensors(catalog)
         self._numbers: dict[int, dict[tuple[object, ...], int]] = {}
         self._rows: dict[int, DataFile] = {}
@@ -172,13 +178,38 @@ class BaseChunks:
         if chunk is None:
             return None
         row = entry.grid.file(chunk)
-        digests = self._catalog.header(row).strong_digests
+        digests = self.catalog.header(row).strong_digests
         keys = [chunk_key(spec.name, spec.box, spec.shape, spec.dtype)]
-        keys += [coded_key(spec.name, spec.box, spec.shape, codec) for codec in CODECS] if self._catalog.coded else []
+        if self.catalog.coded:  # a difference is not referred to: it would need its anchor's file besides
+            keys += [coded_key(spec.name, spec.box, spec.shape, codec) for codec in CODECS if codec not in WITHOUT_ANCHOR]
         for i, key in enumerate(keys):
             if key in digests:
                 return digests[key], self._row(row), i > 0
         return None
+
+    def unmatched(self, plan: RankPlan, number: int) -> str | None:
+        """Why nobody can say whether the base has a chunk that ``lookup`` does not find, if that is not as it should be: it has no such
+        tensor, or what was trained then stays as it is now."""
+        entry = self.entry(plan, number)
+        if entry is None:
+            return None
+        if self._number(entry, plan, number) is None:
+            return "it cuts them into other chunks, since its layout or number of ranks is another; the next save can refer to these"
+        return None if self.catalog.record.reusable else "it was saved without reusable=True; the next save can refer to these"
+
+    def anchor(self, plan: RankPlan, number: int) -> tuple[Extent, DataFile] | None:
+        """Where the base has the chunk of this name, box and dtype, and the file; None if it has none, or has it as a difference.
+
+        Raises:
+            CorruptError: the file is missing, or its header damaged.
+            ConflictError: it is a file of what this save replaces.
+        """
+        entry = self.entry(plan, number)
+        chunk = self._number(entry, plan, number) if entry is not None else None
+        if entry is None or chunk is None:
+            return None
+        extent = self.catalog.extents(entry, [chunk])[0]
+        return None if extent.anchor is not None else (extent, self._row(entry.grid.file(chunk)))
 
     def _number(self, entry: TensorEntry, plan: RankPlan, number: int) -> int | None:
         """Number of the chunk with the same box."""
@@ -194,7 +225,7 @@ class BaseChunks:
 
     def _row(self, row: int) -> DataFile:
         if row not in self._rows:
-            file = self._catalog.files[row]
+            file = self.catalog.files[row]
             path = rebased(file.path, self.name, self.own_name)
             self._rows[row] = DataFile(path=path, size=file.size, header=file.header, digest=file.digest, rank=file.rank)
         return self._rows[row]
@@ -237,15 +268,28 @@ def find_reuse(
         log.warning("nothing of %s is referred to, and all is written: %s", base.url, err)
         return Reuse(base=split_url(open_backend(base.url))[1], id=base.id or "", digests=digests)
     equal = {n: stored for n, stored in alike.items() if stored[0] == digests[n]}
-    rows = [(plan.chunks[n], row) for n, (_, row, _) in equal.items()]
+    _note_unmatched(base, plan, chunks, [n for n in numbers if n not in alike])
     return Reuse(
         base=chunks.name,
         id=chunks.id,
         references={n: row for n, (_, row, _) in equal.items()},
-        row=encode_references(rows, coded=any(coded for _, _, coded in equal.values())) if rows else b"",
+        rows=[(plan.chunks[n], row) for n, (_, row, _) in equal.items()],
+        coded=any(coded for _, _, coded in equal.values()),
+        chunks=chunks,
         digests={n: digest for n, digest in digests.items() if n not in equal},
         nbytes=sum(plan.specs[n].nbytes for n in equal),
     )
+
+
+def _note_unmatched(base: SaveBase, plan: RankPlan, chunks: BaseChunks, numbers: Sequence[int]) -> None:
+    """Say how much of what may be as it was is written all the same, since the base cannot tell."""
+    sizes: Counter[str] = Counter()
+    for n in numbers:
+        why = chunks.unmatched(plan, n)
+        if why is not None:
+            sizes[why] += plan.specs[n].nbytes
+    for why, size in sizes.items():
+        log.warning("%s of tensors that may be as they were in %s are written again: %s", units.size(size), base.url, why)
 
 
 def _hash(source: ChunkSource, numbers: Sequence[int], digests: dict[int, str]) -> None:

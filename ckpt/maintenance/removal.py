@@ -1,0 +1,184 @@
+"""Removing checkpoints of a run, and who uses the bytes of which: what others need stays. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from functools import partial
+
+from ckpt.errors import ConflictError
+from ckpt.formats.native.commit import COMMIT_PATH, moment_of
+from ckpt.formats.native.datafiles.referrers import referred_files
+from ckpt.formats.native.writer import remove_checkpoint
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import join_url, open_backend, real_url
+from ckpt.policies import StepInfo
+
+from .step_listing import Step, directory_name, list_steps
+
+log = logging.getLogger("ckpt")
+
+_LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
+
+
+def remove_steps(
+    root_url: str,
+    steps: Iterable[Step],
+    referrers: Mapping[int, Collection[int]],
+    busy: str | None = None,
+    relist: Callable[[], Sequence[Step]] | None = None,
+) -> list[Step]:
+    """Remove checkpoints of a run, each after those that use its bytes, and give those that are gone.
+
+    ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id
+    ``busy``, and so does what they use. ``relist`` lists the run once more, for what refers to a step since; ``list_steps`` by default.
+
+    Raises:
+        StorageError: the storage refuses, or it has become a link since it was listed.
+    """
+    stayed: set[int | None] = set()
+    removed = []
+    for step in steps:
+        used = step.number is not None and not stayed.isdisjoint(referrers.get(step.number, ()))
+        if used:
+            log.warning("%s stays, since a checkpoint that uses it does", step.url)
+        if used or (busy is not None and step.id == busy) or not remove_step(root_url, step, relist):
+            stayed.add(step.number)
+        else:
+            removed.append(step)
+    return removed
+
+
+def remove_step(root_url: str, step: Step, relist: Callable[[], Sequence[Step]] | None = None) -> bool:
+    """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
+
+    Stopped anywhere, it leaves a whole checkpoint or orphans. A checkpoint that was replaced or tagged after the listing stays, and so does
+    one whose data files another one refers to. Whether it was removed. ``relist``: see ``remove_steps``.
+
+    Raises:
+        StorageError: the storage refuses, or it has become a link since it was listed.
+    """
+    if step.url == root_url:
+        removed = remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags)
+    else:
+        relist = partial(list_steps, root_url) if relist is None else relist
+        removed = _remove_named(open_backend(root_url), directory_name(step), step, partial(_referrers, step, relist))
+    if not removed:
+        log.warning("%s was replaced, tagged or referred to meanwhile, and stays", step.url)
+    return removed
+
+
+def _referrers(step: Step, relist: Callable[[], Sequence[Step]]) -> list[str]:
+    """Names of the checkpoints of the run that use bytes of a step now, or may do so."""
+    steps = relist()
+    here = next((s for s in steps if s.url == step.url), step)
+    unsure = [s for s in steps if s.references_unknown and s.url != step.url and (here.reusable or not here.committed)]
+    return [directory_name(user) for user in (*_users(steps).get(step.url, ()), *unsure)]
+
+
+def remove_at(url: str) -> None:
+    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes.
+
+    Raises:
+        ConflictError: others of its run refer to its data files, or nobody can say whether they do. It stays.
+        StorageError: the storage refuses.
+    """
+    here = open_backend(url)
+
+    def referrers() -> tuple[str, ...]:
+        return referred_files(here).names()
+
+    parent, _, name = here.url.rstrip("/").rpartition("/")
+    if here.link() is None and not (parent and here.url.startswith("/")):
+        # No link can come there, and what was said of this URL need not hold for the one above.
+        removed = remove_checkpoint(here, referrers=referrers)
+    else:
+        removed = _remove_named(open_backend(parent or "/"), name, None, referrers)
+    if not removed:
+        message = f"its data files have to stay: {referred_files(here).text()}"
+        raise ConflictError(message, where=url, hint="remove these first, or make copies of them that need no other: `ckpt cp`")
+
+
+def _remove_named(root: Backend, name: str, step: Step | None, referrers: Callable[[], Collection[str]]) -> bool:
+    """Remove what is at ``name`` below a root, whose backend follows no link on the way to it. Whether it was removed."""
+    target = root.link(name)
+    if target is not None:
+        # The checkpoint behind it stays, but references go by the name: somebody may have moved a base away and left a
+        # link in its place.
+        needed_by = referred_files(open_backend(join_url(root.url, name)))
+        if needed_by.names():
+            log.warning("the link %s/%s stays: %s", root.url, name, needed_by.text())
+            return False
+        root.delete(name)
+        log.info("the link %s/%s is removed; %s, where it led, stays", root.url, name, target)
+        return True
+    id, tags = (step.id, step.tags) if step else (None, ())
+    if not remove_checkpoint(root, f"{name}/", id=id, tags=tags, referrers=referrers):
+        return False
+    root.delete(f"{name}/{COMMIT_PATH}")  # there is nothing to delete any more, but this removes directories that are empty
+    return True
+
+
+def infos(steps: Sequence[Step]) -> list[StepInfo]:
+    """What keeping policies know of the checkpoints of a run; those without a step number are left out.
+
+    What a virtual checkpoint of the run points into is referred to by it; if that has no step number, it counts as a tag. So does one
+    of which nobody can say what it refers to: it keeps all that others may refer to.
+    """
+    using = _users(steps)
+    unsure = [s for s in steps if s.references_unknown]
+    return [
+        StepInfo(
+            step=s.number,
+            created=(moment_of(s.created) if s.created else None) or _LONG_AGO,
+            metrics=dict(s.metrics),
+            tags=frozenset(
+                [
+                    *s.tags,
+                    *(f"used by {directory_name(v)}" for v in using.get(s.url, ()) if v.number is None),
+                    *(f"{directory_name(u)} may use it: its record or index cannot be read" for u in unsure if u is not s and s.reusable),
+                ]
+            ),
+            referred_by=tuple(v.number for v in using.get(s.url, ()) if v.number is not None),
+            committed=s.committed,
+        )
+        for s in steps
+        if s.number is not None
+    ]
+
+
+def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """The URL of a step → the checkpoints among ``steps`` that use its files: virtual ones, and those with references; under whatever
+    name."""
+    # Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps +
+    # sources.
+    with_sources = [v for v in steps if v.sources]
+    if not with_sources or len(steps) < 2:
+        return {}
+    owners: dict[str, list[Step]] = {}
+    real: dict[str, str] = {}
+    for s in steps:
+        root, _, name = s.url.rstrip("/").rpartition("/")
+        if s.link is not None or s.also:
+            places = {real_url(url) for url in (s.url, *(join_url(root, other) for other in s.also))}
+        else:
+            if root not in real:
+                real[root] = real_url(root) if root else ""
+            places = {f"{real[root].rstrip('/')}/{name}"}
+        for place in places:
+            owners.setdefault(place, []).append(s)
+    using: dict[str, list[Step]] = {}
+    for v in with_sources:
+        sources = {real_url(url) for url in v.sources}
+        pointed = {s.url: None for source in sources for place in _upwards(source) for s in owners.get(place, ()) if s is not v}
+        for url in pointed:
+            using.setdefault(url, []).append(v)
+    return using
+
+
+def _upwards(url: str) -> Iterator[str]:
+    """A place and all above it."""
+    while url:
+        yield url
+        url = url.rpartition("/")[0]
