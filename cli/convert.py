@@ -14,7 +14,7 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
 
-from .console.dividing import divided
+from .console.dividing import divided, divisible
 from .console.interrupts import nothing_begun, when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
@@ -78,6 +78,7 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
 @grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
 @megatron_options
+@divisible
 @options
 def command(
     source: str,

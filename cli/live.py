@@ -30,6 +30,7 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
     """
     from ckpt.live.secret import sink_secret
     from ckpt.live.status import ask_status
+    from ckpt.plan.tables import ranks_text
     from ckpt.text import units
 
     output = Output(json=as_json, quiet=quiet)
@@ -43,6 +44,8 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
         return
     versions, sinks = len(status.versions), len(status.sinks)
     output.line(f"run {status.run}, {versions} version{'s' * (versions != 1)}, {sinks} sink{'s' * (sinks != 1)}")
+    if status.lost_ranks:
+        output.line(f"{ranks_text(status.lost_ranks)} of the source died: it publishes nothing any more")
     output.table(
         (">STEP", ">SIZE", ">RANKS", ">AGE", ">TAKEN BY"),
         [(str(v.step), units.size(v.bytes), str(v.ranks), units.duration(v.age), str(len(v.taken_by))) for v in reversed(status.versions)],
@@ -53,7 +56,9 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
     newest = {v.digest: v.step for v in status.versions}
     rows = []
     for sink in status.sinks:
-        doing = sink.state if sink.seconds is None else f"taking for {units.duration(sink.seconds)}"
+        doing = f"taking for {units.duration(sink.seconds)}" if sink.state == "taking" and sink.seconds is not None else sink.state
+        if sink.lost_ranks:
+            doing += f" ({ranks_text(sink.lost_ranks)})"
         last = sink.took[-1] if sink.took else None
         rows.append(
             (

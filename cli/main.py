@@ -23,6 +23,7 @@ from ckpt.errors import CkptError, StorageError
 from ckpt.text.printable import printable
 from ckpt.text.suggest import did_you_mean
 
+from .console.dividing import ARGUMENTS
 from .console.interrupts import INTERRUPTED, quit_at_once
 from .console.output import Output, logging_to_stderr, unwritable, verbose
 
@@ -75,6 +76,10 @@ class Commands(click.Group):
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise _UnknownName(f"no command {args[0]!r}", ctx, did_you_mean(args[0], COMMANDS))
         return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, which from here on hears of Ctrl-C by KeyboardInterrupt and cleans up."""

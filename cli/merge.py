@@ -12,7 +12,7 @@ import click
 from ckpt.errors import UsageError
 from ckpt.text import units
 
-from .console.dividing import divided
+from .console.dividing import divided, divisible
 from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
@@ -65,6 +65,7 @@ def _parse_weights(context: click.Context, parameter: click.Parameter, text: str
 @mapping_options
 @grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
 @grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@divisible
 @options
 def command(
     target: str,

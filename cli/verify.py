@@ -8,7 +8,7 @@ import click
 
 from ckpt.text import units
 
-from .console.dividing import divided
+from .console.dividing import divided, divisible
 from .console.interrupts import when_interrupted
 from .console.output import Output, options, style
 from .console.parameters import URL
@@ -27,6 +27,7 @@ MISFIT = 22
 @click.argument("url", type=URL)
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read and hash. [default: one per core, 2 to 16]")
 @click.option("--semantic", is_flag=True, help="Also check that weights, master weights, moments and steps are consistent.")
+@divisible
 @options
 def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, quiet: bool) -> None:
     """Check the checkpoint at URL: its index, that its chunks cover each tensor exactly, its files, and every byte.

@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 
@@ -40,3 +40,8 @@ def runs(sizes: Sequence[int], processes: int) -> list[range]:
     owners = [(2 * end - count) * processes // (2 * total) for count, end in zip(counted, accumulate(counted), strict=True)]
     starts = [sum(owner < process for owner in owners) for process in range(processes)]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def bytes_of(sizes: Sequence[int], shares: Iterable[Sequence[int]]) -> list[int]:
+    """The bytes of each share. An item of no bytes counts as one, as it does in the division, so only a share without items has none."""
+    return [sum(max(1, sizes[number]) for number in share) for share in shares]

@@ -1,27 +1,86 @@
-"""Commands that torchrun or srun starts in several processes: they divide the work, the first one speaks, all end with one exit code."""
+"""Commands whose work several processes divide: those that torchrun or srun starts, or tasks of Ray. One process speaks, and all end with
+one exit code."""
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt import errors
-from ckpt.errors import CkptError, RankFailedError
+from ckpt.errors import CkptError, RankFailedError, UsageError
 
 from .interrupts import INTERRUPTED
-from .output import Output
+from .output import Command, Output
+from .parameters import OneOf
 from .requirements import require_torch
 
 if TYPE_CHECKING:
     from ckpt.coordination.divided_work import DividedWork
+    from ckpt.coordination.launched import LaunchedProcesses
+    from ckpt.coordination.tasked_work import TaskPart
 
+_ALONE = "ckpt.alone"
+_WAITED = 5.0
+"""Seconds of waiting for the other processes after which a user hears of it: there may be none, in a shell that has the variables of a
+job that it was started from."""
 _OWN = {"threads", "memory", "as_json", "quiet"}
 """Parameters that each process may have as it likes."""
+ARGUMENTS = "ckpt.arguments"
+"""Where the context has the command line, for tasks that run it again."""
+_EXECUTOR, _TASKS = "ckpt.executor", "ckpt.tasks"
+_PART: ContextVar[TaskPart | None] = ContextVar("part", default=None)
+"""The part that this thread does, if it runs the command as a task."""
+
+
+def refuse_executor(reason: str) -> None:
+    """Raise UsageError if the user chose an executor for what is not divided."""
+    if click.get_current_context().meta.get(_EXECUTOR) is not None:
+        raise UsageError(f"--executor is {reason}")
+
+
+@contextmanager
+def task_part(part: TaskPart) -> Iterator[None]:
+    """Run a command in the block as a task that does this part."""
+    token = _PART.set(part)
+    try:
+        yield
+    finally:
+        _PART.reset(token)
+
+
+def divisible(command: Command) -> Command:
+    """The options ``--alone``, ``--executor`` and ``--tasks`` of a command whose work several processes divide; nothing is passed to the
+    command."""
+    alone = "Do all of the work in this process, also where the variables of torchrun or srun are set."
+    options = (
+        _noted(_EXECUTOR, "--executor", type=OneOf(("ray",)), metavar="NAME", help="ray: divide the work into tasks of Ray."),
+        _noted(_TASKS, "--tasks", type=click.IntRange(min=1), metavar="N", help="Tasks. [default: as many as can run at once]"),
+        _noted(_ALONE, "--alone", is_flag=True, help=alone),
+    )
+    for add in reversed(options):
+        command = add(command)
+    return command
+
+
+def _noted(key: str, name: str, **attributes: Any) -> Callable[[Command], Command]:
+    """An option that ``divided`` finds in the context."""
+
+    def note(context: click.Context, _: click.Parameter, value: object) -> None:
+        context.meta[key] = value
+
+    return click.option(name, expose_value=False, callback=note, **attributes)
+
+
+def is_alone() -> bool:
+    """Whether the command that runs was given ``--alone``."""
+    return bool(click.get_current_context().meta.get(_ALONE))
 
 
 @contextmanager
@@ -32,21 +91,34 @@ def divided(url: str, output: Output, *, apart: bool = False) -> Iterator[tuple[
     Raises:
         CkptError: on the first process, what happened on any. The others end silently, once that process has spoken.
     """
+    part = _PART.get()
+    context = click.get_current_context()
+    if part is not None:
+        yield part, replace(output, muted=True)
+        return
     from ckpt.coordination.launched import launched
 
-    processes = launched(apart=apart)
+    processes = None if is_alone() else launched(apart=apart)
+    if context.meta.get(_EXECUTOR) is not None:
+        if processes is not None:
+            raise UsageError("--executor starts the processes, and a launcher has started some", hint=f"choose one; {processes.alone}")
+        with _tasked(context) as work:
+            yield work, output
+        return
+    if context.meta.get(_TASKS) is not None:
+        raise UsageError("--tasks is only valid with --executor", hint="--executor ray")
     if processes is None:
         yield None, output
         return
-    context = click.get_current_context()
     command = str(context.info_name)
     require_torch(f"`ckpt {command}` in several processes")
-    from ckpt.coordination.divided_work import DividedWork
+    from ckpt.coordination.launched_work import LaunchedWork
 
-    work = DividedWork(processes)
+    work = LaunchedWork(processes)
     code = 0
     try:
-        work.join(command, url, _arguments(context.params))
+        with _waiting_noticed(processes):
+            work.join(command, url, _arguments(context.params))
         yield work, replace(output, muted=not work.leads)
     except BaseException as err:
         code = _code_of(err)
@@ -63,6 +135,34 @@ def divided(url: str, output: Output, *, apart: bool = False) -> Iterator[tuple[
             atexit.register(work.end, code)  # after the last word
     if not work.leads:
         context.exit(code if code else work.await_end() or 0)
+
+
+@contextmanager
+def _waiting_noticed(processes: LaunchedProcesses) -> Iterator[None]:
+    """Say for whom this process waits, and how to do without, if the block takes long."""
+    others = "the other process" if processes.size == 2 else f"the other {processes.size - 1} processes"
+    text = f"waiting for {others} at {processes.host}:{processes.port}: the environment makes this one {processes.rank} of {processes.size}"
+    timer = threading.Timer(_WAITED, click.echo, (f"{text}; {processes.alone}",), {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _tasked(context: click.Context) -> Iterator[DividedWork]:
+    """The work of a command in tasks. A task reserves a CPU for each of its threads."""
+    from ckpt.coordination.tasked_work import TaskedWork
+
+    from .ray_tasks import ray_tasks
+
+    with ray_tasks(context.meta[ARGUMENTS], count=context.meta.get(_TASKS), cpus=context.params.get("threads") or 1) as tasks:
+        try:
+            yield TaskedWork(tasks.count, tasks.run)
+        except CkptError as err:
+            raise _as_its_cause(err) from None
 
 
 def _arguments(parameters: Mapping[str, Any]) -> dict[str, str]:

@@ -27,6 +27,7 @@ def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     from ckpt.formats.native.datafiles.references import is_reference, owner_of
     from ckpt.maintenance.step_listing import step_number
     from ckpt.observe.sizes import kinds_of
+    from ckpt.plan.part import part_in
 
     record = catalog.record
     own = [file for file in catalog.files if not is_reference(file.path)]
@@ -39,6 +40,7 @@ def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
         "stored_bytes": sum(file.size for file in own) if catalog.files else None,
         "shared_bytes": sum(file.size for file in catalog.files) - sum(file.size for file in own),
         "shared_with": sorted({owner_of(file.path) for file in catalog.files if is_reference(file.path)}),
+        "part": None if (part := part_in(catalog.state)) is None else part.text(),
         "codec": _codec(catalog, entries) if record and CODED in record.features else None,
         "kinds": [{"kind": k.kind, "bytes": k.bytes, "tensors": k.tensors} for k in kinds_of(entries, 0)[0]],
         "dtypes": dict(dtypes.most_common()),
@@ -64,6 +66,8 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
         yield "saved", f"{record.created[:19].replace('T', ' ')} UTC, {units.age(record.created)}"
     writer = f", written by {fields['writer']}" if fields["writer"] else ""
     yield "format", f"{catalog.format}{writer}, {units.plural(catalog.world_size, 'rank')}"
+    if fields["part"] is not None:
+        yield "part", f"of a state, saved with {fields['part']}: load its base first"
     kinds = [f"{kind['kind']} {units.size(kind['bytes'])}" for kind in fields["kinds"]]
     if kinds:
         yield "contents", ", ".join(kinds)

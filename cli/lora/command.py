@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ckpt.cli.console.dividing import divided
+from ckpt.cli.console.dividing import divided, divisible, refuse_executor
 from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.output import Output, options, style
 from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf
@@ -38,6 +38,7 @@ _TARGETS = ("hf", "native", "torch", "dcp")
 @grouped("Source", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
 @grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
 @grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@divisible
 @options
 def command(
     action: str,
@@ -69,6 +70,7 @@ def command(
     from ckpt.converters.arithmetic.lora import merge
 
     if action == "extract":
+        refuse_executor("only valid with merge")
         given = (base, adapter, target)
         _extract(given, rank, Output(json=as_json, quiet=quiet), root=chosen["root"], threads=chosen["threads"])
         return

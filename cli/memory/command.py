@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from ckpt.cli.console.output import Output, options
 from ckpt.cli.console.parameters import URL, OneOf
-from ckpt.errors import FormatError, UsageError
+from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import units
+
+_NAMED = 4
 
 
 @click.command("memory", short_help="Run, show or end the daemon that holds checkpoints in memory.")
@@ -107,11 +110,34 @@ def _drop(output: Output, url: str | None) -> None:
     prefix = "" if url is None else MemBackend(url).url.removeprefix("mem://")
     if url is not None and not prefix:
         raise UsageError("this URL is everything", where=url, hint="give --all if that is meant")
-    freed = client.connect(start=False).drop(prefix)
+    daemon = client.connect(start=False)
+    if users := _users_outside(prefix, daemon.status()["by_checkpoint"]):
+        raise ConflictError(
+            f"other checkpoints refer to what would be dropped: {', '.join(users[:_NAMED])}{' and others' if len(users) > _NAMED else ''}",
+            where=f"mem://{prefix}",
+            hint="drop these first, or the run with all its steps; `ckpt cp` makes copies of them that need no other",
+        )
+    freed = daemon.drop(prefix)
     if output.json:
         output.document({"dropped": f"mem://{prefix}", "bytes": freed})
     else:
         output.line(f"dropped {units.size(freed)}")
+
+
+def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:
+    """URLs of the checkpoints that need bytes from below ``prefix`` and do not lie there themselves. They are neighbours in a run."""
+    from ckpt.maintenance.step_listing import list_steps
+
+    if not prefix:
+        return []
+    dropped = f"mem://{prefix}/"
+    runs = {path.rpartition("/")[0] for path in checkpoints if not f"mem://{path}/".startswith(dropped)}
+    return sorted(
+        step.url
+        for run in runs
+        for step in list_steps(f"mem://{run}")
+        if not f"{step.url}/".startswith(dropped) and any(f"{used}/".startswith(dropped) for used in step.sources)
+    )
 
 
 def _stop(output: Output, *, yes: bool) -> None:

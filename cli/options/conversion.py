@@ -34,6 +34,9 @@ def parse_size(context: click.Context, parameter: click.Parameter, text: str | N
 
 def part_of_job(work: DividedWork | None) -> Part:
     """This process's part: of the work that it divides with others, or by RANK and WORLD_SIZE of processes that do not communicate."""
+    from ckpt.cli.console.dividing import is_alone
     from ckpt.coordination.launched import rank_and_size
 
+    if is_alone():
+        return 0, 1
     return rank_and_size() if work is None else work

@@ -17,7 +17,7 @@ from ckpt.coordination.divided_work import DividedWork
 from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, ConsistencyError, MismatchError, RankFailedError, UsageError
 from ckpt.formats.native.replaced import replacement_noticed
-from ckpt.plan.division import balanced
+from ckpt.plan.division import balanced, bytes_of
 from ckpt.tracing.progress_callback import ProgressCallback
 
 from .conversion import Conversion
@@ -70,14 +70,16 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
 
     def write() -> Row:
         with replacements_noticed(conversion.chosen):
-            read = conversion.write(plan, mine, progress=report)
+            # What a lost process has made durable counts as written, and is not written again.
+            again = set(conversion.missing(plan)) if work.repeats else mine
+            read = conversion.write(plan, [n for n in mine if n in again], progress=report)
         return {"files": len(mine), "bytes": sum(plan.files[i].size for i in mine), "read": read}
 
     def finish(rows: dict[int, Row]) -> Row:
         return {**_sums(rows), "finished": conversion.finish(plan, again=True)}
 
     try:
-        with work.shown([sum(sizes[n] for n in share) for share in shares], progress) as report:
+        with work.shown(bytes_of(sizes, shares), progress) as report:
             return WrittenFiles(plan=plan, **work.agree("write", write, finish))
     except CkptError as err:
         if isinstance(err, MismatchError) or (isinstance(err, RankFailedError) and err.cause in _mismatches()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan.division import balanced, runs
+from ckpt.plan.division import balanced, bytes_of, runs
 
 SIZES = st.lists(st.integers(0, 1000), max_size=60)
 PROCESSES = st.integers(1, 12)
@@ -41,3 +41,9 @@ def test_files_of_one_size_go_round() -> None:
     assert balanced([7] * 5, 2) == [[0, 2, 4], [1, 3]]
     assert balanced([1, 9, 4], 4) == [[1], [2], [0], []]
     assert runs([5] * 6, 3) == [range(2), range(2, 4), range(4, 6)]
+
+
+def test_only_a_share_without_items_has_no_bytes() -> None:
+    sizes = [5, 0, 0]
+    assert bytes_of(sizes, balanced(sizes, 4)) == [5, 1, 1, 0]
+    assert bytes_of(sizes, runs(sizes, 2)) == [5, 2]
