@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.byte_source.chunk import ChunkName
+from ckpt.byte_source.digest_reader import DigestReader
+from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.formats.native.coding.codecs import decode
 from ckpt.layout.geometry import Box, row_major_strides
 from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.reads import parts_of
@@ -40,6 +42,7 @@ class Elements:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._coded = threading.local()
+        self._reader = DigestReader(source_of(catalog), "off")
         self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
     def of_view(self, view: LogicalTensor, box: Box) -> Raw:
@@ -77,7 +80,7 @@ class Elements:
             if extent.codec is None:
                 self._plain(copy, extent, box, out)
             else:
-                chunk = self._decoded(copy, extent, extent.codec, out.dtype)
+                chunk = self._decoded(entry, copy, extent, out.dtype)
                 out[slices_of(copy.box, box)] = chunk[slices_of(copy.box, copy.chunk_box)]
         return out
 
@@ -106,14 +109,16 @@ class Elements:
             at = first * size - (part.offset - extent.offset)
             target[...] = np.ndarray(part.box.shape, out.dtype, data.data, at, [s * size for s in strides])
 
-    def _decoded(self, copy: Copy, extent: Extent, codec: str, kind: np.dtype[Any]) -> Raw:
+    def _decoded(self, entry: TensorEntry, copy: Copy, extent: Extent, kind: np.dtype[Any]) -> Raw:
         latest: tuple[Extent, Raw] | None = getattr(self._coded, "chunk", None)
         if latest is not None and latest[0] == extent:
             return latest[1]
         blob = np.empty(extent.length, dtype=np.uint8)
         self.catalog.backend.read_into(extent.path, extent.offset, blob.data)
         decoded: Raw = np.empty(copy.chunk_box.shape, kind)
-        decode(codec, blob.data, decoded.reshape(-1).view(np.uint8).data, kind.itemsize)
+        self._reader.decode(
+            ChunkName(entry.name, copy.chunk_box, extent), blob.data, decoded.reshape(-1).view(np.uint8).data, kind.itemsize
+        )
         self._coded.chunk = (extent, decoded)
         return decoded
 
