@@ -35,6 +35,10 @@ WORLD = TRAINERS + ENGINES
 BLOCKING = ("eager", "lazy", "memcpy")
 STEPS = 1_000_000
 """The first step of what is published to nobody."""
+WARM_STEPS = 2_000_000
+"""The first step of pushes that are not counted,"""
+WARM = 3
+"""and how many there are: a source fills so many segments in turn (``keep`` and one), and fresh memory costs more than the copy into it."""
 PAUSE = 2.0
 """Seconds of a forward and backward pass."""
 
@@ -50,6 +54,9 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
         addresses = own.run(open_sources, on=WORLD)[0]
         own.run(open_sinks, on=WORLD, addresses=addresses)
         moved = sum(own.run(needed, on=WORLD))
+        for step in range(WARM_STEPS, WARM_STEPS + WARM):
+            for name in KINDS:
+                own.run(push, on=WORLD, name=name, step=step)
         for step, (repetition, name) in enumerate(turns(list(CONTESTANTS), settings.repeat)):
             sample = Sample.of(own.run(push, on=WORLD, name=name, step=step))
             tell(f"push by {name}: {sample.wall:.2f} s, {sample.cpu:.2f} s CPU")

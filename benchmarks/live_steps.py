@@ -26,7 +26,8 @@ from ckpt.live.client import Holder, pull_all
 from ckpt.live.filling import Filling, plan_filling
 from ckpt.live.segments.mapped import LocalHolder, SegmentShare
 from ckpt.live.segments.published import PublishedSegment, SegmentLayout
-from ckpt.live.segments.segment import MappedSegment, MemorySegment, digest_of_digests
+from ckpt.live.segments.reader import MappedSegment, SegmentMappings
+from ckpt.live.segments.segment import MemorySegment, digest_of_digests
 from ckpt.live.server import PieceServer
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined
@@ -102,6 +103,7 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
     server = PieceServer(lambda version: current[-1].holdings(), SECRET.encode(), TIMEOUT)
     holders = {0: Holder(rank=0, addresses=tuple(server.addresses), network=server.network)}
     memory = torch.from_numpy(segment.data)
+    mappings = SegmentMappings()
     for number in range(rounds):
         if number:
             with clock.step("renew"):
@@ -111,14 +113,15 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
         with clock.step("hash and seal"):
             digests = segment.seal()
         with clock.step("mapped: check"):
-            mapped = LocalHolder(0, MappedSegment(segment.address(), digest_of_digests(digests)), placed, share)
+            mapped = LocalHolder(0, MappedSegment(segment.address(), digest_of_digests(digests), mappings), placed, share)
             mapped.check(lambda: None)
         _clear(new)
         with clock.step("mapped: copy"):
-            mapped.copy(plan)
+            mapped.copy(plan, lambda nbytes: None)
         _compare(old, new)
         with clock.step("mapped: let go"):
             del mapped
+            mappings.end()
         current[:] = [PublishedSegment(segment, placed, digests, "here")]
         current[0].numbers = catalog.numbers
         pieces: list[tuple[Share, int, memoryview]] = []
@@ -142,6 +145,7 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
                 filling.place(*piece)
         _compare(old, new)
     server.close()
+    mappings.close()
 
 
 def _room(free: list[memoryview], length: int) -> memoryview:

@@ -28,13 +28,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt.concurrency.workers import Pending
-from ckpt.errors import DeadlineError, error_to_json
+from ckpt.errors import DeadlineError, RankFailedError, error_to_json
 from ckpt.tracing.progress import RankSign, sign_interval
 
 from .channel import ControlChannel, longest_pause, looks
@@ -235,11 +235,11 @@ class Call:
 
         Raises:
             CorruptError: another rank found damage.
-            RankFailedError: another rank raised anything else.
+            RankFailedError: another rank raised anything else, or died, where the ranks have connections that notice it.
         """
         self.heartbeat()
         now = time.monotonic()
-        if self.group.store is None or now < self._look_at:
+        if self.group.store is None or (now < self._look_at and not self._departed(())):
             return
         with self._channel() as channel:
             failed = channel.failure()
@@ -247,7 +247,24 @@ class Call:
         self._look_at = now + max(0.5, self.group.size / 1024, 10 * took)
         if failed is not None:
             row = json.loads(failed)
-            raise failed_on(row["rank"], row["error"])
+            raise error_of(self.kind, self._phase, row) if row["decided"] else failed_on(row["rank"], row["error"])
+        self.check_departed()  # after the look: a rank that failed and ended is named with its error
+
+    def check_departed(self, here: Collection[int] = ()) -> None:
+        """``here``: the leader does not wait for these ranks any more. The others wait for the leader alone.
+
+        Raises:
+            RankFailedError: a rank died or was closed, where the ranks have connections that notice it.
+        """
+        gone = self._departed(here)
+        if gone and self.group.links is not None:
+            raise self.group.links.departure(gone, self.kind, self.url, self._phase)
+
+    def _departed(self, here: Collection[int]) -> list[int]:
+        links = self.group.links
+        if links is None or not links.departed:
+            return []
+        return [p for p in list(links.departed) if p not in here and (self.is_leader or p == 0)]
 
     def alive_while(self, work: Callable[[], R], seconds: float) -> R:
         """Run something that cannot give signs of life itself (a flush to disk), and give them for it, for at most ``seconds``."""
@@ -283,12 +300,12 @@ class Call:
             DeadlineError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
         """
         with self._channel():
-            return self._offers.get(digest)
+            return self._offers.get(digest, self.check_departed)
 
     def fetch_all(self, digests: Iterable[str]) -> None:
         """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it."""
         with self._channel():
-            self._offers.fetch(digests)
+            self._offers.fetch(digests, self.check_departed)
 
     # ---- the protocol
 
@@ -321,7 +338,7 @@ class Call:
         try:
             with self._channel() as channel:
                 for _ in looks(self.group.size // 16):
-                    if (heard := channel.confirmed()) or time.monotonic() >= end:
+                    if (heard := channel.confirmed(len(self._departed(())))) or time.monotonic() >= end:
                         break
         except DeadlineError:
             if self._store.silent:
@@ -333,16 +350,17 @@ class Call:
         """Tell the other ranks of an error that ends the call here: of this rank's own work, or ``decided`` for all by the leader."""
         if self.group.store is None or type(err).__name__ == "SimulatedCrash":  # a process that has crashed tells nobody
             return
-        report = json.dumps({"error": error_to_json(err), "rank": self.group.rank, "decided": decided}).encode()
+        departed = isinstance(err, RankFailedError) and err.departed and self.is_leader
+        report = json.dumps({"error": error_to_json(err), "rank": self.group.rank, "decided": decided or departed}).encode()
         try:
             with self._channel() as channel:
-                if not decided:
+                if not decided or departed:
                     channel.post(report, failed=True)
                 if not self.is_leader:
                     channel.confirm()
                     return
                 channel.say(report)
-            self.linger(_LINGER_FOR_DEAD if isinstance(err, DeadlineError) else _LINGER)
+            self.linger(_LINGER_FOR_DEAD if departed or isinstance(err, DeadlineError) else _LINGER)
         except DeadlineError as lost:
             log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 
@@ -355,6 +373,7 @@ class Call:
             here, failed = channel.here()
             if failed or len(here) == len(ranks):
                 break
+            self.check_departed(here)
             if time.monotonic() >= end:
                 self.heartbeat()
                 detector.check(set(range(len(ranks))).difference(here), self._phase)
@@ -372,6 +391,7 @@ class Call:
         moments = looks(self.group.size)
         next(moments)
         while (word := channel.word()) is None:
+            self.check_departed()
             if time.monotonic() >= end:
                 detector.check([0], self._phase)
                 end = time.monotonic() + self._slice()

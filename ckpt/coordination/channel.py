@@ -186,9 +186,9 @@ class ControlChannel:
         """This rank has heard the last word of this turn, or does not wait for it."""
         self._store.append(self._key("heard"), b".")
 
-    def confirmed(self) -> bool:
-        """Leader: whether all others have confirmed this turn."""
-        return len(self._store.appended([self._key("heard")])[0]) >= self.turn * (self._size - 1)
+    def confirmed(self, departed: int = 0) -> bool:
+        """Leader: whether all others have confirmed this turn, but for so many that are not there any more."""
+        return len(self._store.appended([self._key("heard")])[0]) >= self.turn * (self._size - 1) - departed
 
     # ---- bytes under their digests
 

@@ -6,6 +6,7 @@ Control goes through the job's key-value store only: no collective that training
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 from ckpt.errors import UsageError
 
 from .call import Call
+from .liveness_links import LivenessLinks
 from .members import Members
 from .store import group_store
 
@@ -34,6 +36,20 @@ class Group(Members):
         background, on any rank."""
         self.calls += 1
         return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
+
+    def connect(self, call: Call, on_death: Callable[[int], None]) -> None:
+        """Have the ranks notice at once when one of them dies, in this and all later calls; collective, a phase of ``call``."""
+        if self.store is None:
+            return
+        with call.phase("connect"):
+            position = self.ranks.index(self.rank)
+            links = LivenessLinks(position, self.ranks, call.timeout, store=self.store.host, on_death=on_death)
+            try:
+                links.connect(call.lead(links.row(), links.word) if call.is_leader else call.follow(links.row()))
+            except BaseException:
+                links.close()
+                raise
+            self.links = links
 
 
 _groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()

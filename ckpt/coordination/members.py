@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .channel import WrittenKeys
+from .liveness_links import LivenessLinks
 from .store import Store
 
 
@@ -18,6 +19,9 @@ class Members:
     calls: int = field(default=0, kw_only=True)
     """How many calls they have made. Every rank makes the same ones in the same order, so the number names a call."""
     keys: WrittenKeys = field(default_factory=WrittenKeys, kw_only=True)
+
+    links: LivenessLinks | None = field(default=None, kw_only=True)
+    """Connections that notice who dies, where the ranks have made them."""
 
     @property
     def leader(self) -> int:

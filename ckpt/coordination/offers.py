@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +73,12 @@ class Offers:
         for digest in asked_of(asks, self.position, self._shared):
             channel.give(digest, self._blobs[digest])
 
-    def get(self, digest: str) -> bytes:
-        self.fetch([digest])
+    def get(self, digest: str, alive: Callable[[], None] = lambda: None) -> bytes:
+        self.fetch([digest], alive)
         return self._blobs[digest]
 
-    def fetch(self, digests: Iterable[str]) -> None:
-        """Have these bytes here.
+    def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
+        """Have these bytes here. ``alive`` is called while they do not come.
 
         Raises:
             NotSentError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
@@ -101,6 +101,7 @@ class Offers:
         for _ in looks(1):
             if self.channel.given(lacking):
                 break
+            alive()
             if not wanted or time.monotonic() >= end:
                 raise NotSentError({wanted[d] for d in lacking if d in wanted and not self.channel.given([d])})
         self._blobs.update(zip(lacking, self.channel.blobs(lacking), strict=True))

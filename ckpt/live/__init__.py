@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .in_job.reshard_report import Traffic as Traffic
     from .in_job.resharding import reshard as reshard
     from .publication import Publication as Publication
+    from .publication import PublishReport as PublishReport
     from .sink import Sink as Sink
     from .source import Source as Source
     from .status import SinkStatus as SinkStatus
@@ -24,6 +25,7 @@ _WHERE = {
     "Traffic": "in_job.reshard_report",
     "Source": "source",
     "Publication": "publication",
+    "PublishReport": "publication",
     "Version": "versions",
     "Sink": "sink",
     "TakeReport": "take",

@@ -6,6 +6,7 @@ import logging
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -14,6 +15,8 @@ from ckpt.errors import CkptError, FormatError
 from .wire import Channel, welcome
 
 MOST_CONNECTIONS = 4096
+_PATIENCE = 2.0
+"""Seconds that closing waits for conversations: what they read may be freed after it."""
 
 log = logging.getLogger("ckpt")
 
@@ -42,6 +45,7 @@ class ConnectionServer:
         self._gone = gone
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._conversations: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
@@ -51,7 +55,7 @@ class ConnectionServer:
         return len(self._connections)
 
     def close(self) -> None:
-        """Stop listening, and drop who is connected."""
+        """Stop listening, drop who is connected, and wait for a moment until nobody is served any more."""
         self._closing.set()
         self._thread.join()
         for port in self._ports:
@@ -60,6 +64,10 @@ class ConnectionServer:
             for sock in self._connections:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
+            conversations = self._conversations - {threading.current_thread()}
+        end = time.monotonic() + _PATIENCE
+        for conversation in conversations:
+            conversation.join(max(0.0, end - time.monotonic()))
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -81,7 +89,10 @@ class ConnectionServer:
             log.warning("%s is not served: there are %d connections", peer, MOST_CONNECTIONS)
             sock.close()
             return
-        threading.Thread(target=self._converse, args=(sock, peer), name=self._name, daemon=True).start()
+        conversation = threading.Thread(target=self._converse, args=(sock, peer), name=self._name, daemon=True)
+        with self._lock:
+            self._conversations.add(conversation)
+        conversation.start()
 
     def _converse(self, sock: socket.socket, peer: str) -> None:
         try:
@@ -98,6 +109,8 @@ class ConnectionServer:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
             self._gone(peer)
+            with self._lock:
+                self._conversations.discard(threading.current_thread())
 
     def _check_going(self) -> None:
         if self._closing.is_set():

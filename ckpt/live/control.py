@@ -15,6 +15,7 @@ from ckpt.coordination.remote_errors import error_of
 from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, StorageError, UsageError, error_to_json
 from ckpt.settings import limits
+from ckpt.transport.tcp import close_when_forked
 
 from .connections import ConnectionServer
 from .wire import Channel, dial, receive, send
@@ -51,11 +52,13 @@ def listen_at(address: str) -> socket.socket:
     host, port, _ = split_address(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server((str(where[0]), port), family=family, backlog=1024)
+        sock = socket.create_server((str(where[0]), port), family=family, backlog=1024)
     except OSError as err:
         raise StorageError(
             f"the leader cannot listen there: {err}", where=address, hint="use an address of the leader's machine and a free port"
         ) from err
+    close_when_forked(sock)
+    return sock
 
 
 def with_port(address: str, port: socket.socket) -> str:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -31,7 +32,7 @@ from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import DeadlineError
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, split_tables
-from ckpt.tracing.spans import Spans
+from ckpt.tracing.spans import Spans, SpanTable
 from ckpt.tracing.stall import Stall
 
 from .segments.published import PublishedSegment, SegmentLayout
@@ -98,9 +99,27 @@ class PreparedImage:
     capture: Capture
     fence: CaptureFence
     on_devices: bool
+    spans: Spans
+    meter: SaveMeter
+    began: float
+    """By ``time.perf_counter``: when it was asked for."""
+
+    def counts(self) -> tuple[int, int]:
+        """Bytes of this rank that are captured, and in all."""
+        return min(self.meter.captured, self.meter.total), self.meter.total
 
 
-def prepare_image(collected: Collected, image: ImagePlan, take: Callable[[int], MemorySegment], where: str, *, lazy: bool) -> PreparedImage:
+def prepare_image(
+    collected: Collected,
+    image: ImagePlan,
+    take: Callable[[int], MemorySegment],
+    where: str,
+    *,
+    lazy: bool,
+    spans: Spans,
+    stall: Stall,
+    began: float,
+) -> PreparedImage:
     """Make room in a segment, and set aside what a forward pass may change. Talks to no other rank.
 
     Raises:
@@ -114,7 +133,9 @@ def prepare_image(collected: Collected, image: ImagePlan, take: Callable[[int], 
     batches = image.plan.batches[0]
     stage = StagedBatches([Segment(batches, 0, 0, None)], [memory])
     source = ChunkSource(image.plan, tensors)
-    capture = Capture(image.plan, collected.shard_table, source, stage, None, None, Spans(on=False), SaveMeter())
+    meter = SaveMeter()
+    meter.total = sum(batch.length for batch in batches)
+    capture = Capture(image.plan, collected.shard_table, source, stage, None, None, spans, meter)
     if lazy:
         capture.capture_volatile()
     own = image.own_table
@@ -124,8 +145,11 @@ def prepare_image(collected: Collected, image: ImagePlan, take: Callable[[int], 
         own=own_blob(collected.own, own) if collected.own or own.tensors else b"",
         segment=segment,
         capture=capture,
-        fence=CaptureFence(Stall(), stage.throttle),
+        fence=CaptureFence(stall, stage.throttle),
         on_devices=bool(devices),
+        spans=spans,
+        meter=meter,
+        began=began,
     )
 
 
@@ -146,7 +170,8 @@ def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSe
         ConsistencyError: the state was changed while it was captured.
     """
     prepared.capture.result()
-    digests = prepared.segment.seal(threads, call.heartbeat)
+    with prepared.spans.span("digest", prepared.segment.capacity):
+        digests = prepared.segment.seal(threads, call.check_failures)
     layout = prepared.image.layout
     prepared.capture.compare(_CapturedDigests(prepared.segment, layout))
     return PublishedSegment(prepared.segment, layout, digests, f"rank {call.group.rank} of {call.url}, process {os.getpid()}")
@@ -166,7 +191,8 @@ def replica_digests(prepared: PreparedImage, call: Call, threads: int) -> dict[s
         return LocalTensor(boxes[0].tensor, parts, name)
 
     replicas = Replicas(image.assignments, image.replicated, captured, call.group.rank)
-    replicas.hash(threads, call.heartbeat)
+    with prepared.spans.span("replicas"):
+        replicas.hash(threads, call.check_failures)
     return replicas.row(call)
 
 
@@ -191,17 +217,46 @@ class _CapturedDigests(Sequence[int]):
         return xxhash.xxh3_64_intdigest(self._data[box.start : box.start + box.nbytes].data)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishReport:
+    """What a publication did on this rank: ``bytes`` of its part; ``seconds`` from the call until the version was there, of which training
+    waited ``blocked``: in ``publish``, in ``fence`` and in optimizers' steps.
+
+    ``spans.sums`` has the seconds and bytes of its phases: ``plan`` (what the state consists of), ``capture`` (the copy; the threads' sum),
+    ``digest``, ``replicas`` (digests for the comparison with other ranks) and ``agree`` (waiting for the other ranks); none with
+    ``CKPT_SPANS=off``."""
+
+    version: Version
+    bytes: int
+    seconds: float
+    blocked: float
+    spans: SpanTable
+
+
 class Publication:
     """A version on its way, as :meth:`Source.publish` gives it. ``step`` is the caller's."""
 
     def __init__(self, step: int, fence: CaptureFence) -> None:
         self.step = step
+        self.report: PublishReport | None = None
+        """Once the version is there."""
         self.captured: Outcome[None] = fence.captured
         self.sealed: Outcome[Version] = Outcome()
         self._fence = fence
 
     def __repr__(self) -> str:
         return f"<ckpt publication of step {self.step}: {'done' if self.sealed.done() else 'going on'}>"
+
+    def publish(self, version: Version, prepared: PreparedImage) -> None:
+        """The version is there."""
+        self.report = PublishReport(
+            version=version,
+            bytes=prepared.meter.total,
+            seconds=time.perf_counter() - prepared.began,
+            blocked=prepared.fence.stall.seconds,
+            spans=prepared.spans.table(),
+        )
+        self.sealed.set_result(version)
 
     def fence(self) -> None:
         """Wait until the state may change again. Call it before you change the state by hand; an optimizer's step does it by itself.

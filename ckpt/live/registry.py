@@ -61,6 +61,14 @@ class SinkRecord:
     relays: Sequence[Row] = ()
     receivers: int = 0
     """Sinks that were told to take from it."""
+    lost_ranks: set[int] = field(default_factory=set)
+    """Of its ranks, who has died: the others take nothing any more."""
+
+    @property
+    def state(self) -> str:
+        if self.left:
+            return "left"
+        return "lost" if self.lost or self.lost_ranks else "taking" if self.taking else "waiting"
 
 
 class VersionRegistry:
@@ -73,6 +81,7 @@ class VersionRegistry:
         self._versions: list[CompleteVersion] = []
         self._blobs: dict[str, bytes] = {}
         self._sinks: dict[str, SinkRecord] = {}
+        self._lost_ranks: set[int] = set()
         self._condition = threading.Condition()
 
     # ---- for the source
@@ -102,6 +111,12 @@ class VersionRegistry:
             self._condition.notify_all()
         return version, oldest
 
+    def lose(self, rank: int) -> None:
+        """A rank of the source has died: without it there is no newer version."""
+        with self._condition:
+            self._lost_ranks.add(rank)
+            self._condition.notify_all()
+
     # ---- for sinks
 
     def handle(self, peer: str, question: Row) -> Answer:
@@ -119,6 +134,10 @@ class VersionRegistry:
                     return self._offer(peer, question)
                 case "progress":
                     return self._note(peer, question)
+                case "lost":
+                    with self._condition:
+                        self._sink(peer, question).lost_ranks.add(int(question["rank"]))
+                    return {}, ()
                 case "leave":
                     with self._condition:
                         self._sink(peer, question).left = True
@@ -133,9 +152,9 @@ class VersionRegistry:
         with self._condition:
             sink = self._sink(peer, question)
             sink.taking, sink.offered, sink.relays, sink.forming = None, "", (), ""
-            self._condition.wait_for(lambda: self._versions and self._versions[-1].version != after, WAIT)
+            self._condition.wait_for(lambda: self._lost_ranks or (self._versions and self._versions[-1].version != after), WAIT)
             if not self._versions or self._versions[-1].version == after:
-                return {"version": None}, ()
+                return {"version": None, "lost": sorted(self._lost_ranks)}, ()
             if question["relays"] is not None:
                 self._await_turn(sink, self._versions[-1].version.digest, float(question["relays"]))
             newest = self._versions[-1]
@@ -232,6 +251,7 @@ class VersionRegistry:
             return {
                 "run": self.run,
                 "name": self._name,
+                "lost_ranks": sorted(self._lost_ranks),
                 "versions": [
                     {
                         "step": each.version.step,
@@ -247,7 +267,8 @@ class VersionRegistry:
                     {
                         "sink": s.name,
                         "ranks": s.ranks,
-                        "state": "left" if s.left else "lost" if s.lost else "taking" if s.taking else "waiting",
+                        "state": s.state,
+                        "lost_ranks": sorted(s.lost_ranks),
                         "step": None if s.has is None else s.has.step,
                         "relays": bool(s.relays) and not (s.lost or s.left),
                         "late": not s.left and newest is not None and s.has != newest,

@@ -23,9 +23,9 @@ from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.load.job import LoadJob, StateWrites
 from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.load.setting import accept
-from ckpt.errors import DeadlineError, FormatError, NotFoundError, TornError, UsageError
+from ckpt.errors import DeadlineError, FormatError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.layout.layout import Layout, check_layout
-from ckpt.plan.match import Selection, several
+from ckpt.plan.match import Selection, globs_of_only
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.shm_pool import machine
@@ -111,7 +111,7 @@ class Sink:
         self._in_place = switch == "in-place"
         self._options = LoadOptions(
             layout=layout,
-            selection=Selection(only=several(only or ()), rename=tuple((rename or {}).items())),
+            selection=Selection(only=globs_of_only(only), rename=tuple((rename or {}).items())),
             strict=strict,
             cast=cast,
             verify="full",
@@ -129,6 +129,8 @@ class Sink:
         self._base: str | None = None
         """How holders call the version that the state is."""
         self._torn: str | None = None
+        self._connected = False
+        """Whether the ranks have tried to connect to each other, in their first take."""
         self.report: TakeReport | None = None
         """Of the last take."""
 
@@ -170,6 +172,9 @@ class Sink:
         began, patience = time.monotonic(), self._options.timeout if timeout is None else timeout
         for tries in range(_DROPS):
             call = self._group.call("take", self.address, self._options.timeout)
+            if not self._connected:
+                self._connected = True
+                self._group.connect(call, self._source.tell_lost)
             try:
                 offered = self._find(call, newer_than, began + patience)
             except BaseException:
@@ -181,6 +186,8 @@ class Sink:
             except BaseException as err:
                 self._source.tell(offered.version, "failed", error=f"{type(err).__name__}: {err}")
                 raise
+            finally:
+                self._cache.mappings.end()
             if taken is not None:
                 self.report = taken
                 self._blobs = dict(offered.blobs)
@@ -205,6 +212,9 @@ class Sink:
 
     def close(self) -> None:
         """End the connection to the source. The state stays as it is."""
+        if self._group.links is not None:
+            self._group.links.close()
+        self._cache.mappings.close()
         self._source.leave()
         if self._relay is not None:
             self._relay.close()
@@ -229,10 +239,10 @@ class Sink:
                 holders = json.loads(call.fetch(agreed["holders"]))
             else:
                 for tries in range(_DROPS):
-                    answer, data = self._source.newest(newer_than, end, call.heartbeat)
+                    answer, data = self._source.newest(newer_than, end, call.check_failures)
                     needed = Manifest.from_bytes(data).blobs()
                     try:
-                        new = self._source.blobs([d for d in needed if d not in self._blobs], call.heartbeat)
+                        new = self._source.blobs([d for d in needed if d not in self._blobs], call.check_failures)
                         break
                     except NotFoundError:  # it was dropped between the two questions
                         if tries == _DROPS - 1:
@@ -352,8 +362,10 @@ class Sink:
             try:
                 row = {"dropped": pulled is None, "from": {} if pulled is None else staged.came_from(pulled)}
                 agreed = job.agree(row, lambda rows: _whether_dropped(rows) | {"from": _summed(row["from"] for row in rows.values())})
-            except DeadlineError:  # a rank died or hangs, with all that it needs: what is here is whole
-                self._torn = None if not self._in_place else torn
+            except GroupError as err:
+                # A rank died or hangs, with all that it needs: what is here is whole. One that raised may have only a part.
+                if isinstance(err, DeadlineError) or (isinstance(err, RankFailedError) and err.cause is None):
+                    self._torn = None if not self._in_place else torn
                 raise
         if pulled is None or agreed["dropped"]:
             return None

@@ -13,7 +13,9 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
@@ -29,6 +31,9 @@ from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.save.job import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.layout.layout import Layout
+from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
+from ckpt.tracing.spans import Spans
+from ckpt.tracing.stall import Stall
 from ckpt.transport.shm_pool import machine
 
 from .control import ControlServer, listen_at, split_address, with_port
@@ -116,6 +121,7 @@ class Source:
         port = self._listen(call, address, given)
         try:
             self._serve(call, port, base.store.host if base.store is not None else None)
+            self._group.connect(call, self._lose)
         except BaseException:
             if port is not None:
                 port.close()
@@ -168,9 +174,21 @@ class Source:
             self._leader = VersionLeader(registry, endpoints)
             self._control = ControlServer([port], self._secret, self._timeout, registry.handle, registry.gone)
 
+    def _lose(self, rank: int) -> None:
+        """A rank of the source has died; the leader says so to whoever asks."""
+        if self._leader is not None:
+            self._leader.registry.lose(rank)
+
     # ---- publishing
 
-    def publish(self, step: int, *, capture: Literal["lazy", "eager"] = "lazy", again: bool = False) -> Publication:
+    def publish(
+        self,
+        step: int,
+        *,
+        capture: Literal["lazy", "eager"] = "lazy",
+        again: bool = False,
+        progress: bool | ProgressCallback | None = None,
+    ) -> Publication:
         """Make the state the version ``step``. Collective.
 
         ``capture``: ``"lazy"`` returns at once; the state is copied during the next forward and backward pass, and an optimizer's step
@@ -179,10 +197,14 @@ class Source:
         ``again``: a version of this step may be kept already; this is a newer one. Without it that is an error: most likely nobody
         counted.
 
-        Sinks see the version when every rank has sealed its part. Waits for the publication before, which has had a step's time.
+        ``progress``: as for :func:`ckpt.save`: the bytes of this rank that are captured, and in all.
+
+        Sinks see the version when every rank has sealed its part; ``publication.report`` then says how long each phase took. Waits for
+        the publication before, which has had a step's time.
 
         Raises:
             UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``; or this step is kept (``again``).
+            RankFailedError: another rank has died, or has closed the source.
             CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result.
         """
         check_capture(capture, None)
@@ -196,45 +218,69 @@ class Source:
                 where=self.address,
                 hint="publish in the process that made the source, or make one here",
             )
+        watcher = callback_of(progress=progress, leads=self._group.rank == self._group.leader, title=f"publish {step}")
+        began, stall = time.perf_counter(), Stall()
+        with stall:
+            return self._publish(step, capture, watcher, began, stall, again=again)
+
+    def _publish(
+        self, step: int, capture: str, watcher: ProgressCallback | None, began: float, stall: Stall, *, again: bool
+    ) -> Publication:
         if self._last is not None:
             last, self._last = self._last, None
             last.settle()
+        spans = Spans(on=settings.spans())
         call = self._group.call("publish", self.address, self._timeout)
         number = self._count = self._count + 1
         try:
             if step in self._steps.values() and not again:
                 hint = "count steps; or pass again=True, where the same step has another state on purpose"
                 raise UsageError(f"step {step} is published already", where=self.address, hint=hint)
-            collected = collect(self._state, rank=self._group.rank, ranks=self._group.ranks, layout=self._layout, shards=self._shards)
-            if len(self._shards.known) > 4 * len(collected.shard_table.tensors) + 1000:
-                self._shards.known.clear()  # of states that are not published any more
-            if self._image is None or not self._image.fits(collected):
-                self._image = ImagePlan.of(collected, self._group.rank, check_replicas=self._check_replicas)
-            prepared = prepare_image(collected, self._image, self._pool.take, self.address, lazy=capture == "lazy")
+            call.check_departed()
+            with spans.span("plan"):
+                collected = collect(self._state, rank=self._group.rank, ranks=self._group.ranks, layout=self._layout, shards=self._shards)
+                if len(self._shards.known) > 4 * len(collected.shard_table.tensors) + 1000:
+                    self._shards.known.clear()  # of states that are not published any more
+                if self._image is None or not self._image.fits(collected):
+                    self._image = ImagePlan.of(collected, self._group.rank, check_replicas=self._check_replicas)
+            prepared = prepare_image(
+                collected,
+                self._image,
+                self._pool.take,
+                self.address,
+                lazy=capture == "lazy",
+                spans=spans,
+                stall=stall,
+                began=began,
+            )
         except BaseException as err:
             call.fail("seal", err)
             raise
         publication = self._last = Publication(step, prepared.fence)
         prepared.fence.up(on_devices=prepared.on_devices)
+        reporting = ExitStack()
+        reporting.enter_context(reported(watcher, prepared.counts))
         if capture == "eager":
             prepared.fence.hurry()
             capture_image(prepared, self._threads, call.heartbeat)
-        threading.Thread(target=self._finish, args=(publication, prepared, call, number), name="ckpt-publish").start()
+        arguments = publication, prepared, call, number, reporting
+        threading.Thread(target=self._finish, args=arguments, name="ckpt-publish").start()
         return publication
 
-    def _finish(self, publication: Publication, prepared: PreparedImage, call: Call, number: int) -> None:
+    def _finish(self, publication: Publication, prepared: PreparedImage, call: Call, number: int, reporting: ExitStack) -> None:
         """Everything that needs no caller: in a thread of its own."""
         try:
-            if not publication.captured.done():
-                Pending(lambda: capture_image(prepared, 1, call.heartbeat), "ckpt-capture").wait()
-            version = self._seal(publication.step, prepared, call, number)
+            with reporting:
+                if not publication.captured.done():
+                    Pending(lambda: capture_image(prepared, 1, call.heartbeat), "ckpt-capture").wait()
+                version = self._seal(publication.step, prepared, call, number)
         except BaseException as err:  # noqa: BLE001  raised by the publication, or by the next call
             log.error("live: publishing step %d at %s failed: %s", publication.step, self.address, err)
             if not publication.captured.done():
                 prepared.fence.down(err)
             publication.sealed.set_exception(err)
         else:
-            publication.sealed.set_result(version)
+            publication.publish(version, prepared)
 
     def _seal(self, step: int, prepared: PreparedImage, call: Call, number: int) -> Version:
         rank = self._group.rank
@@ -255,7 +301,8 @@ class Source:
                 self._published[number] = published  # before the others know: a sink may ask for it before this rank hears
             del published
             try:
-                agreed = call.lead(row, lambda rows: self._completed(call, number, rows)) if call.is_leader else call.follow(row)
+                with prepared.spans.span("agree"):
+                    agreed = call.lead(row, lambda rows: self._completed(call, number, rows)) if call.is_leader else call.follow(row)
                 if agreed["names"] != self._numbers[0]:
                     names = json.loads(call.fetch(agreed["names"]))
                     self._numbers = agreed["names"], {name: n for n, name in enumerate(names)}
@@ -331,6 +378,8 @@ class Source:
                     forget_secret(self.address, self._secret)
             if self._server is not None:
                 self._server.close()
+            if self._group.links is not None:
+                self._group.links.close()
             with self._lock:
                 self._published.clear()
                 self._lock.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,8 @@ from itertools import count
 
 from ckpt import settings
 from ckpt.coordination.rows import Row
-from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError
+from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, RankFailedError
+from ckpt.plan.tables import ranks_text
 from ckpt.transport.shm_pool import machine
 
 from .control import ControlClient, split_address
@@ -22,6 +24,8 @@ log = logging.getLogger("ckpt")
 
 _numbers = count(1)
 """Of the sinks of this process."""
+_PATIENCE = 5.0
+"""Seconds for a source that is to hear of a rank that died."""
 _RELEASE = "use the same release of ckpt at both ends"
 
 
@@ -42,6 +46,14 @@ def check_holders(rows: object, where: str) -> None:
         raise CorruptError(message, where=where, hint=_RELEASE) from err
 
 
+def _never(newer: str, lost: Sequence[int], where: str) -> RankFailedError:
+    """The error where a sink waits for a version of a source that has lost ranks."""
+    message = f"the source has {newer}, and publishes none any more: its {ranks_text(lost)} died"
+    error = RankFailedError(message, where=where, hint="start the trainer again, and take again")
+    error.ranks = tuple(lost)
+    return error
+
+
 class SourceConnection:
     """A connection that is made when something is asked, and again when it was lost. ``ranks``: how many the sink has.
     ``relays``: it passes on what it takes."""
@@ -54,6 +66,9 @@ class SourceConnection:
         name = f"{socket.gethostname()}:{os.getpid()}/{next(_numbers)}"
         self._who: Row = {"name": split_address(address)[2], "sink": name, "ranks": ranks}
         self._client: ControlClient | None = None
+        self._left = False
+        self._lock = threading.Lock()
+        """Whoever asks something has it: takes, and the thread that hears of a rank that died."""
 
     def newest(self, after: Version | None, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
         """The newest version and where its parts are, and the bytes of its manifest; waits until ``end`` for another one than ``after``.
@@ -61,7 +76,7 @@ class SourceConnection:
 
         Raises:
             DeadlineError: there is none by then; or the source cannot be reached, or does not answer.
-            GroupError: it is gone.
+            GroupError: it is gone; RankFailedError if one of its ranks died, so that no other version can come.
         """
         question: Row = {
             "op": "newest",
@@ -86,8 +101,10 @@ class SourceConnection:
                     raise CorruptError("the manifest of a version came damaged", where=self._address, hint="take again")
                 check_holders(answer["holders"], self._address)
                 return answer, data
+            newer = "no version yet" if after is None else f"no version newer than {after}"
+            if answer["lost"]:
+                raise _never(newer, answer["lost"], self._address)
             if time.monotonic() >= end:
-                newer = "no version yet" if after is None else f"no version newer than {after}"
                 hint = "look whether it publishes, or wait longer (timeout=)"
                 raise DeadlineError(f"the source has {newer}", where=self._address, hint=hint)
 
@@ -123,30 +140,46 @@ class SourceConnection:
         """Let the source know that this sink has a version, and by whom its bytes came."""
         self.tell(version, "taken", bytes=sum(took_from.values()), seconds=round(seconds, 6), took_from=took_from)
 
-    def _tell(self, message: Row) -> None:
-        if self._client is None:
-            return
+    def tell_lost(self, rank: int) -> None:
+        """Let the source know that a rank of this sink has died. Any thread."""
         try:
-            self._client.ask({**self._who, **message})
+            if not self._left:  # a take that broke off has ended the connection
+                self._ask({"op": "lost", "rank": rank}, time.monotonic() + _PATIENCE, lambda: None)
         except CkptError as err:
-            log.debug("live: the source was not told: %s", err)
-            self.disconnect()
+            log.debug("live: the source was not told of a rank that died: %s", err)
+
+    def _tell(self, message: Row) -> None:
+        with self._lock:
+            if self._client is None:
+                return
+            try:
+                self._client.ask({**self._who, **message})
+            except CkptError as err:
+                log.debug("live: the source was not told: %s", err)
+                self._disconnect()
 
     def leave(self) -> None:
         """Say good-bye, if the source is there."""
-        if self._client is not None:
-            with suppress(CkptError):
-                self._client.ask({**self._who, "op": "leave"})
-        self.disconnect()
+        with self._lock:
+            self._left = True
+            if self._client is not None:
+                with suppress(CkptError):
+                    self._client.ask({**self._who, "op": "leave"})
+            self._disconnect()
 
     def disconnect(self) -> None:
         """Let the next question make another connection."""
+        with self._lock:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
 
     def _ask(self, question: Row, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
-        if self._client is None:
-            patience = min(self._timeout, max(end - time.monotonic(), 1.0))
-            self._client = ControlClient(self._address, self._secret, patience, alive)
-        return self._client.ask({**self._who, **question}, alive)
+        with self._lock:
+            if self._client is None:
+                patience = min(self._timeout, max(end - time.monotonic(), 1.0))
+                self._client = ControlClient(self._address, self._secret, patience, alive)
+            return self._client.ask({**self._who, **question}, alive)

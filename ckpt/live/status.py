@@ -25,10 +25,11 @@ class VersionStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStatus:
-    """A sink: ``state`` is ``"waiting"``, ``"taking"``, ``"left"`` (it was closed) or ``"lost"`` (its connection broke); ``step`` is of
-    the version that it has. ``late``: there is a newer one, and it has not left. ``seconds`` since it began to take a version. ``took``:
-    digest, bytes and seconds of each kept version that it has taken; ``took_from``: the bytes of the last of these by whom they came from,
-    ``"source"`` or another sink. ``relays``: it passes the version on that it has, or takes. ``error`` of its last take, or None."""
+    """A sink: ``state`` is ``"waiting"``, ``"taking"``, ``"left"`` (it was closed) or ``"lost"`` (its connection broke, or some of its
+    ranks died: ``lost_ranks``); ``step`` is of the version that it has. ``late``: there is a newer one, and it has not left. ``seconds``
+    since it began to take a version. ``took``: digest, bytes and seconds of each kept version that it has taken; ``took_from``: the bytes
+    of the last of these by whom they came from, ``"source"`` or another sink. ``relays``: it passes the version on that it has, or takes.
+    ``error`` of its last take, or None."""
 
     sink: str
     ranks: int
@@ -40,16 +41,19 @@ class SinkStatus:
     took_from: Mapping[str, int]
     relays: bool
     error: str | None
+    lost_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceStatus:
-    """All that the leader of a source knows; versions are the oldest first."""
+    """All that the leader of a source knows; versions are the oldest first. ``lost_ranks`` of the source itself have died: it publishes
+    nothing any more."""
 
     address: str
     run: str
     versions: tuple[VersionStatus, ...]
     sinks: tuple[SinkStatus, ...]
+    lost_ranks: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, address: str, data: Any) -> SourceStatus:
@@ -70,10 +74,11 @@ class SourceStatus:
                     took_from=s["took"][-1]["from"] if s["took"] else {},
                     relays=s["relays"],
                     error=s["error"],
+                    lost_ranks=tuple(s["lost_ranks"]),
                 )
                 for s in data["sinks"]
             )
-            return cls(address=address, run=data["run"], versions=versions, sinks=sinks)
+            return cls(address=address, run=data["run"], versions=versions, sinks=sinks, lost_ranks=tuple(data["lost_ranks"]))
         except (KeyError, TypeError) as err:
             raise FormatError(f"what came is no status: {err!r}", where=address, hint="use the same release of ckpt at both ends") from err
 

@@ -43,6 +43,7 @@ from .relays.relay import RelayHolders
 from .relays.relayed import RelayedVersion
 from .segments.mapped import LocalHolder, SegmentShare, check_local, copy_local, open_local
 from .segments.published import SegmentLayout
+from .segments.reader import SegmentMappings
 from .take_meter import TakeMeter
 from .versions import Manifest, Version, catalog_of, tensors_of
 
@@ -138,6 +139,7 @@ class SinkCache:
     shared_under: TransferPlan | None = None
     """under this plan."""
     buffers: list[Bytes] = field(default_factory=list)
+    mappings: SegmentMappings = field(default_factory=SegmentMappings)
 
     def catalog_of(self, offered: OfferedVersion) -> LiveCatalog:
         """The catalog of a version. Layouts and plans are forgotten where the tensors are others."""
@@ -347,6 +349,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
         offered.manifest,
         lambda rank: cache.layout_of(offered, rank),
         lambda rank: cache.share_of(plan, rank, cache.layout_of(offered, rank)),
+        cache.mappings,
     )
     mapped, wrong = check_local(opened, puller.threads, puller.alive, puller.meter.spans)
     if wrong and in_place:  # before anything is changed: may others stand in for them?

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
-from ckpt.engine.save.leader import compare_replicas, grouped
+from ckpt.engine.save.leader import grouped
+from ckpt.engine.save.replicas import compare_replicas
 from ckpt.errors import ConsistencyError
 from ckpt.plan.tables import Table, join_tables
 from ckpt.plan.values import join_values
@@ -20,7 +21,7 @@ class VersionLeader:
     """Completes versions, and has them registered. ``endpoints``: where each rank gives its pieces."""
 
     def __init__(self, registry: VersionRegistry, endpoints: Mapping[int, Row]) -> None:
-        self._registry = registry
+        self.registry = registry
         self._endpoints = endpoints
         self._tables = ""
         """What the tensors of the last version came from; as long as it is the same, so are they."""
@@ -40,10 +41,10 @@ class VersionLeader:
             )
         compare_replicas(call, rows)
         digests = [d for row in rows.values() for d in (row["table"], row["state"], row["own"]) if d is not None]
-        new = [d for d in dict.fromkeys(digests) if not self._registry.knows(d)]
+        new = [d for d in dict.fromkeys(digests) if not self.registry.knows(d)]
         call.fetch_all(new)
         blobs = {d: call.fetch(d) for d in new}
-        known = {d: blobs[d] if d in blobs else self._registry.blob(d) for d in digests}
+        known = {d: blobs[d] if d in blobs else self.registry.blob(d) for d in digests}
         tables = tuple((digest, tuple(ranks)) for digest, ranks in grouped(rows, "table"))
         own = {rank: row["own"] for rank, row in rows.items() if row["own"] is not None}
         states = grouped(rows, "state")
@@ -60,7 +61,7 @@ class VersionLeader:
             names.update(t.name for text in own_tables for t in Table.from_bytes(text.encode()).tensors)
             self._tables, self._names = same, call.leave(json.dumps(sorted(names)).encode())
         manifest = Manifest(
-            run=self._registry.run,
+            run=self.registry.run,
             step=next(iter(steps.values())),
             number=number,
             ranks=call.group.ranks,
@@ -70,5 +71,5 @@ class VersionLeader:
             segments={rank: SegmentDigest(nbytes=row["segment"][0], digest=row["segment"][1]) for rank, row in rows.items()},
         )
         holders = [{"rank": rank, **self._endpoints[rank], "at": row["at"]} for rank, row in rows.items()]
-        version, oldest = self._registry.add(manifest, holders, blobs)
+        version, oldest = self.registry.add(manifest, holders, blobs)
         return {"version": version.to_json(), "oldest": oldest, "names": self._names}

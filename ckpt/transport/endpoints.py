@@ -15,6 +15,7 @@ from ckpt import settings
 from ckpt.errors import CkptError, UsageError
 
 from .interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
+from .tcp import close_when_forked
 
 BACKLOG = 1024
 """Connections that may wait until this rank looks at them."""
@@ -28,8 +29,8 @@ _NOWHERE = "192.0.2.1"
 log = logging.getLogger("ckpt")
 
 
-def listen(store: str | None) -> list[socket.socket]:
-    """Sockets that listen at :func:`own_addresses`, on free ports. ``store``: the host of the job's store, if it has one.
+def listen(store: str | None, port: int = 0) -> list[socket.socket]:
+    """Sockets that listen at :func:`own_addresses`, on this port, or on free ones. ``store``: the host of the job's store, if it has one.
 
     Raises:
         UsageError: a setting names no interface.
@@ -39,19 +40,21 @@ def listen(store: str | None) -> list[socket.socket]:
     try:
         for host in own_addresses(store):
             if len(sockets) < MOST or is_loopback(host):  # which is last
-                sockets += _listening(host)
-        return sockets or _listening("::") or _listening("0.0.0.0")
+                sockets += _listening(host, port)
+        return sockets or _listening("::", port) or _listening("0.0.0.0", port)
     except OSError as err:
         for sock in sockets:
             sock.close()
         raise exhausted(err) from err
 
 
-def _listening(host: str) -> list[socket.socket]:
+def _listening(host: str, port: int) -> list[socket.socket]:
     """One socket, or none if the address cannot be listened at: its interface is down, or the kernel has no IPv6."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return [socket.create_server((host, 0), family=family, backlog=BACKLOG)]
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        close_when_forked(sock)
+        return [sock]
     except OSError as err:
         if err.errno in EXHAUSTED:
             raise

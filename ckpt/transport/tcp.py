@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from weakref import WeakSet
+
+_sockets: WeakSet[socket.socket] = WeakSet()
+
+
+def close_when_forked(sock: socket.socket) -> None:
+    """Close a socket in processes that this one forks, as data loaders do. A connection that a child has, too, does not end with the
+    process that talks on it: whoever waits at the other end would wait until the child has ended."""
+    _sockets.add(sock)
+
+
+def _close() -> None:
+    for sock in list(_sockets):
+        sock.close()
+    _sockets.clear()
+
+
+os.register_at_fork(after_in_child=_close)
 
 
 def prepare(sock: socket.socket, timeout: float) -> None:
     """A connection that neither waits with small messages nor waits for a silent machine for much longer than ``timeout`` seconds: the
-    kernel asks whether the other end is still there, and gives up what is not acknowledged."""
+    kernel asks whether the other end is still there, and gives up what is not acknowledged. It ends with this process."""
+    close_when_forked(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

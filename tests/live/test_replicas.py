@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,3 +73,19 @@ def test_replicas_that_differ_are_named(ranks: Ranks) -> None:
         assert (results["step"], results["again"], results["next"]) == (1, 1, 2)
         assert results["twice"] == "step 1 is published already"
         assert results["options"] == "the ranks of the source were given different options"
+
+
+def cut_and_differing() -> str:
+    """Two ranks have the same half of a tensor each; one of them has another element in it."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replica", "shard"))
+    half = torch.arange(24.0).view(6, 4).chunk(2)[dist.get_rank() % 2].clone()
+    if dist.get_rank() == 3:
+        half[2, 1] = -1
+    state = {"up": DTensor.from_local(half, mesh, [Replicate(), Shard(0)], run_check=False)}
+    with live.Source("tcp://127.0.0.1:0/s", state, timeout=20) as source, pytest.raises(ReplicaError) as caught:
+        source.publish(1, capture="eager").result(20)
+    return caught.value.message
+
+
+def test_a_part_that_differs_is_named_with_its_box_and_its_ranks(ranks: Ranks) -> None:
+    assert set(ranks.run(4, cut_and_differing)) == {"replicas differ: tensor up [3:6,0:4]: rank 1 ≠ rank 3"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -27,7 +29,8 @@ from ckpt.live.catalog import LiveCatalog
 from ckpt.live.filling import plan_filling
 from ckpt.live.segments.mapped import LocalHolder, SegmentShare
 from ckpt.live.segments.published import BlockCheck, PublishedSegment, SegmentLayout
-from ckpt.live.segments.segment import BLOCK, MappedSegment, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
+from ckpt.live.segments.reader import LOOK, MappedSegment, SegmentMappings
+from ckpt.live.segments.segment import BLOCK, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined
 from ckpt.plan.transfers import Want, plan_transfers
@@ -80,6 +83,61 @@ def test_another_process_reads_it_and_keeps_it_from_being_used_again() -> None:
     assert pool.take(values.nbytes) is segment
     with pytest.raises(NotFoundError, match="dropped before it was taken"):
         MappedSegment(SegmentAddress(os.getpid(), segment._file, "00" * 16, values.nbytes), digest)
+
+
+def mapped_files() -> set[str]:
+    """The memory of segments that this process maps, by inode."""
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        return {line.split()[4] for line in maps if "memfd:ckpt-segment" in line}
+
+
+def test_what_a_sink_has_mapped_shows_the_next_version_and_is_read_under_a_lease_alone() -> None:
+    values = np.arange(BLOCK, dtype=np.uint32)
+    segment, digest = sealed(values)
+    first, mappings, others = segment.address(), SegmentMappings(), mapped_files()
+    for version in range(4):
+        if version:
+            assert segment.renew(), "between takes the owner may fill it"
+            segment.data[:] = (values + version).view(np.uint8)
+            digest = digest_of_digests(segment.seal())
+        taken = MappedSegment(segment.address(), digest, mappings)
+        assert not segment.renew(), "during a take the owner may not"
+        taken.populate(0, values.nbytes)
+        assert taken.data.tobytes() == (values + version).tobytes()
+        mappings.end()
+    with pytest.raises(NotFoundError, match="dropped before it was taken"):
+        MappedSegment(first, digest, mappings)
+    assert segment.renew(), "a version that is gone is not leased"
+    assert mapped_files() == others
+    mappings.close()
+
+
+def publish_and_wait(pipe: Connection) -> None:
+    segments = [sealed(np.arange(number * 4096, dtype=np.uint64)) for number in (1, 2)]
+    pipe.send([(tuple(segment.address()), digest) for segment, digest in segments])
+    pipe.recv()
+    segments.pop()[0].close()
+    pipe.send("closed")
+    pipe.recv()
+
+
+def test_memory_that_its_owner_lets_go_of_is_not_kept_by_a_sink_that_waits() -> None:
+    process, pipe = in_child(publish_and_wait)
+    mappings, others = SegmentMappings(), mapped_files()
+    taken = [MappedSegment(SegmentAddress(*at), digest, mappings) for at, digest in pipe.recv()]
+    assert len(mapped_files() - others) == 2
+    mappings.end()
+    taken.clear()
+    pipe.send("close one")
+    assert pipe.recv() == "closed"
+    for left in (1, 0):
+        end = time.monotonic() + 10 * LOOK
+        while len(mapped_files() - others) > left and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(mapped_files() - others) == left
+        process.kill()
+        process.join()
+    assert "ckpt-mapped" not in {thread.name for thread in threading.enumerate()}
 
 
 def write_anyway(pipe: Connection, address: tuple[int, int, str, int]) -> None:

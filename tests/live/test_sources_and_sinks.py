@@ -211,7 +211,7 @@ def test_what_sinks_took_is_forgotten_with_the_version() -> None:
             source.publish(step).result()
             sink.take()
         assert source._leader is not None
-        (record,) = source._leader._registry._sinks.values()
+        (record,) = source._leader.registry._sinks.values()
         assert len(record.took) == 2
 
 
@@ -339,6 +339,26 @@ def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: A
     assert sums.keys() == {"match", "plan", "verify", "switch"} | ({"pull"} if local == "off" else set())
     assert sums["verify"].nbytes == total and sums["switch"].seconds <= report.seconds
     assert local == "on" or sums["pull"].nbytes == report.transferred == total
+
+
+@pytest.mark.parametrize("capture", ["eager", "lazy"])
+def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.tracing.progress_callback.INTERVAL", 0.0)
+    state = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
+    total, counts = 64 << 20, []
+    with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
+        publication = source.publish(1, capture=capture, progress=lambda done, total: counts.append((done, total)))
+        version = publication.result()
+        report = publication.report
+        with pytest.raises(UsageError, match="progress= takes True or a function"):
+            source.publish(2, progress=3)  # type: ignore[arg-type]
+        assert source.publish(2).result().step == 2
+    assert counts == sorted(counts) and counts[-1] == (total, total) and any(0 < done < total for done, _ in counts)
+    assert report is not None and (report.version, report.bytes) == (version, total)
+    sums = report.spans.sums
+    assert sums.keys() >= {"plan", "capture", "digest", "replicas", "agree"}
+    assert sums["capture"].nbytes == total and sums["digest"].nbytes >= total
+    assert 0 < report.blocked <= report.seconds
 
 
 _DYING_SINK = """

@@ -22,9 +22,9 @@ from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.job import LoadJob
-from ckpt.engine.save.leader import compare_replicas, grouped
+from ckpt.engine.save.leader import grouped
 from ckpt.engine.save.plan import replicated_chunks
-from ckpt.engine.save.replicas import Replicas
+from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.live.catalog import LiveCatalog
 from ckpt.live.client import Holder
@@ -121,7 +121,8 @@ def offer(
             return {}
         if layout is not None:
             layout.check_ranks(meeting.old)
-        mine = collect(state, rank=rank, ranks=meeting.old, layout=layout, shards=cache.old_shards)
+        with job.span("collect"):
+            mine = collect(state, rank=rank, ranks=meeting.old, layout=layout, shards=cache.old_shards)
         table = mine.shard_table
         local.update(table.tensors)
         settle_devices(devices_of(table.tensors.values()), call.url)

@@ -49,8 +49,9 @@ from ckpt.live.holdings import Holdings
 from ckpt.live.naming.renaming import check_alike, in_other_names, views_of
 from ckpt.live.naming.wording import worded
 from ckpt.live.server import PieceServer
-from ckpt.plan.match import Selection, several
+from ckpt.plan.match import Selection, globs_of_only
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
+from ckpt.tracing.spans import Spans
 
 from .aliasing import shared_memory
 from .offering import ReshardCache, meet, offer
@@ -126,13 +127,14 @@ def reshard(
     wait_for_pending_save(group)
     options = LoadOptions(
         layout=new_layout,
-        selection=Selection(only=several(only or ()), rename=tuple((rename or {}).items())),
+        selection=Selection(only=globs_of_only(only), rename=tuple((rename or {}).items())),
         strict=strict,
         cast=cast,
         verify="full",
         timeout=settings.timeout(timeout),
         threads=settings.threads(threads) if threads is not None else _THREADS,
         progress=callback_of(progress=progress, leads=group.rank == group.leader, title="reshard"),
+        spans=Spans(on=settings.spans()),
     )
     views = views_of(names, convention, numbers)
     translation = names if names is None else os.fspath(names), convention, sorted((numbers or {}).items())
@@ -208,24 +210,26 @@ class _Reshard:
             if self.group.rank in meeting.new:
                 if options.layout is not None:
                     options.layout.check_ranks(meeting.new)
-                binding = bind(
-                    state,
-                    catalog,
-                    rank=self.group.rank,
-                    ranks=meeting.new,
-                    layout=options.layout,
-                    selection=options.selection,
-                    cast=options.cast,
-                    shards=self.cache.new_shards,
-                )
-                plan = plan_filling(
-                    binding.targets.values(),
-                    catalog,
-                    rank=self.group.rank,
-                    near=meeting.near,
-                    cache=self.cache.plans,
-                    source=self.cache.key,
-                )
+                with self.job.span("match"):
+                    binding = bind(
+                        state,
+                        catalog,
+                        rank=self.group.rank,
+                        ranks=meeting.new,
+                        layout=options.layout,
+                        selection=options.selection,
+                        cast=options.cast,
+                        shards=self.cache.new_shards,
+                    )
+                with self.job.span("plan"):
+                    plan = plan_filling(
+                        binding.targets.values(),
+                        catalog,
+                        rank=self.group.rank,
+                        near=meeting.near,
+                        cache=self.cache.plans,
+                        source=self.cache.key,
+                    )
                 binding.misfits += shared_memory(offered.local.values(), plan.targets)
                 row |= row_of_match(self.job, catalog, binding, SharedReads.of((), self.group.rank, parts=False, piece=1, wanted=False))
             verdict = self.job.agree(row, partial(self._lead_fit, meeting, catalog))
@@ -262,7 +266,8 @@ class _Reshard:
         self.job.writes.begun = True
         with reported(options.progress, lambda: (filling.placed, plan.transfers.needed)):
             filling.zero_padding()
-            filling.copy_own(offered.local, self.call.heartbeat)
+            with self.job.span("copy", sum(box.numel * plan.targets[n][1].dtype.itemsize for n, box in plan.transfers.own)):
+                filling.copy_own(offered.local, self.call.heartbeat)
             pulled = pull_all(
                 plan.transfers,
                 offered.holders,
@@ -273,6 +278,7 @@ class _Reshard:
                 timeout=self.call.timeout,
                 threads=options.threads,
                 alive=self.call.check_failures,
+                spans=options.spans,
             )
         settle_devices(devices, WHAT)
         changed([part.memory for local in targets for part in local.parts])
@@ -313,6 +319,7 @@ class _Reshard:
             bytes_received=mine.received,
             seconds=seconds,
             ranks=traffic,
+            spans=(self.job.options.spans or Spans(on=False)).table(),
         )
 
 

@@ -17,7 +17,8 @@ from ckpt.live.versions import Manifest
 from ckpt.tracing.spans import Spans
 
 from .published import BlockCheck, SegmentBox, SegmentLayout
-from .segment import BLOCK, MappedSegment, SegmentAddress
+from .reader import MappedSegment, SegmentMappings
+from .segment import BLOCK, SegmentAddress
 
 log = logging.getLogger("ckpt")
 
@@ -100,6 +101,7 @@ def open_local(
     manifest: Manifest,
     layout_of: Callable[[int], SegmentLayout],
     share_of: Callable[[int], SegmentShare],
+    mappings: SegmentMappings,
 ) -> dict[int, LocalHolder]:
     """Map the segments of these ranks. Those that cannot be mapped are left out: their pieces come in the other way."""
     mapped: dict[int, LocalHolder] = {}
@@ -110,7 +112,7 @@ def open_local(
         file, token = holders[rank]["at"]
         try:
             address = SegmentAddress(int(holders[rank]["pid"]), int(file), str(token), promised.nbytes)
-            mapped[rank] = LocalHolder(rank, MappedSegment(address, promised.digest), layout, share_of(rank))
+            mapped[rank] = LocalHolder(rank, MappedSegment(address, promised.digest, mappings), layout, share_of(rank))
         except (OSError, NotFoundError) as err:  # another container, a protected process; or it is gone, which the other way finds out
             log.debug("live: the memory of rank %d cannot be mapped: %s", rank, err)
     return mapped

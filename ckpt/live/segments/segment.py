@@ -23,7 +23,6 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 from weakref import finalize
@@ -33,7 +32,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt.concurrency.workers import run_tasks
-from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.errors import CkptError
 from ckpt.memory.mappings import protect
 from ckpt.settings import limits
 
@@ -42,14 +41,10 @@ BLOCK = limits.MIB
 DATA = mmap.PAGESIZE
 """Where the boxes begin: the header has a page of its own."""
 TOKEN_BYTES = 16
-MOST_SEGMENT = 1 << 46
-"""Bytes of a segment that a reader maps at most: what a peer says is not believed."""
-_MAGIC = b"ckptseg1"
-_NAME = "ckpt-segment"
+MAGIC = b"ckptseg1"
+NAME = "ckpt-segment"
 _FUTURE_WRITE = 0x10
 """F_SEAL_FUTURE_WRITE of Linux 5.1: whoever maps it from now on cannot write."""
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14."""
 
 Bytes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.uint64]
@@ -93,9 +88,9 @@ class MemorySegment:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        size = _file_size(capacity)
+        size = file_size(capacity)
         try:
-            self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError) as err:
             raise _no_memory(size, str(err)) from err
         try:
@@ -116,7 +111,7 @@ class MemorySegment:
 
     def _begin(self) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._memory[: len(_MAGIC) + TOKEN_BYTES] = _MAGIC + self.token
+        self._memory[: len(MAGIC) + TOKEN_BYTES] = MAGIC + self.token
 
     def address(self) -> SegmentAddress:
         """For readers on this machine."""
@@ -125,7 +120,7 @@ class MemorySegment:
     def seal(self, threads: int = 1, beat: Callable[[], None] = lambda: None) -> Digests:
         """All boxes are there, and nothing changes any more. The digests of all blocks."""
         digests = digests_of(self.data, threads, beat)
-        at = _digests_at(self.capacity)
+        at = digests_at(self.capacity)
         self._whole[at : at + digests.nbytes] = digests.view(np.uint8)
         if not self._sealed:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -161,50 +156,6 @@ class MemorySegment:
             protect(self._address, len(self._whole), writable=writable)
         except OSError as err:
             raise _no_memory(len(self._whole), str(err)) from err
-
-
-class MappedSegment:
-    """The segment of another process of this machine, which it cannot fill again while this lives.
-
-    Raises:
-        NotFoundError: that version of it is gone.
-        OSError: it cannot be opened from here.
-    """
-
-    def __init__(self, at: SegmentAddress, digest: str) -> None:
-        """``digest``: that of the digests of its blocks."""
-        path = f"/proc/{at.pid}/fd/{at.file}"
-        try:
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # before it is opened: to open a device may do something
-                raise _gone(path)
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as err:
-            raise _gone(path) from err
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if not 0 <= at.nbytes <= MOST_SEGMENT or os.fstat(file).st_size != _file_size(at.nbytes):
-                raise _gone(path)
-            # A private mapping: it is never written, but numpy and torch are content.
-            memory = mmap.mmap(file, _file_size(at.nbytes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except BlockingIOError as err:  # the owner is renewing it
-            raise _gone(path) from err
-        finally:
-            os.close(file)  # the mapping keeps the lock
-        if memory[: len(_MAGIC) + TOKEN_BYTES] != _MAGIC + bytes.fromhex(at.token):
-            raise _gone(path)
-        whole = np.frombuffer(memory, dtype=np.uint8)
-        self.data: Bytes = whole[DATA : DATA + at.nbytes]
-        where, count = _digests_at(at.nbytes), -(-at.nbytes // BLOCK)
-        self.digests: Digests = whole[where : where + 8 * count].view("<u8")
-        if digest_of_digests(self.digests) != digest:
-            raise CorruptError("the digests of a segment are not what its manifest says", where=path, hint="publish again")
-        self._memory = memory
-
-    def populate(self, start: int, stop: int) -> None:
-        """Map the pages of these bytes of the boxes now, all at once: a fault for each few of them takes as long as hashing them."""
-        first, last = (DATA + start) // BLOCK * BLOCK, min(-(-(DATA + stop) // BLOCK) * BLOCK, len(self._memory))
-        with suppress(OSError):  # before Linux 5.14
-            self._memory.madvise(_POPULATE_READ, first, last - first)
 
 
 class SegmentPool:
@@ -262,16 +213,14 @@ class SegmentPool:
             self._idle.popleft().close()
 
 
-def _digests_at(capacity: int) -> int:
+def digests_at(capacity: int) -> int:
+    """Where the digests begin in a segment of so many bytes of boxes,"""
     return DATA + -(-capacity // 8) * 8
 
 
-def _file_size(capacity: int) -> int:
-    return -(-(_digests_at(capacity) + 8 * -(-capacity // BLOCK)) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _gone(path: str) -> NotFoundError:
-    return NotFoundError("a version was dropped before it was taken", where=path, hint="take it again: there is a newer one")
+def file_size(capacity: int) -> int:
+    """and how long its file is."""
+    return -(-(digests_at(capacity) + 8 * -(-capacity // BLOCK)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _no_memory(size: int, why: str) -> CkptError:

@@ -1,0 +1,219 @@
+"""Connections that notice at once when a rank's process ends, although nothing travels: the kernel closes them with it.
+
+    leader (position 0) ◄──── positions 1 … 63               each rank keeps a connection to its parent; whose connection ends is gone
+       ▲  ▲  ▲
+       │  │  └────────────── position 64 ◄──── 65 … 127       heads of teams, so that 16,384 ranks cost no process more than 318 connections
+       │  └───────────────── position 128 ◄─── 129 … 191
+
+A head tells the leader whom of its team it has lost, and its team if the leader is gone. That is enough: the leader waits for rows of all
+ranks and raises when one of them is gone, and everybody else waits for the leader's word.
+
+Signs of life through the store (``liveness.py``) stay the last resort: a process that hangs keeps its connection, and where no connection
+can be made, as behind a firewall, there is none to end. A process that leaves says so first, and counts as closed, not as dead.
+
+Nobody has departed before ``GRACE`` seconds. The last row or error of a rank goes through the store, and may be slower than the end of its
+connection; and a rank that lives connects again, so that a reset on the way makes nobody dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ckpt.errors import CkptError, RankFailedError
+from ckpt.live.connections import ConnectionServer
+from ckpt.live.wire import Channel, dial
+from ckpt.plan.tables import ranks_text
+from ckpt.transport.endpoints import listen, network
+
+from .channel import TEAM
+from .rows import Row
+
+GRACE = 0.25
+"""Seconds from the end of a connection on, after which its rank has departed."""
+_PATIENCE = 5.0
+"""Seconds that a rank tries to connect to its parent."""
+_PATIENCE_AGAIN = 0.25
+"""The same for a parent whose connection has ended: most likely nobody listens there any more."""
+_PURPOSE = "liveness"
+_POSITION = struct.Struct("<I")
+_MESSAGE = struct.Struct("<BI")
+"""What has become of a rank, and its position."""
+_DEPARTED, _CLOSED = 1, 2
+
+log = logging.getLogger("ckpt")
+
+
+class LivenessLinks:
+    """This rank's connection to its parent, and those of its children to it. Ranks go by their positions in ``ranks``; the leader's is 0.
+
+    Collective: every rank makes one and tells its ``row``; the leader makes the ``word`` of all rows, and each calls ``connect`` with it.
+    On the leader, ``on_death`` gets each rank that has died, in some thread.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        ranks: tuple[int, ...],
+        timeout: float,
+        *,
+        store: str | None = None,
+        on_death: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        """``store``: the host of the job's store, if it has one. Raises as ``ckpt.transport.endpoints.listen``."""
+        self._position = position
+        self._ranks = ranks
+        self._timeout = timeout
+        self._on_death = on_death
+        self._lock = threading.Lock()
+        self._children: dict[int, Channel] = {}
+        self._leaving: set[int] = set()
+        """Who has said good-bye."""
+        self._closing = threading.Event()
+        self._ports = listen(store) if position % TEAM == 0 else []
+        self._server: ConnectionServer | None = None
+        self._parent: Channel | None = None
+        self._thread: threading.Thread | None = None
+        self.departed: dict[int, bool] = {}
+        """Who has left or died, by position, and whether it said good-bye. Only ever added to."""
+
+    # ---- connecting
+
+    def row(self) -> Row:
+        """What the other ranks need to know of a head."""
+        return {"addresses": [port.getsockname()[:2] for port in self._ports], "network": network()} if self._ports else {}
+
+    def word(self, rows: Mapping[int, Row]) -> Row:
+        """Leader: what every rank needs to connect, of the rows by rank."""
+        heads = {str(place): rows[rank] for place, rank in enumerate(self._ranks) if place % TEAM == 0}
+        return {"secret": secrets.token_hex(16), "heads": heads}
+
+    def connect(self, word: Mapping[str, Any]) -> None:
+        """Connect to the parent, and let the children connect. Where that cannot be, a rank that dies is noticed by its silence alone."""
+        secret = bytes.fromhex(word["secret"])
+        if self._ports:
+            self._server = ConnectionServer(self._ports, secret, self._timeout, purpose=_PURPOSE, name="ckpt-liveness", serve=self._attend)
+        if self._position == 0:
+            return
+        parent = 0 if self._position % TEAM == 0 else self._position - self._position % TEAM
+        head = word["heads"][str(parent)]
+
+        def connection(patience: float) -> Channel:
+            channel = dial(
+                [(str(host), int(port)) for host, port in head["addresses"]],
+                secret,
+                min(self._timeout, patience),
+                peer=f"rank {self._ranks[parent]}",
+                purpose=_PURPOSE,
+                same_network=head["network"] == network(),
+            )
+            channel.send(_POSITION.pack(self._position))
+            return channel
+
+        try:
+            self._parent = connection(_PATIENCE)
+        except (CkptError, OSError) as err:
+            log.warning("a rank that dies is noticed after %g s without a sign of life, not at once: %s", self._timeout, err)
+            return
+        self._thread = threading.Thread(target=self._stay, args=(parent, connection), name="ckpt-liveness", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say good-bye to all, and end the connections."""
+        with self._lock:
+            self._closing.set()
+            channels = [*self._children.values(), *self._upwards()]
+        for channel in channels:
+            _tell(channel, _CLOSED, self._position)
+        for channel in self._upwards():
+            channel.close()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+        if self._server is not None:
+            self._server.close()
+        for port in self._ports:
+            port.close()
+
+    def departure(self, positions: Collection[int], kind: str, url: str, phase: str) -> RankFailedError:
+        """The error for ranks that have departed, while a call waits for them."""
+        died = [p for p in positions if not self.departed[p]]
+        if died:
+            why, hint = "died, as its connection has ended", "look why that process ended: its output, and the machine's log of memory"
+        else:
+            why, hint = "has closed its end, and takes part no longer", "let all ranks make the same calls before one of them closes"
+        ranks = sorted(self._ranks[p] for p in died or positions)
+        error = RankFailedError(f"{kind}: {ranks_text(ranks)} {why} (phase {phase!r})", where=url, hint=hint)
+        error.ranks, error.departed = tuple(ranks), True
+        return error
+
+    # ---- hearing
+
+    def _stay(self, parent: int, connection: Callable[[float], Channel]) -> None:
+        """Be connected to the parent until it has departed."""
+        while self._parent is not None and not self._closing.is_set():
+            self._listen_to(self._parent)
+            if self._closing.is_set():
+                return
+            try:
+                if parent in self._leaving:
+                    break
+                self._parent.close()
+                self._parent = connection(_PATIENCE_AGAIN)
+            except (CkptError, OSError):
+                break
+        self._depart(parent)
+
+    def _attend(self, channel: Channel) -> None:
+        """Serve a child until its connection ends."""
+        (position,) = _POSITION.unpack(channel.receive(_POSITION.size))
+        if not 0 < position < len(self._ranks):
+            return
+        with self._lock:
+            self._children[position] = channel
+        self._listen_to(channel)
+        if not self._closing.wait(GRACE) and self._children.get(position) is channel:
+            self._depart(position)
+
+    def _listen_to(self, channel: Channel) -> None:
+        """Hear who departs, until the connection ends."""
+        channel.sock.settimeout(None)  # costs nothing while nothing comes; close() and the kernel wake it
+        message = b""
+        with suppress(OSError):
+            while data := channel.sock.recv(_MESSAGE.size - len(message)):
+                message += data
+                if len(message) == _MESSAGE.size:
+                    what, position = _MESSAGE.unpack(message)
+                    message = b""
+                    if what == _CLOSED:
+                        self._leaving.add(position)
+                    if what == _DEPARTED:
+                        self._depart(position)
+
+    def _depart(self, position: int) -> None:
+        """A rank is not there any more; tell whoever cannot see it: the leader of one of the team, the team of the leader."""
+        with self._lock:
+            if self._closing.is_set() or position in self.departed or not 0 <= position < len(self._ranks):
+                return
+            closed = position in self._leaving
+            self.departed[position] = closed
+            channels = self._upwards() if position else [*self._children.values()]
+        for channel in channels:
+            if closed:
+                _tell(channel, _CLOSED, position)
+            _tell(channel, _DEPARTED, position)
+        log.info("live: rank %d has %s", self._ranks[position], "closed its end" if closed else "died: its connection ended")
+        if not closed and not self._position:
+            self._on_death(self._ranks[position])
+
+    def _upwards(self) -> list[Channel]:
+        return [] if self._parent is None else [self._parent]
+
+
+def _tell(channel: Channel, what: int, position: int) -> None:
+    with suppress(OSError):
+        channel.sock.sendall(_MESSAGE.pack(what, position))
