@@ -1,8 +1,9 @@
 """``python -m benchmarks.memory_tier``: what a save into memory costs the trainer, and a load from it, beside memcpy and tmpfs.
 
 One process, contestants in turn, medians of wall and CPU seconds of this process. ``memcpy`` copies the same bytes into warm memory by one
-thread. The trainer is blocked for the call, and for the fence after a forward pass of twice a memcpy. *first* is the first round, in which
-pages are made, and is not part of the medians. The memory of the trainer beside the state, and of the daemon, is in MiB.
+thread. The trainer is blocked for the call, and for the fence after a forward pass of twice a memcpy. *first* is the first round. It and
+the second one, in which pages are made, are not part of the medians. The memory of the trainer beside the state, and of the daemon beside
+its files, is in MiB; the files are those of two versions, and one that is filled next.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import ckpt
 from ckpt.memory import client
 
 TENSORS = 16
+_FRESH = 2
+"""Rounds in which the daemon has no files yet that were filled before."""
 State = dict[str, torch.Tensor]
 
 
@@ -37,10 +40,10 @@ class Times:
         self.taken.setdefault(name, []).append((time.perf_counter() - wall, time.process_time() - cpu))
 
     def print(self) -> None:
-        base = [statistics.median(column[1:]) for column in zip(*self.taken["memcpy"], strict=True)]
+        base = [statistics.median(column[_FRESH:]) for column in zip(*self.taken["memcpy"], strict=True)]
         print(f"{'':28}{'wall s':>9}{'x':>7}{'CPU s':>9}{'x':>7}{'first s':>9}")
         for name, rows in self.taken.items():
-            wall, cpu = (statistics.median(column[1:]) for column in zip(*rows, strict=True))
+            wall, cpu = (statistics.median(column[_FRESH:]) for column in zip(*rows, strict=True))
             print(f"{name:28}{wall:9.3f}{wall / base[0]:7.2f}{cpu:9.3f}{cpu / base[1]:7.2f}{rows[0][0]:9.3f}")
 
 
@@ -91,6 +94,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512, help="MiB of the state")
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
+    given.rounds = max(given.rounds, _FRESH + 1)
     state = {f"w{i}": torch.randn((given.size << 20) // 4 // TENSORS) for i in range(TENSORS)}
     shared = tempfile.mkdtemp(dir="/dev/shm")
     daemon = client.connect()
@@ -98,12 +102,14 @@ def main() -> None:
         ckpt.save_async("mem://bench/warm", {"w": torch.ones(5)}).result()
         times, before = Times(), anonymous("self")
         saves(state, times, given.rounds, "mem://bench")
-        own = anonymous("self") - before
+        own, usage = anonymous("self") - before, daemon.status()
+        files = sum(int(usage[kind]) for kind in ("objects", "lent", "dropped", "spare")) / (given.size << 20)
         ckpt.save(f"{shared}/step", state)
         loads(state, times, given.rounds, f"mem://bench/eager-{given.rounds - 1:08d}", f"{shared}/step")
         times.print()
         pid = daemon.status()["pid"]
-        print(f"memory beside the state: trainer {own:.0f} MiB, daemon {anonymous(pid):.0f} MiB, of {given.size} MiB")
+        beside = f"trainer {own:.0f} MiB, daemon {anonymous(pid):.0f} MiB"
+        print(f"memory beside the state of {given.size} MiB: {beside}; files of the daemon: {files:.2f} × the state")
     finally:
         daemon.drop("bench")
         shutil.rmtree(shared)

@@ -17,7 +17,8 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, IndexFile
 from ckpt.formats.native.paths import INDEX_NAMES
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.step_listing import infos, list_steps
+from ckpt.maintenance.removal import infos
+from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import EverySteps, Latest
 from ckpt.training.tiers import Tiers
 

@@ -79,7 +79,7 @@ def train(run: str, local: str | None, steps: int, log: str) -> None:
 
     with ckpt.Checkpointer(run, local=local, save=EverySteps(3), keep=Latest(2), timeout=TIMEOUT) as c:
         start = c.restore(state)
-        say(log, start=start, copy=c.restored_from, ranks=dist.get_world_size())
+        say(log, start=start, copy=str(c.restored_from) if start is not None else None, ranks=dist.get_world_size())
         saved = True
         for step in range(0 if start is None else start + 1, steps):
             for parameter, gradient in zip(model.parameters(), gradients(model, step), strict=True):

@@ -8,15 +8,15 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from weakref import finalize
 
-from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
+from ckpt.errors import NotFoundError, StorageError
 
 from . import place
 from .connection import TIMEOUT, DaemonConnection, gone, start_daemon, try_to_connect
-from .mappings import Bytes, FileMapping, MappingCache
+from .loan import IdleConnections, Loan
+from .mappings import MappingCache
 from .messages import Message, receive, send
 from .objects import MemoryObject
 from .remote import split_host
@@ -102,79 +102,6 @@ class MappedObject:
         self._close()
 
 
-class Loan:
-    """Memory of the daemon in which an object's bytes can be put before it has a name. Gone with the process, unless ``put``.
-
-    Not for several threads at once, but for ``memory``.
-    """
-
-    def __init__(self, connection: DaemonConnection, size: int, mappings: MappingCache) -> None:
-        answer, files = connection.ask({"ask": "lend", "size": size})
-        self.size = size
-        self._connection = connection
-        self._mappings = mappings
-        self._file = files[0]
-        self._close = finalize(self, _end_loan, connection, self._file)
-        self.mapping: FileMapping | None = None
-        try:
-            self.mapping = mappings.open(self._file, int(answer["capacity"]), fresh=bool(answer["fresh"]))
-        except OSError as err:
-            self.close()
-            raise NoSpaceError(
-                f"{size:,} bytes of the daemon's memory cannot be mapped: {err}", hint="look at the limits of this process (ulimit -v)"
-            ) from err
-
-    @property
-    def data(self) -> Bytes:
-        """Its bytes, to be filled.
-
-        Raises:
-            StorageError: it was put or closed.
-        """
-        if self.mapping is None:
-            raise StorageError("this memory was given back already", where="the memory of this machine", hint="please report this")
-        return self.mapping.data[: self.size]
-
-    @property
-    def memory(self) -> memoryview:
-        """The same as ``data``."""
-        return self.data.data
-
-    def put(self, path: str, digest: str | None = None) -> MemoryObject:
-        """Name what was filled; from here on it cannot be written, and outlives this process. If that fails, it is given back.
-
-        Raises:
-            ConflictError: the name is taken.
-            StorageError: the daemon is gone.
-        """
-        if self.mapping is None:
-            raise StorageError("this memory was given back already", where=f"mem://{path}", hint="please report this")
-        mapping, self.mapping = self.mapping, None
-        try:
-            self._mappings.keep(self._file, mapping)
-            answer, _ = self._connection.ask({"ask": "put", "path": path, "digest": digest})
-        except OSError as err:
-            if isinstance(err, CkptError):
-                raise
-            raise StorageError(f"what was filled cannot be protected: {err}", where=f"mem://{path}", hint="save again") from err
-        finally:
-            self.close()
-        return MemoryObject.of(answer["object"])
-
-    def close(self) -> None:
-        """Give it back, unless it was put."""
-        if self.mapping is not None:
-            self.mapping = None
-            with suppress(CkptError):  # a daemon that is gone has nothing any more
-                self._connection.ask({"ask": "give_back"})
-        self._close()
-
-
-def _end_loan(connection: DaemonConnection, file: int) -> None:
-    os.close(file)
-    connection.close()
-
-
 class MemoryClient:
     """The daemon of one folder, asked by any number of threads. :func:`connect` gives it."""
 
@@ -183,6 +110,7 @@ class MemoryClient:
         self._lock = threading.Lock()
         self._connection: DaemonConnection | None = None
         self._mappings = MappingCache()
+        self._idle = IdleConnections()
 
     def reach(self, *, start: bool) -> None:
         """Connect, unless that was done; see :func:`connect`."""
@@ -208,6 +136,7 @@ class MemoryClient:
                 "no memory daemon runs", where=str(self.folder), hint="it starts with the first save to mem://, or by `ckpt memory serve`"
             )
         self._mappings.clear()  # of another daemon, perhaps
+        self._idle.clear()
         return connection
 
     def _ask(self, question: Message) -> tuple[Message, Sequence[int]]:
@@ -242,11 +171,22 @@ class MemoryClient:
             NoSpaceError: the daemon's budget does not have so much left.
             StorageError: the daemon is gone.
         """
-        connection = try_to_connect(self.folder)
+        kept = self._idle.take()
+        if kept is not None:
+            try:
+                return Loan(kept, size, self._mappings, self._idle)
+            except StorageError:
+                if kept.is_open():  # the daemon refuses
+                    kept.close()
+                    raise
+            except BaseException:
+                kept.close()
+                raise
+        connection = try_to_connect(self.folder)  # it may have been replaced just now
         if connection is None:
             raise gone(self.folder, "nobody listens")
         try:
-            return Loan(connection, size, self._mappings)
+            return Loan(connection, size, self._mappings, self._idle)
         except BaseException:
             connection.close()
             raise
@@ -346,6 +286,7 @@ class MemoryClient:
 
         Raises:
             BusyError: saves or copies are going on.
+            StorageError: the program that is installed now does not start; the daemon goes on as it was.
         """
         self._ask({"ask": "replace"})
 

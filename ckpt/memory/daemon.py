@@ -26,6 +26,7 @@ from . import place
 from .messages import PROTOCOL, Message, close_all, receive, send
 from .pulling import ObjectPuller
 from .serving import MemoryServer
+from .standby import HandedOver, Standby
 from .store import Lent, MemoryStore
 
 _TICK = 2.0
@@ -46,16 +47,27 @@ class ClientConnection:
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """Why :meth:`MemoryDaemon.run` ended: another program is to go on with these."""
+    """Why :meth:`MemoryDaemon.run` ended: another program, which stands by, is to go on with this."""
 
-    socket: int
-    store: Message
+    standby: Standby
+    handed_over: HandedOver
 
 
 class MemoryDaemon:
     """Serves ``store`` at the socket of ``folder``, which it listens at already."""
 
-    def __init__(self, folder: Path, listening: socket.socket, store: MemoryStore, *, secret: str, idle: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        listening: socket.socket,
+        store: MemoryStore,
+        *,
+        secret: str,
+        idle: float,
+        lock: int,
+        server: MemoryServer | None,
+    ) -> None:
+        """``lock``: the descriptor that keeps other daemons from the folder; ``server``: for other machines, if it listens for them yet."""
         self._folder = folder
         self._listening = listening
         self._store = store
@@ -64,10 +76,11 @@ class MemoryDaemon:
         self._selector = selectors.DefaultSelector()
         self._connections: set[ClientConnection] = set()
         self._puller = ObjectPuller(store)
-        self._server: MemoryServer | None = None
+        self._server = server
         self._began = self._used = time.monotonic()
         self._ending = False
-        self._replacing = False
+        self._lock = lock
+        self._standby: Standby | None = None
         self._inode = place.socket_inode(folder)
         self._answers: dict[str, Callable[[ClientConnection, Message], Answer]] = {
             "hello": self._hello,
@@ -97,7 +110,7 @@ class MemoryDaemon:
         self._listening.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ, None)
         ticked = time.monotonic()
-        while not self._ending and not self._replacing:
+        while not self._ending and self._standby is None:
             for key, _ in self._selector.select(_TICK):
                 if key.data is None:
                     self._accept()
@@ -124,9 +137,10 @@ class MemoryDaemon:
             self._server.close()
         for connection in list(self._connections):
             self._close(connection)
-        if self._replacing:
-            self._listening.set_inheritable(True)
-            return Replaced(socket=self._listening.detach(), store=self._store.hand_over())
+        if self._standby is not None:
+            handed_over = self._hand_over()
+            self._listening.detach()
+            return Replaced(standby=self._standby, handed_over=handed_over)
         if place.is_ours(self._folder, self._inode):
             place.forget_socket(self._folder)
         self._listening.close()
@@ -220,8 +234,12 @@ class MemoryDaemon:
     def _replace(self, connection: ClientConnection, asked: Message) -> Answer:
         if any(c.lent is not None for c in self._connections) or self._puller.is_busy():
             raise BusyError("saves or copies into this memory are going on", hint="wait until they have ended, then replace the daemon")
-        self._replacing = True
+        self._standby = Standby(self._folder, self._hand_over())
         return {"pid": os.getpid()}, []
+
+    def _hand_over(self) -> HandedOver:
+        store = self._store.hand_over()
+        return HandedOver(socket=self._listening.fileno(), lock=self._lock, store=store, files=self._store.files_of(store))
 
     def _lend(self, connection: ClientConnection, asked: Message) -> Answer:
         if connection.lent is not None:

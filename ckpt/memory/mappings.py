@@ -1,6 +1,8 @@
 """What this process maps of the files that it fills: kept from one object to the next, since a new mapping costs a fault for each page.
 
-A mapping that is not being filled is protected: a stray write ends the process instead of changing a checkpoint. It keeps no memory: the
+A mapping that is not being filled is protected: a stray write ends the process instead of changing a checkpoint. Changing that costs time
+for each page, a tenth of the copy, and everything else that changes the address space of the process waits for it. So pages become writable
+only where they are about to be filled, by the thread that fills them, and are protected piece by piece. A mapping keeps no memory: the
 daemon frees the pages of a file whoever maps it.
 """
 
@@ -11,14 +13,20 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+
+from ckpt.settings import limits
 
 _KEPT = 64
 """Mappings that are kept: the files of three versions of a rank's state."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: one call in place of a fault for each page."""
+
+_STRETCH = 16 * limits.MIB
+"""The protection of so many bytes is changed at once: page faults of other threads wait no longer than that."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,13 +46,30 @@ class FileMapping:
             populate(memory, _POPULATE_WRITE)
         self.data: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.address = int(self.data.ctypes.data)
+        self.protected = False
 
-    def protect(self, *, writable: bool) -> None:
-        """
+    def open(self, start: int, length: int) -> None:
+        """Let these bytes, and the pages around them, be written to. Any number of threads may call it.
+
         Raises:
             OSError: the system refuses it.
         """
-        protect(self.address, len(self.data), writable=writable)
+        if self.protected and length:
+            first, last = start // mmap.PAGESIZE * mmap.PAGESIZE, -(-(start + length) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._change(first, last, writable=True)
+
+    def protect(self) -> None:
+        """Nobody writes to it from here on, until it is opened again.
+
+        Raises:
+            OSError: the system refuses it.
+        """
+        self._change(0, len(self.data), writable=False)
+        self.protected = True
+
+    def _change(self, first: int, last: int, *, writable: bool) -> None:
+        for at in range(first, last, _STRETCH):
+            protect(self.address + at, min(_STRETCH, last - at), writable=writable)
 
 
 def protect(address: int, size: int, *, writable: bool) -> None:
@@ -54,10 +79,16 @@ def protect(address: int, size: int, *, writable: bool) -> None:
         OSError: the system refuses it.
     """
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(access)):
+    if _mprotect()(address, size, access):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+@cache
+def _mprotect() -> ctypes._NamedFuncPointer:
+    call = ctypes.CDLL(None, use_errno=True).mprotect
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
 
 
 def populate(memory: mmap.mmap, advice: int) -> None:
@@ -76,7 +107,7 @@ class MappingCache:
         self._kept: OrderedDict[int, FileMapping] = OrderedDict()
 
     def open(self, file: int, capacity: int, *, fresh: bool) -> FileMapping:
-        """The mapping of a lent file, to be written to.
+        """The mapping of a lent file, to be written to where it is opened.
 
         Raises:
             OSError: it cannot be mapped.
@@ -85,12 +116,11 @@ class MappingCache:
             mapping = self._kept.pop(os.fstat(file).st_ino, None)
         if mapping is None:
             return FileMapping(file, capacity, fresh=fresh)
-        mapping.protect(writable=True)
         return mapping
 
     def keep(self, file: int, mapping: FileMapping) -> None:
         """It is filled: nobody writes to it from here on."""
-        mapping.protect(writable=False)
+        mapping.protect()
         with self._lock:
             self._kept[os.fstat(file).st_ino] = mapping
             while len(self._kept) > _KEPT:

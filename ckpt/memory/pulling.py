@@ -13,7 +13,7 @@ from typing import Literal
 
 import xxhash
 
-from ckpt.errors import CkptError, ConflictError, CorruptError, error_to_json
+from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, error_to_json
 from ckpt.settings import limits
 
 from .messages import Message
@@ -53,7 +53,7 @@ class Pull:
 
 
 class ObjectPuller:
-    """Pulls objects into a store, a thread for each source. An object that is here already, with the same size, is complete."""
+    """Pulls objects into a store, a thread for each source. An object that is here already, with the same digest, is complete."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -114,7 +114,7 @@ class ObjectPuller:
         try:
             there = remote.stat(pull.path)
             pull = self._note(replace(pull, size=there.size, state="copying"))
-            if not self._is_here(there):
+            if not self._is_here(remote, there):
                 pull = self._copy(remote, there, pull, pace)
             self._note(replace(pull, copied=there.size, state="complete"))
         except (CkptError, OSError, KeyError, TypeError, ValueError) as err:  # what a peer says may be anything
@@ -122,9 +122,23 @@ class ObjectPuller:
             row = error_to_json(err if isinstance(err, CkptError) else CkptError(str(err)))
             self._note(replace(pull, state="failed", error=row))
 
-    def _is_here(self, there: MemoryObject) -> bool:
-        here = self._store.list(there.path)
-        return bool(here) and here[0].path == there.path and here[0].size == there.size
+    def _is_here(self, remote: RemoteMemory, there: MemoryObject) -> bool:
+        """Whether this memory has the same bytes under the same name: sizes of other steps are the same, so only digests tell.
+
+        Raises:
+            ConflictError: it has other bytes.
+        """
+        try:
+            here = self._store.stat(there.path)
+        except NotFoundError:
+            return False
+        if here.size == there.size and self._store.digest(there.path).digest == remote.stat(there.path, digest=True).digest:
+            return True
+        raise ConflictError(
+            "this machine has another object of that name",
+            where=f"mem://{there.path}",
+            hint="drop one of them (ckpt memory drop), then copy it again",
+        )
 
     def _copy(self, remote: RemoteMemory, there: MemoryObject, pull: Pull, pace: float | None) -> Pull:
         lent = self._store.lend(there.size)

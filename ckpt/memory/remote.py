@@ -52,6 +52,15 @@ class RemoteMemory:
         self._idle: deque[Channel] = deque()
         finalize(self, _close_all, self._idle)
 
+    def hello(self) -> tuple[str, str]:
+        """The id of the daemon, and the name of its machine.
+
+        Raises:
+            StorageError: the daemon is gone or hangs.
+        """
+        answer = self._ask({"ask": "hello"})
+        return str(answer["id"]), str(answer["host"])
+
     def list(self, prefix: str) -> list[MemoryObject]:
         """
         Raises:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import logging
 import os
 import resource
@@ -28,13 +27,15 @@ from ckpt import settings
 from ckpt.errors import BusyError, CkptError, DeadlineError, UsageError
 from ckpt.text.units import parse_size
 
-from . import place
+from . import place, standby
 from .budget import default_budget
 from .daemon import MemoryDaemon
+from .serving import MemoryServer
 from .store import MemoryStore
 
 START_SECONDS = 30.0
-_LATER = "--taken-over"
+
+log = logging.getLogger("ckpt")
 _LISTENS = b"1"
 
 
@@ -44,11 +45,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--background", action="store_true")
     parser.add_argument("--budget", type=int)
-    parser.add_argument(_LATER, type=int, dest="state")
+    parser.add_argument(standby.TAKEN_OVER, type=int, dest="state")
+    parser.add_argument(standby.STAND_BY, dest="stand_by")
+    parser.add_argument(standby.TAKEN, dest="taken")
     given = parser.parse_args()
     try:
         if given.state is not None:
-            _go_on(given.folder, given.state)
+            _go_on(given.folder, given.state, stand_by=given.stand_by, taken=given.taken)
         elif given.background:
             start_in_background(given.folder, given.budget)
         else:
@@ -121,9 +124,16 @@ def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lamb
     given = _budget() if budget is None else budget
     place.secret_of(folder, make=True)
     store = MemoryStore(default_budget() if given is None else given)
+    server = _server(folder, store)
     listening = place.listen_socket(folder)
     listens()
-    _run(folder, listening, store, lock)
+    _run(folder, listening, store, lock, server)
+
+
+def _server(folder: Path, store: MemoryStore) -> MemoryServer | None:
+    """What listens for other machines from the start on, if ``CKPT_MEMORY_PORT`` says where."""
+    port = settings.memory_port()
+    return MemoryServer(store, place.secret_of(folder), port) if port else None
 
 
 def _budget() -> int | None:
@@ -134,20 +144,26 @@ def _budget() -> int | None:
         raise UsageError(err.message, where="CKPT_MEMORY_BUDGET") from err
 
 
-def _go_on(folder: Path, state: int) -> None:
-    """After ``exec``: the new program of the same process."""
-    with os.fdopen(state, "rb") as file:
-        given = json.load(file)
-    os.set_inheritable(given["socket"], False)
-    os.set_inheritable(given["lock"], False)
-    _run(folder, socket.socket(fileno=given["socket"]), MemoryStore.taken_over(given["store"]), given["lock"])
+def _go_on(folder: Path, state: int, *, stand_by: str | None, taken: str | None) -> None:
+    """With all that the program before this one had."""
+    handed_over = standby.HandedOver.read(state)
+    listening, store = socket.socket(fileno=handed_over.socket), MemoryStore.taken_over(handed_over.store)
+    if taken is not None:
+        standby.tell_taken(taken)
+    if stand_by is None or standby.stand_by(stand_by):
+        server = None
+        try:
+            server = _server(folder, store)
+        except CkptError as err:  # what it holds counts more
+            log.warning("other machines cannot reach this memory: %s", err)
+        _run(folder, listening, store, handed_over.lock, server)
 
 
-def _run(folder: Path, listening: socket.socket, store: MemoryStore, lock: int) -> None:
+def _run(folder: Path, listening: socket.socket, store: MemoryStore, lock: int, server: MemoryServer | None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft != hard else (soft, hard))
-    daemon = MemoryDaemon(folder, listening, store, secret=place.secret_of(folder), idle=settings.memory_idle())
+    daemon = MemoryDaemon(folder, listening, store, secret=place.secret_of(folder), idle=settings.memory_idle(), lock=lock, server=server)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         daemon.stop()
@@ -156,11 +172,7 @@ def _run(folder: Path, listening: socket.socket, store: MemoryStore, lock: int) 
     signal.signal(signal.SIGINT, stop)
     replaced = daemon.run()
     if replaced is not None:
-        state = os.memfd_create("ckpt-state")  # without CLOEXEC: the next program reads it
-        os.set_inheritable(state, True)
-        os.set_inheritable(lock, True)
-        os.pwrite(state, json.dumps({"socket": replaced.socket, "store": replaced.store, "lock": lock}).encode(), 0)
-        os.execv(sys.executable, [sys.executable, "-m", "ckpt.memory.running", str(folder), _LATER, str(state)])
+        replaced.standby.replace_this_program(folder, replaced.handed_over)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the daemon gives to other machines: lists of its objects, and their bytes, over TCP, to whoever knows the secret.
 
 asked                                  answered
+{"ask": "hello"}                       {"id": the daemon's, "host": the machine's name}
 {"ask": "list", "prefix": …}           {"objects": [rows]}
 {"ask": "stat", "path": …}             {"object": row}
 {"ask": "digest", "path": …}           {"object": row}, which then has a digest
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt.errors import CkptError, CorruptError, DeadlineError, FormatError, error_to_json
+from ckpt.errors import BusyError, CkptError, CorruptError, DeadlineError, FormatError, error_to_json
 from ckpt.live.connections import ConnectionServer
 from ckpt.live.wire import Channel, receive, send
 from ckpt.settings import limits
@@ -36,14 +38,18 @@ _STRETCH = 4 * limits.MIB
 class MemoryServer:
     """Serves the objects of a store. ``addresses`` are where it listens, the most likely first."""
 
-    def __init__(self, store: MemoryStore, secret: str) -> None:
-        """
+    def __init__(self, store: MemoryStore, secret: str, port: int = 0) -> None:
+        """``port``: where to listen; by default any that is free.
+
         Raises:
             UsageError: a setting names no interface.
+            BusyError: another process has the port.
             CkptError: this process has too many files open.
         """
         self._store = store
-        ports = listen(None)
+        ports = listen(None, port)
+        if not ports:
+            raise BusyError(f"port {port} is taken", where="CKPT_MEMORY_PORT", hint="look who has it: ss -lptn; or choose another one")
         self.addresses: Sequence[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
         self._connections = ConnectionServer(
             ports, secret.encode(), _SILENT_SECONDS, purpose=PURPOSE, name="ckpt-memory-serve", serve=self._converse
@@ -70,6 +76,8 @@ class MemoryServer:
 
     def _answer(self, asked: Message) -> dict[str, Any]:
         what, path = asked.get("ask"), str(asked.get("path", ""))
+        if what == "hello":
+            return {"id": self._store.id, "host": socket.gethostname()}
         if what == "list":
             return {"objects": [known.row() for known in self._store.list(str(asked.get("prefix", "")))]}
         if what == "stat":

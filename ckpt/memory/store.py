@@ -317,12 +317,10 @@ class MemoryStore:
     # ---- handing over to another program of the same process
 
     def hand_over(self) -> Message:
-        """What :meth:`taken_over` needs; all descriptors survive ``exec`` from here on."""
+        """What :meth:`taken_over` needs."""
         with self._lock:
             self._recycle()
             entries = list(self._entries.values())
-            for file in [self.changes, *(f for e in entries for f in (e.file, e.reading)), *(left.file for left in self._dropped)]:
-                os.set_inheritable(file, True)
             return {
                 "id": self.id,
                 "budget": self.budget,
@@ -343,9 +341,13 @@ class MemoryStore:
             known = MemoryObject.of(row)
             store._entries[known.path] = ObjectFile(known, capacity, file, reading)
         store._dropped = [UnusedFile(file, capacity, time.monotonic()) for file, capacity in given["dropped"]]
-        for file in [store.changes, *(f for e in store._entries.values() for f in (e.file, e.reading)), *(d.file for d in store._dropped)]:
-            os.set_inheritable(file, False)
         return store
+
+    @staticmethod
+    def files_of(given: Message) -> tuple[int, ...]:
+        """The descriptors that :meth:`hand_over` names."""
+        of_objects = (file for *_, writing, reading in given["entries"] for file in (writing, reading))
+        return given["changes"][0], *of_objects, *(file for file, _ in given["dropped"])
 
     def close(self) -> None:
         """Free everything that nobody reads."""

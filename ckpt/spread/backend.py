@@ -68,14 +68,14 @@ class SpreadBackend(Backend):
             if root is None:
                 raise UsageError("these nodes have no root", where=self.url)
             return root
-        return self._nodes.nodes[node].below(self._prefix)
+        return self._nodes.node(node).below(self._prefix)
 
     def root(self) -> Backend | None:
         """What the root of the run has below the same prefix, if there is one to read from."""
         return self._nodes.fallback(self._prefix) if self._nodes.fallback is not None else None
 
     def _name(self, node: int) -> str:
-        return "root" if node == ROOT else self._nodes.nodes[node].name
+        return "root" if node == ROOT else self._nodes.node(node).name
 
     # ---- who has what
 
@@ -99,15 +99,11 @@ class SpreadBackend(Backend):
             return self._files
 
     def _sources(self, path: str) -> Iterator[int]:
-        """Where to read a file, in order: here, on nodes that have it, at the root."""
-        own, count = self._nodes.own, len(self._nodes.nodes)
-        yield own
-        if count > 1:
+        """Where to read a file, in order: here, on nodes that have it, the nearest first, at the root."""
+        yield self._nodes.own
+        if self._nodes.total > 1:
             files = self._inventories() if path.startswith("data/") else None
-            # Other nodes in turns from the own one on, so that not all nodes read from the first.
-            others = [(own + step) % count for step in range(1, count)]
-            there = [n for n in others if files is None or path in files.get(n, ())]
-            yield from sorted(there, key=self._nodes.is_away)
+            yield from (n for n in self._nodes.by_nearness() if n != self._nodes.own and (files is None or path in files.get(n, ())))
         if self._nodes.fallback is not None:
             yield ROOT
 
@@ -131,7 +127,7 @@ class SpreadBackend(Backend):
                 failed = failed or err
             else:
                 if "data/" in path:
-                    self._nodes.count(self._name(node), nbytes)
+                    self._nodes.count(node, nbytes)
                 return
         if wrong:  # of all that have it nobody has it right: whoever compares says so
             self._distrusted.pop(path, None)
@@ -279,13 +275,16 @@ class SpreadBackend(Backend):
         check_path(path)
         every = is_on_every_node(path)
         contents = self._contents(path, reachable=not every)
-        there = {node: content for node, content in contents.items() if content is not None}
+        # What machines without a rank have counts, too: a record that comes later has to have the higher id.
+        further = {n: c for n, c in self._contents(path).items() if n not in contents} if every and self._nodes.further else {}
+        there = {node: content for node, content in {**contents, **further}.items() if content is not None}
         current = max(there.values(), key=lambda content: (_id(content), content)) if there else None
         if current != expected:
             what = "the name is taken" if expected is None else "it is absent or holds something else now"
             hint = "another save was first; read it again and decide anew"
             raise ConflictError(f"cannot publish: {what}", where=f"{self.url}/{path}", hint=hint)
-        targets = sorted(contents) if every else sorted(there) or [self._nodes.own]
+        written = sorted(n for n in there if n < len(self._nodes.nodes))
+        targets = sorted(contents) if every else written or [self._nodes.own]
         for node in targets:
             try:
                 self.node(node).put_if(path, data, expected=contents[node])

@@ -11,7 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.byte_source.digest_reader import DigestReader
@@ -24,8 +26,8 @@ from ckpt.formats.native.paths import data_prefix
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.maintenance.copy_files import FileCopy
-from ckpt.maintenance.step_listing import list_steps
-from ckpt.plan.redundancy import NodeCopy, missing_copies
+from ckpt.maintenance.step_listing import Step, list_steps
+from ckpt.plan.redundancy.copies import NodeCopy, is_complete, missing_copies
 
 from .backend import SpreadBackend
 from .nodes import NodeSet
@@ -33,10 +35,39 @@ from .nodes import NodeSet
 log = logging.getLogger("ckpt")
 
 
-class NodeCopier:
-    """Copies the files of one node. ``pace``: bytes a second at most, or None."""
+Completed = Callable[[int, str, str, float], object]
+PATIENCE, PAUSE = 5.0, 0.2
+"""For so many seconds, and so often, one node looks whether the others have made their copies; then again after the next save."""
 
-    def __init__(self, nodes: NodeSet, pace: float | None) -> None:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpreadFiles:
+    """The data files of a checkpoint, and their sizes by path and node."""
+
+    backend: SpreadBackend
+    files: Mapping[str, DataFile]
+    sizes: Mapping[str, Mapping[int, int]]
+
+    @classmethod
+    def of(cls, url: str) -> SpreadFiles:
+        backend, catalog = open_backend(url), open_catalog(url)
+        assert isinstance(backend, SpreadBackend) and isinstance(catalog, NativeCatalog)
+        return cls(backend, {f.path: f for f in catalog.files}, backend.holders(data_prefix(catalog.record.id)))
+
+    def holders(self, nodes: NodeSet) -> dict[str, set[int]]:
+        """The nodes of the job that have each file whole: no copies are made from or to machines where no rank runs."""
+        job = range(len(nodes.nodes))
+        return {
+            path: {node for node, size in self.sizes.get(path, {}).items() if size == f.size and node in job}
+            for path, f in self.files.items()
+        }
+
+
+class NodeCopier:
+    """Copies the files of one node. ``pace``: bytes a second at most, or None. ``completed``: called once for each step that has all of its
+    copies, those by other nodes too, with its number, URL, id, and the seconds since this node saw it committed; on one node of the job."""
+
+    def __init__(self, nodes: NodeSet, pace: float | None, completed: Completed | None = None) -> None:
         self.uncopied: tuple[int, ...] = ()
         """Steps of which files of this node could not be copied when that was tried last."""
         self.copied = 0
@@ -44,6 +75,10 @@ class NodeCopier:
         self._nodes = nodes
         self._pace = pace
         self._complete: set[str | None] = set()
+        """Ids of steps whose files this node has given away."""
+        self._completed = completed
+        self._incomplete: dict[str, tuple[Step, float]] = {}
+        """By id the steps of which others have still to make copies, if somebody wants to know, and when they were seen first."""
         self._waiting: deque[Future[Any] | None] = deque()
         self._lock = threading.Lock()
         self._idle = threading.Event()
@@ -80,6 +115,8 @@ class NodeCopier:
         for step in reversed(list_steps(self._nodes.url)):
             if not step.committed or step.id in self._complete:
                 continue
+            if self._completed is not None and step.id is not None:
+                self._incomplete.setdefault(step.id, (step, time.monotonic()))
             try:
                 self._copy_step(step.url)
                 self._complete.add(step.id)
@@ -88,19 +125,40 @@ class NodeCopier:
                     failed.append(step.number)
                 log.warning("%s: not every file could be copied to another node: %s", step.url, err)
         self.uncopied = tuple(sorted(failed))
+        until = time.monotonic() + PATIENCE
+        while self._report_complete() and not self._waiting and time.monotonic() < until:
+            time.sleep(PAUSE)
+
+    def report_complete(self) -> None:
+        """Say of which steps all nodes have made their copies by now."""
+        try:
+            self._report_complete()
+        except CkptError as err:
+            log.warning("whether all second copies are there cannot be seen: %s", err)
+
+    def _report_complete(self) -> bool:
+        """The same; whether some are not complete yet."""
+        there = {step.id for step in list_steps(self._nodes.url)} if self._incomplete else set()
+        for id, (step, since) in [*self._incomplete.items()]:
+            if id not in there:  # removed, or replaced
+                self._incomplete.pop(id, None)
+                continue
+            if not is_complete(SpreadFiles.of(step.url).holders(self._nodes), self._nodes.domains, self._nodes.copies, self._nodes.backups):
+                continue
+            self._incomplete.pop(id, None)
+            if self._completed is not None and step.number is not None:
+                self._completed(step.number, step.url, id, time.monotonic() - since)
+        return bool(self._incomplete)
 
     def _copy_step(self, url: str) -> None:
-        backend, catalog = open_backend(url), open_catalog(url)
-        assert isinstance(backend, SpreadBackend) and isinstance(catalog, NativeCatalog)
-        files = {f.path: f for f in catalog.files}
-        held = backend.holders(data_prefix(catalog.record.id))
-        whole = {path: {node for node, size in held.get(path, {}).items() if size == f.size} for path, f in files.items()}
+        there = SpreadFiles.of(url)
+        backend, files = there.backend, there.files
         failed: CkptError | None = None
-        for copy in missing_copies(whole, self._nodes.domains, self._nodes.copies):
+        for copy in missing_copies(there.holders(self._nodes), self._nodes.domains, self._nodes.copies, self._nodes.backups):
             if copy.source != self._nodes.own:
                 continue
             try:
-                self._copy(backend, copy, files[copy.path], replace=copy.target in held.get(copy.path, {}))
+                self._copy(backend, copy, files[copy.path], replace=copy.target in there.sizes.get(copy.path, {}))
             except CkptError as err:  # the others are copied all the same
                 failed = failed or err
         if failed is not None:

@@ -23,6 +23,7 @@ from ckpt.coordination.rows import Row
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
+from ckpt.memory import client
 from ckpt.memory import place as memory_place
 from ckpt.plan.tables import ranks_text
 from ckpt.transport.endpoints import network
@@ -30,6 +31,7 @@ from ckpt.transport.endpoints import network
 from .node_server import NodeServer
 from .nodes import StorageNode
 from .remote_node import NodeConnections, RemoteNode
+from .survivors import surviving_nodes
 
 SCHEME = "mem://"
 _PATIENCE = 30.0
@@ -45,6 +47,8 @@ class JobNodes:
     server: NodeServer | None = None
     """On the first rank of a node."""
     connections: Sequence[NodeConnections] = ()
+    survivors: Sequence[StorageNode] = ()
+    """Machines where no rank runs, whose memory has something of the run."""
 
     def close(self) -> None:
         for one in self.connections:
@@ -68,7 +72,8 @@ def own_node(directory: str, ranks: tuple[int, ...] = ()) -> StorageNode:
 
     # What tells nodes apart: a directory of a machine, or one of its memory daemons.
     place = f"{memory_place.folder()}:{directory}" if is_memory(directory) else real_url(directory)
-    return StorageNode(name=f"{host}:{place}", domain=settings.domain() or host, below=below, ranks=ranks)
+    domain = settings.domain() or host
+    return StorageNode(name=f"{host}:{place}", domain=domain, below=below, ranks=ranks, host=host, in_memory=is_memory(directory))
 
 
 def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
@@ -80,9 +85,9 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
     """
     me = own_node(directory, (group.rank,))
     if group.size == 1:
-        return JobNodes(nodes=[me], own=0)
+        return JobNodes(nodes=[me], own=0, survivors=_survivors(directory, [_daemon_id(directory)]))
     call = group.call("nodes", url, timeout)
-    rows = call.map_reduce("look", lambda: {"node": me.name, "domain": me.domain}, _nodes)
+    rows = call.map_reduce("look", lambda: _describe(me, directory), _nodes)
     own = next(n for n, row in enumerate(rows) if row["name"] == me.name)
     first = rows[own]["ranks"][0] == group.rank
     with ExitStack() as failed:
@@ -103,6 +108,13 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
 
         reached = _agreed(call, "serve", serve, rows)
         others = [one["token"] for n, one in enumerate(reached) if n != own] if first else []
+        survivors: list[StorageNode] = []
+
+        def greet() -> Row:  # in a phase of the call, so that all ranks hear of an error
+            survivors.extend(_survivors(directory, [row["daemon"] for row in rows]))
+            return {}
+
+        call.map_reduce("survivors", greet, lambda rows: None)
         call.map_reduce("apart", partial(_seen, local, others), partial(_check_apart, directory))
         call.linger()
         failed.pop_all()
@@ -122,8 +134,30 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
             same_network=where["network"] == network(),
         )
         connections.append(to)
-        nodes.append(StorageNode(name=row["name"], domain=row["domain"], below=partial(RemoteNode, to), ranks=tuple(row["ranks"])))
-    return JobNodes(nodes=nodes, own=own, server=server, connections=connections)
+        nodes.append(
+            StorageNode(
+                name=row["name"],
+                domain=row["domain"],
+                below=partial(RemoteNode, to),
+                ranks=tuple(row["ranks"]),
+                host=row["host"],
+                in_memory=me.in_memory,
+            )
+        )
+    return JobNodes(nodes=nodes, own=own, server=server, connections=connections, survivors=survivors)
+
+
+def _describe(me: StorageNode, directory: str) -> Row:
+    return {"node": me.name, "domain": me.domain, "host": me.host, "daemon": _daemon_id(directory)}
+
+
+def _daemon_id(directory: str) -> str | None:
+    """Of the memory daemon of this machine, which is started if the directory is one of memory."""
+    return client.connect().changes()[0] if is_memory(directory) else None
+
+
+def _survivors(directory: str, own: Sequence[str | None]) -> Sequence[StorageNode]:
+    return surviving_nodes(directory, [id for id in own if id is not None]) if is_memory(directory) else ()
 
 
 def _agreed(call: Call, phase: str, local: Any, nodes: Sequence[Row]) -> list[Row]:
@@ -135,7 +169,7 @@ def _agreed(call: Call, phase: str, local: Any, nodes: Sequence[Row]) -> list[Ro
 def _nodes(rows: dict[int, Row]) -> list[Row]:
     nodes: dict[str, Row] = {}
     for rank, row in rows.items():
-        node = nodes.setdefault(row["node"], {"name": row["node"], "domain": row["domain"], "ranks": []})
+        node = nodes.setdefault(row["node"], {"name": row["node"], **{key: row[key] for key in ("domain", "host", "daemon")}, "ranks": []})
         node["ranks"].append(rank)
         if node["domain"] != row["domain"]:
             message = f"{ranks_text(node['ranks'])} are on one node and name different domains: {node['domain']!r} and {row['domain']!r}"

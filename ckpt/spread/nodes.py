@@ -33,20 +33,31 @@ class StorageNode:
     below: Callable[[str], Backend]
     ranks: tuple[int, ...] = ()
     """Those that run on it."""
+    host: str = ""
+    """The name of the machine."""
+    in_memory: bool = False
+    shared: bool = False
+    """A directory that all machines see."""
 
 
 @dataclass(eq=False)
 class NodeSet:
     """All nodes in an order that every process has, and the number of this process's ``own``. ``url`` is the run's; ``fallback`` opens what
-    the root of the run has below a prefix: a file of the same name there has the same bytes, since names bear the id of the save."""
+    the root of the run has below a prefix: a file of the same name there has the same bytes, since names bear the id of the save.
+
+    ``further`` are read and never written to: the memory of machines where no rank runs, or disks behind the memory. Their numbers go on
+    after those of ``nodes``."""
 
     url: str
     nodes: Sequence[StorageNode]
     own: int
     copies: int
+    further: Sequence[StorageNode] = ()
     fallback: Callable[[str], Backend] | None = None
-    read_from: Counter[str] = field(default_factory=Counter)
-    """Bytes of data files that this process has read, by the name of the node; ``root`` is the fallback's."""
+    backups: Mapping[str, Sequence[str]] | None = None
+    """For each domain those that get its files first, once layouts have said so."""
+    read_from: Counter[int] = field(default_factory=Counter)
+    """Bytes of data files that this process has read, by the number of the node; -1 is the fallback's."""
     _away: dict[int, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -54,10 +65,39 @@ class NodeSet:
     def domains(self) -> list[str]:
         return [node.domain for node in self.nodes]
 
-    def count(self, name: str, nbytes: int) -> None:
-        """So many bytes were read there."""
+    def node(self, number: int) -> StorageNode:
+        """One of ``nodes``, or of ``further``."""
+        count = len(self.nodes)
+        return self.nodes[number] if number < count else self.further[number - count]
+
+    @property
+    def total(self) -> int:
+        """How many there are to read from."""
+        return len(self.nodes) + len(self.further)
+
+    def by_nearness(self) -> list[int]:
+        """All numbers: the own one, the disk of this machine, the memory of others, their disks; each machine begins with another one, so
+        that not all read from the first. Those that did not answer a moment ago come last."""
+        own, count = self.nodes[self.own], self.total
+
+        def key(number: int) -> tuple[bool, bool, bool, bool, int]:
+            node = self.node(number)
+            return number != self.own, self.is_away(number), node.host != own.host, not node.in_memory, (number - self.own) % count
+
+        return sorted(range(count), key=key)
+
+    def place_of(self, number: int) -> str:
+        """What a node is for this process: ``memory of this host``, ``disk of host b``."""
+        node = self.node(number)
+        if node.shared:
+            return "local tier"
+        machine = "this host" if node.host == self.nodes[self.own].host else f"host {node.host}"
+        return f"{'memory' if node.in_memory else 'disk'} of {machine}"
+
+    def count(self, node: int, nbytes: int) -> None:
+        """So many bytes were read there; -1 is the root."""
         with self._lock:
-            self.read_from[name] += nbytes
+            self.read_from[node] += nbytes
 
     def is_away(self, node: int) -> bool:
         """Whether it did not answer a moment ago."""
@@ -67,15 +107,15 @@ class NodeSet:
         """It did not answer: others are asked first for a while."""
         first = node not in self._away
         self._away[node] = time.monotonic() + AWAY_SECONDS
-        (log.warning if first else log.debug)("node %s is passed over: %s", self.nodes[node].name, err)
+        (log.warning if first else log.debug)("node %s is passed over: %s", self.node(node).name, err)
 
     def ask_all(self, question: Callable[[int], R], *, reachable: bool = False) -> dict[int, R]:
-        """What each node answers, asked at once. With ``reachable``, those that are away are left out.
+        """What each node answers, asked at once. With ``reachable``, those that are away are left out, and ``further`` ones asked, too.
 
         Raises:
             StorageError: a node does not answer; or, with ``reachable``, none does.
         """
-        asked = [n for n in range(len(self.nodes)) if not (reachable and self.is_away(n))] or [self.own]
+        asked = [n for n in range(self.total if reachable else len(self.nodes)) if not (reachable and self.is_away(n))] or [self.own]
 
         def ask(node: int) -> R | StorageError:
             try:

@@ -18,6 +18,11 @@ def run_url(name: str) -> str:
     return f"{SCHEME}://{name}"
 
 
+def is_spread(url: str) -> bool:
+    """Whether only this job can open a URL."""
+    return url.startswith(f"{SCHEME}://")
+
+
 def know(nodes: NodeSet) -> None:
     """From now on URLs below that of ``nodes`` lead to them."""
     _runs[nodes.url] = nodes

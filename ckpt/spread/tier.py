@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +18,18 @@ from ckpt.coordination.step_agreement import own_store
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.maintenance.step_listing import Step
+from ckpt.plan.redundancy.domains import backups_in
+from ckpt.plan.redundancy.kinship import RankKinship, groups_by_kinship
+from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.policies import EverySteps, SavePolicy
 from ckpt.policies.arguments import check_arguments
 from ckpt.text.urls import url_text
 
-from .copying import NodeCopier
+from .backend import ROOT
+from .copying import Completed, NodeCopier
 from .losses import loss
 from .meeting import JobNodes, is_memory, meet, own_node
-from .nodes import NodeSet
+from .nodes import NodeSet, StorageNode
 from .runs import forget, know, run_url
 
 log = logging.getLogger("ckpt")
@@ -110,20 +116,38 @@ class SpreadTier:
         if real_url(self._directory) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
         # Not the directory, which may have another name on each node: ranks compare URLs.
-        self.url = run_url(_name(root))
-        self.nodes = self._set(JobNodes(nodes=[own_node(self._directory)], own=0))
+        self.url = run_url(f"{_name(root)}-{'memory' if is_memory(self._directory) else 'disks'}")
+        self.in_memory = is_memory(self._directory)
+        self.own_url = f"{self.url}-alone"
+        """The same without what is only read: what may be removed here."""
+        self.nodes = self._set(JobNodes(nodes=[own_node(self._directory)], own=0), ())
         self._meeting: JobNodes | None = None
         self._copier: NodeCopier | None = None
-        know(self.nodes)
+        self._placement: MirrorPlacement | None = None
+        self.copied: Completed = lambda step, url, id, seconds: None
+        """Told, on the leader, of each step that has all of its second copies (``NodeCopier``)."""
+        self._know()
 
-    def _set(self, meeting: JobNodes) -> NodeSet:
+    def _know(self) -> None:
+        self._alone = replace(self.nodes, url=self.own_url, further=())
+        know(self.nodes)
+        know(self._alone)
+
+    def _set(self, meeting: JobNodes, behind: Sequence[StorageNode]) -> NodeSet:
         def root_below(prefix: str) -> Any:
             return open_backend(join_url(self._root, prefix.rstrip("/")) if prefix else self._root)
 
-        return NodeSet(url=self.url, nodes=meeting.nodes, own=meeting.own, copies=self._copies, fallback=root_below)
+        return NodeSet(
+            url=self.url,
+            nodes=meeting.nodes,
+            own=meeting.own,
+            copies=self._copies,
+            fallback=root_below,
+            further=[*meeting.survivors, *behind],
+        )
 
-    def connect(self) -> None:
-        """Find the nodes of all ranks, once. Collective.
+    def connect(self, behind: Sequence[StorageNode] = ()) -> None:
+        """Find the nodes of all ranks, once. ``behind``: where the same files may be, too. Collective.
 
         Raises:
             UsageError: several nodes share the directory, or ranks of one node name different domains.
@@ -132,21 +156,63 @@ class SpreadTier:
         if self._meeting is not None:
             return
         self._meeting = meeting = meet(self._group, self._directory, self.url, self._timeout)
-        self.nodes = self._set(meeting)
-        know(self.nodes)
+        self.nodes = self._set(meeting, behind)
+        self._know()
         if self._copies and len({*self.nodes.domains}) <= self._copies and self._group.rank == self._group.leader:
             domains = ", ".join(sorted({*self.nodes.domains}))
             message = "not all copies can be made: copies=%d needs as many other failure domains, and all nodes of the job are in: %s"
             log.warning(message, self._copies, domains)
         if self._copies and (meeting.server is not None or self._group.size == 1):
-            self._copier = NodeCopier(self.nodes, self._pace)
+            # The leader says when a step has all of its copies; never, if it cannot have them.
+            says = self._group.rank == self._group.leader and len({*self.nodes.domains}) > self._copies
+            self._copier = NodeCopier(self.nodes, self._pace, self._completed if says else None)
+
+    def placement(self, kinship: Callable[[], RankKinship]) -> MirrorPlacement | None:
+        """Where copies belong, and which replicas make them unnecessary; None if there are to be none. ``kinship`` gives what this rank's
+        state says of it, and is called once, when the first save begins. Collective."""
+        if self._placement is None and self._copies and len(self.nodes.nodes) > 1:
+            nodes = {rank: node for node in self.nodes.nodes for rank in node.ranks}
+            domains = {rank: nodes[rank].domain for rank in self._group.ranks}
+            call = self._group.call("copies", self.url, self._timeout)
+
+            def local() -> Row:
+                return {name: call.share(json.dumps(ranks).encode()) for name, ranks in kinship()._asdict().items()}
+
+            def groups(rows: dict[int, Row]) -> list[Sequence[str]]:
+                digests = {digest for row in rows.values() for digest in row.values()}
+                call.fetch_all(digests)
+                # One value for all ranks that say the same, which are often those of a whole mesh.
+                ranks = {digest: tuple(json.loads(call.fetch(digest))) for digest in digests}
+                of_rank = {rank: RankKinship(**{name: ranks[digest] for name, digest in row.items()}) for rank, row in rows.items()}
+                return list(groups_by_kinship(domains, of_rank, self._copies))
+
+            backups = backups_in(call.map_reduce("groups", local, groups), self._copies)
+            call.linger()
+            self._placement = MirrorPlacement(domains=domains, copies=self._copies, backups=backups)
+            self.nodes.backups = backups
+        return self._placement
 
     def judged(self, step: Step) -> Step:
         """The same step; as damaged, with the reason, if the nodes that answer and the root lack files of it."""
         why = loss(step.url) if step.committed else None
         return step if why is None else replace(step, committed=False, damaged=True, reason=why)
 
+    def sources(self) -> dict[str, int]:
+        """Bytes of data files that this process has read since :meth:`forget_sources`, by place, the nearest first; the root last."""
+        read, places = self.nodes.read_from, {self.nodes.place_of(self.nodes.own): 0}
+        for number in self.nodes.by_nearness():
+            if number in read:
+                places[self.nodes.place_of(number)] = places.get(self.nodes.place_of(number), 0) + read[number]
+        return {**places, "root": read.get(ROOT, 0)}
+
+    def forget_sources(self) -> None:
+        """From here on count anew."""
+        self.nodes.read_from.clear()
+
     # ---- copies
+
+    def _completed(self, step: int, url: str, id: str, seconds: float) -> None:
+        self.copied(step, url, id, seconds)
 
     def add(self, after: Future[Any] | None = None) -> None:
         """Make copies of what is committed when ``after`` has ended."""
@@ -169,6 +235,8 @@ class SpreadTier:
         found: list[int] = call.call("copies", self.url, self._timeout).map_reduce(
             "finish", lambda: {"uncopied": list(self.uncopied)}, _united
         )
+        if self._copier is not None:
+            self._copier.report_complete()
         return tuple(found)
 
     def close(self) -> None:
@@ -176,6 +244,7 @@ class SpreadTier:
         if self._meeting is not None:
             self._meeting.close()
         forget(self.nodes)
+        forget(self._alone)
 
 
 def _united(rows: dict[int, Row]) -> list[int]:

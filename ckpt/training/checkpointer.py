@@ -27,17 +27,21 @@ from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_url
-from ckpt.policies import All, EverySteps, KeepPolicy, Latest, SavePolicy
+from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.arguments import check_arguments
 from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
+from .bases import Bases, codec_of
 from .begin_from import BeginFrom
+from .memory_stage import MemoryStage
 from .preemption import SIGNALS
 from .restore_order import load_nearest, load_origin
+from .restored_from import RestoredFrom, merged_sources
 from .save_schedule import SaveSchedule, check_step
+from .state_kinship import state_kinship
 from .tiers import Tiers
 from .uploader import Uploader
 
@@ -63,7 +67,8 @@ class Checkpointer:
         signals: what counts as such a notice.
         local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
             (docs/local-tier.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/node-local.md).
-        memory: saves into the memory of the job's machines, with copies on others (docs/node-local.md); not with ``local``.
+        memory: saves into the memory of the job's machines, with copies on others (docs/node-local.md). With ``local``, what ``save`` asks
+            for goes from there to the local tier, and on to ``root``.
         local_keep: what stays there; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
@@ -75,6 +80,8 @@ class Checkpointer:
         reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
             (docs/guides/lora-frozen-ema.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
             refer to stays as long as they do. Not with ``local``.
+        anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
+            than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
         only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is loaded whole: it has the base.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
             :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
@@ -95,6 +102,7 @@ class Checkpointer:
         merge_flat_shards: bool = True,
         codec: str | None = None,
         reuse: bool = False,
+        anchor: Anchor | None = None,
         timeout: float | None = None,
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -114,16 +122,17 @@ class Checkpointer:
             layout=layout,
             check_replicas=check_replicas,
             merge_flat_shards=merge_flat_shards,
-            codec=codec,
+            codec=codec_of(codec, anchor),
             timeout=timeout,
             threads=threads,
             staging=staging_bytes,
-            reusable=reuse,
+            reusable=reuse or anchor is not None,
             only=only,
             trainable=trainable,
         )
-        if reuse and (local is not None or memory is not None):
-            raise UsageError("reuse=True does not work with a local tier", where=root, hint="leave one of reuse= and local= or memory= out")
+        if options.reusable and (local is not None or memory is not None):
+            what = "anchor=" if anchor is not None else "reuse="
+            raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self.root = root
@@ -131,33 +140,42 @@ class Checkpointer:
         self.keep = keep
         self.capture = capture
         self._process_group = process_group
-        self._base: SaveBase | None = None
-        """What the next save may refer to: the last one that went well here, or what was restored."""
+        self._bases = Bases(anchor)
         self._progress = progress
         self._options = options
         self.timeout = options.timeout
         self.group = current_group(process_group)
         check_layout(layout, self.group.ranks)
-        self.restored_from: str | None = None
-        """The copy that :meth:`restore` has loaded."""
-        self.restored_bytes: Mapping[str, int] = {}
-        """Of a tier that is spread over nodes: the bytes of data files that :meth:`restore` has read on this rank, by node, or ``root``."""
-        if memory is not None and local is not None:
-            raise UsageError("memory= is a tier before the root, and so is local=", hint="give one of them")
+        self.restored_from: RestoredFrom | None = None
+        """What :meth:`restore` has loaded, and how many bytes from where."""
         self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals) if memory is not None else None
         """When to save into memory."""
-        local = memory.on_nodes(root) if memory is not None else local
-        local_keep = Latest(memory.keep) if memory is not None else local_keep
+        staged = memory is not None and local is not None
+        if memory is not None and not staged:
+            local, local_keep = memory.on_nodes(root), Latest(memory.keep)
         place, self._spread = None if local is None or isinstance(local, NodeLocal) else url_text(local), None
         if isinstance(local, NodeLocal):
             self._spread = SpreadTier(local, root, self.group, self.timeout)
             place = self._spread.url
-        self._tiers = Tiers(root, keep, place, local_keep, self._spread, newest_only=memory is not None)
+        self._tiers = Tiers(root, keep, place, local_keep, self._spread, newest_only=memory is not None and not staged)
         self._uploader: Uploader | None = None
         if local is not None:
             self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
+        self._spreads = [self._spread] if self._spread is not None else []
+        self._stage: MemoryStage | None = None
+        """The memory before the local tier; saves go there."""
+        if memory is not None and staged:
+            self._spread = SpreadTier(memory.on_nodes(root), root, self.group, self.timeout)
+            self._spreads.insert(0, self._spread)
+            self._stage = MemoryStage(
+                self._spread, memory.keep, self._tiers, self.group, timeout=self.timeout, threads=self._options.threads
+            )
+        self._first = self._stage if self._stage is not None else self._tiers
+        """Whom to ask what there is."""
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None and memory is None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
+        if self._spread is not None:
+            self._spread.copied = self._reporter.copied
         if self._uploader is not None:
             self._uploader.published, self._uploader.failed = self._reporter.published, self._reporter.not_published
         self._patience = self.timeout if publish_timeout is None else publish_timeout
@@ -200,7 +218,7 @@ class Checkpointer:
         if options.get("dry_run"):
             raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
         origin = BeginFrom.of(begin_from) if begin_from is not None else None
-        self._tiers.check(self.group, self.timeout)
+        self._first.check(self.group, self.timeout)
         given = {
             "progress": self._progress,
             "layout": self._options.layout,
@@ -216,13 +234,13 @@ class Checkpointer:
             nbytes = load(url, state, process_group=self._process_group, **{**given, **more}).bytes_needed
 
         wanted = recorded.set(spans)
-        if self._spread is not None:
-            self._spread.nodes.read_from.clear()
+        for spread in self._spreads:
+            spread.forget_sources()
         try:
             part = self._options.part
-            same_part: dict[str, Any] = {} if part is None else {"only": part.only, "trainable": part.trainable}
+            same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
             load_own = partial(load_one, **{**same_part, **options})
-            own = restored = load_nearest(self._tiers, self.group, self.timeout, load_own, step)
+            own = restored = load_nearest(self._first, self.group, self.timeout, load_own, step)
             if restored is None and origin is not None:
                 restored = load_origin(origin, self.group, self.timeout, load_one)
         except CkptError as err:
@@ -231,18 +249,17 @@ class Checkpointer:
         finally:
             recorded.reset(wanted)
         if restored is not None:
-            self._schedule.resumed(restored[0], saved=own is not None)
+            self._schedule.resumed(restored.step, saved=own is not None)
             if self._memory is not None:
-                self._memory.resumed(restored[0], saved=own is not None)
-            self.restored_from = restored[1]
-            self._base = SaveBase(url=restored[1], required=False) if own is not None and self._options.reusable else None
-            self._reporter.restored(*restored, time.perf_counter() - began, nbytes, spans=spans)
-        if self._spread is not None:
-            self.restored_bytes = dict(self._spread.nodes.read_from)
-            self._spread.add()
-        if self._uploader is not None:
-            self._uploader.add()
-        return restored[0] if restored is not None else None
+                self._memory.resumed(restored.step, saved=own is not None)
+            sources = merged_sources([spread.sources() for spread in self._spreads])
+            self.restored_from = RestoredFrom(step=restored.step, url=restored.lasting, sources=sources)
+            self._bases.restored(restored.url if own is not None and self._options.reusable else None)
+            self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, nbytes, spans=spans)
+        for spread in self._spreads:
+            spread.add()
+        self._publish()
+        return restored.step if restored is not None else None
 
     # ---- saving
 
@@ -306,17 +323,16 @@ class Checkpointer:
         """Begin to save; gives what the save before it failed with, if nobody was told. ``publish``: also to the root."""
         # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
         # keep one of them from a save that the others begin.
-        self._tiers.check(self.group, self.timeout)
+        self._first.check(self.group, self.timeout)
         failed = self._ended()
         check_step(n)
-        earlier = partial(self._tiers.earlier, n) if self._tiers.local is not None else None
-        watcher = callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._tiers.place(n)}")
+        earlier = partial(self._first.earlier, n) if self._tiers.local is not None else None
+        watcher = callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}")
         options = replace(
-            self._options,
+            self._bases.of(self._place(n), self._options),
             metrics={k: float(v) for k, v in (metrics or {}).items()},
             earlier=earlier,
             progress=watcher,
-            base=self._base if self._base is not None and self._base.url != self._tiers.place(n) else None,
         )
         if publish:
             self._schedule.begun(n)
@@ -325,22 +341,39 @@ class Checkpointer:
         durable: Future[Any] | None = None
         try:
             wait_for_pending_save(self.group)
-            handle = start_save(self._tiers.place(n), state, self.group, options, self.capture, then=self._tiers.retain)
+            if self._spread is not None:
+                placement = self._spread.placement(partial(state_kinship, state, self.group, options))
+                options = replace(options, placement=placement)
+            first = self._stage.tiers if self._stage is not None else self._tiers
+            handle = start_save(self._place(n), state, self.group, options, self.capture, then=first.retain_after_save)
             self.handle, durable = handle, handle.durable
             if publish:
                 self._schedule.costs.begun(handle, self._schedule.now)
             self._reporter.begun(n, handle)
         except BaseException as err:
             self._schedule.failed()
-            self._reporter.not_begun(n, self._tiers.place(n), err)
+            self._reporter.not_begun(n, self._place(n), err)
             raise
         finally:
             if self._uploader is not None and publish:  # whatever happened: all ranks begin the same rounds
-                self._uploader.add(durable)
+                self._publish(durable)
                 self._gave_up = False
             if self._spread is not None:
                 self._spread.add(durable)
         return failed, handle
+
+    def _place(self, n: int) -> str:
+        """Where step ``n`` is committed first."""
+        return (self._stage.tiers if self._stage is not None else self._tiers).place(n)
+
+    def _publish(self, after: Future[Any] | None = None) -> None:
+        """Bring what is committed to the later tiers when ``after`` has ended."""
+        if self._stage is not None:
+            after = self._stage.publish(after).over
+        if self._uploader is not None:
+            self._uploader.add(after)
+        if self._stage is not None:
+            self._spreads[-1].add(after)
 
     def url(self, n: int) -> str:
         """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
@@ -363,16 +396,21 @@ class Checkpointer:
         # Having waited once in vain, it tries but once more.
         if self._uploader is None:
             return None
-        error = self._uploader.finish(0.0 if self._gave_up else self._patience)
+        patience = 0.0 if self._gave_up else self._patience
+        staging = self._stage.uploader.finish(patience) if self._stage is not None else None
+        error = self._uploader.finish(patience) or staging
         self._gave_up = error is not None
-        if self._spread is not None and (uncopied := self._spread.finish()):
-            log.warning("steps of which not every file is on another node: %s", ", ".join(map(str, uncopied)))
+        if self._stage is not None:
+            self._spreads[-1].add()
+        for spread in self._spreads:
+            if uncopied := spread.finish():
+                log.warning("steps of which not every file is on another node: %s", ", ".join(map(str, uncopied)))
         return error
 
     @property
     def uncopied(self) -> tuple[int, ...]:
         """Steps of which this node could not give all of its files to another one when it tried last (:class:`ckpt.NodeLocal`)."""
-        return self._spread.uncopied if self._spread is not None else ()
+        return tuple(sorted({step for spread in self._spreads for step in spread.uncopied}))
 
     @property
     def unpublished(self) -> tuple[int, ...]:
@@ -386,23 +424,22 @@ class Checkpointer:
         handle, self.handle = self.handle, None
         handle.wait()
         error = handle.durable.exception()
-        self._base = None  # after a failure ranks may know different ones, so the next save refers to none
         if error is not None:
             self._schedule.failed()
-        elif self._options.reusable:
-            self._base = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
+        well = error is None and self._options.reusable
+        self._bases.ended(SaveBase(url=handle.url, id=handle.durable.result().id, required=False) if well else None)
         return error
 
     # ---- what is there
 
     def steps(self) -> list[Step]:
         """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
-        return self._tiers.steps()
+        return self._first.steps()
 
     @property
     def latest(self) -> int | None:
         """The highest committed step."""
-        return self._tiers.latest()
+        return self._first.latest()
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
         """The committed step with the lowest or highest ``metric``; None if none has it."""
@@ -423,8 +460,8 @@ class Checkpointer:
     def _stop(self) -> None:
         self._schedule.stop()
         self._reporter.close()
-        if self._spread is not None:
-            self._spread.close()
+        for spread in self._spreads:
+            spread.close()
 
     def __enter__(self: C) -> C:
         return self

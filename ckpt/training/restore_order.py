@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.coordination.group import Group
 from ckpt.engine.load.job import PARTLY_WRITTEN, UNCHANGED
 from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError
+from ckpt.spread.runs import is_spread
 
 from .begin_from import BeginFrom
+from .memory_stage import MemoryStage
 from .tiers import Tiers, raised
 
 log = logging.getLogger("ckpt")
@@ -21,9 +23,20 @@ _GONE = (NotFoundError, NotCommittedError, ConflictError)
 """What a step gives that was removed or replaced after it was listed."""
 
 
-def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[..., object], step: int | None) -> tuple[int, str] | None:
-    """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; step and URL of that, or None
-    if there is none. Collective, and so is ``load``.
+class LoadedCopy(NamedTuple):
+    """The copy that was loaded: its step, and where ``load`` found it. ``lasting``: the URL of a copy with the same bytes that any process
+    can open, if there is one."""
+
+    step: int
+    url: str
+    lasting: str | None
+
+
+def load_nearest(
+    tiers: Tiers | MemoryStage, group: Group, timeout: float, load: Callable[..., object], step: int | None
+) -> LoadedCopy | None:
+    """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; None if there is none.
+    Collective, and so is ``load``.
 
     A checkpoint that lost its values (``ckpt rebuild``) may lack what a job needs to go on as before. So unless ``step`` asks for it, it
     has to fit the state in full, also where ``load`` would take less; else it counts as damaged.
@@ -58,7 +71,8 @@ def load_nearest(tiers: Tiers, group: Group, timeout: float, load: Callable[...,
             continue
         if tiers.local is not None:
             log.info("going on from step %d: %s", number, url)
-        return number, url
+        alike = (other for _, other, other_id, _ in copies if other_id == id and not is_spread(other))
+        return LoadedCopy(number, url, next(alike, None))
     if failed is not None:
         raise failed
     return None
@@ -71,8 +85,8 @@ def _reason(err: CkptError) -> str:
     return str(err).replace(f"; {PARTLY_WRITTEN}", "").replace(f"; {UNCHANGED}", "")
 
 
-def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[..., object]) -> tuple[int, str]:
-    """Load the checkpoint that a run begins from; its step and URL. The leader finds the step, for all ranks. Collective.
+def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[..., object]) -> LoadedCopy:
+    """Load the checkpoint that a run begins from. The leader finds the step, for all ranks. Collective.
 
     Raises:
         CkptError: as :meth:`ckpt.Checkpointer.restore`.
@@ -81,7 +95,7 @@ def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[
     step: int = call.map_reduce("begin", dict, lambda rows: origin.find_step())
     load(origin.location, **origin.load_options)
     log.info("the run begins after step %d: %s", step, origin.location)
-    return step, origin.location
+    return LoadedCopy(step, origin.location, origin.location)
 
 
 def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: tuple[type[CkptError], ...]) -> bool:

@@ -25,7 +25,8 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
 from ckpt.maintenance.known_steps import KnownSteps, newest_first
-from ckpt.maintenance.step_listing import Step, infos, remove_steps, step_url
+from ckpt.maintenance.removal import infos, remove_step, remove_steps
+from ckpt.maintenance.step_listing import Step, step_url
 from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest, retention
 from ckpt.spread.tier import SpreadTier
@@ -74,6 +75,11 @@ class Tiers:
         self.damaged: set[str] = set()
         """Ids of local checkpoints that cannot be published, since they are damaged."""
         self._known_root, self._known_local = KnownSteps(root), KnownSteps(local or root)
+        self._removable = local if spread is None else spread.own_url
+        """Where steps of the local tier are removed: a spread one is also read from places that it does not write to."""
+        self._known_removable = KnownSteps(self._removable or root)
+        self._swept = False
+        """Whether what earlier lives of the job have left in memory is freed."""
         self._published: set[str] = set()
         self._passed: set[str] = set()
         """Ids of local checkpoints of which was said that the root has a later one of their step."""
@@ -202,6 +208,12 @@ class Tiers:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
 
+    def in_local_tier(self, step: int | None) -> Iterator[Step]:
+        """What the local tier has, or has of ``step``, that can be loaded as far as listings say, the newest first."""
+        for number, steps in self._newest_local(step):
+            if step in (None, number):
+                yield from (s for s in self._judged(steps) if s.committed)
+
     def _judged(self, near: Iterable[Step]) -> list[Step]:
         """Local checkpoints; those of which the nodes that are left have too little count as damaged."""
         judged = [s if self.spread is None else self.spread.judged(s) for s in near]
@@ -249,11 +261,26 @@ class Tiers:
 
     def retain(self) -> None:
         """Remove what need not stay where saves are committed first. A failure here harms no checkpoint."""
-        if self.local is None:
+        if self._removable is None:
             self.retain_root()
             return
         with self.lock:
-            _remove(self.local, self._known_local, self.local_keep, self.busy, self.removed)
+            _remove(self._removable, self._known_removable, self.local_keep, self.busy, self.removed)
+
+    def retain_after_save(self) -> None:
+        """As :meth:`retain`, when a save has ended and none is going on. Once it also frees what earlier lives of the job have left in
+        memory when they were killed in the middle of a save or of a removal: nobody else ever would, and the budget is small."""
+        self.retain()
+        if self._swept or self.spread is None or not self.spread.in_memory or self._removable is None:
+            return
+        try:
+            for step in self._known_removable.list():
+                if not step.committed and not step.damaged and step.number is not None and step.link is None:
+                    log.info("%s is freed: %s", step.url, step.reason)
+                    remove_step(self._removable, step, self._known_removable.list)
+            self._swept = True
+        except CkptError as err:
+            log.warning("what earlier saves have left in memory stays there: %s", err)
 
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""

@@ -45,7 +45,7 @@ class UploadRound:
     until: float
     failed: dict[int | None, BaseException] = field(default_factory=dict)
     tries: int = 0
-    over: threading.Event = field(default_factory=threading.Event)
+    over: Future[None] = field(default_factory=Future)
 
 
 class Uploader:
@@ -93,7 +93,7 @@ class Uploader:
         if self._last is None and not self._tiers.newest_only:
             return None
         upload_round = self.add(patience=patience)
-        upload_round.over.wait()
+        upload_round.over.result()
         failed = {**upload_round.failed, **self._lost}
         self._lost.clear()
         if not failed:
@@ -108,7 +108,7 @@ class Uploader:
 
     def idle(self, seconds: float) -> bool:
         """Whether nothing is going on any more within so many seconds."""
-        return self._last is None or self._last.over.wait(seconds)
+        return self._last is None or bool(wait([self._last.over], seconds).done)
 
     # ---- the thread
 
@@ -128,7 +128,7 @@ class Uploader:
             finally:
                 with self._tiers.lock:
                     self._tiers.busy = None
-                upload_round.over.set()
+                upload_round.over.set_result(None)
 
     def _attempt(self, upload_round: UploadRound) -> bool:
         """Publish one checkpoint; whether to go on."""

@@ -218,7 +218,7 @@ def test_a_parameter_on_a_slice_of_the_mesh_is_replicated_over_the_rest(ranks: R
     assert ranks.run(4, load_two_meshes, url) == [[]] * 4
     errors = ranks.run(4, save_two_meshes, url, True)
     assert [type(e) for e in errors] == [ReplicaError] * 4
-    assert "tensor norm: rank 2 ≠ rank 3" in str(errors[0])
+    assert "tensor norm [2:3]: rank 2 ≠ rank 3" in str(errors[0])
 
 
 # --------------------------------------------------------------------------------------------------- FSDP over TP, uneven

@@ -77,7 +77,7 @@ def train(folder: str, steps: range, dies: bool = False, away: range = range(0),
                     c.wait()
                 while n in away and n not in c.unpublished:
                     time.sleep(0.01)
-        return {"start": start, "from": c.restored_from, "made": made, "left": c.unpublished}
+        return {"start": start, "from": c.restored_from.url if c.restored_from is not None else None, "made": made, "left": c.unpublished}
 
 
 def numbers(root: Path) -> list[int | None]:

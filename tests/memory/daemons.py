@@ -25,3 +25,19 @@ def daemon_in(folder: Path) -> Iterator[client.MemoryClient]:
             os.environ.pop("CKPT_MEMORY_DIR", None)
         else:
             os.environ["CKPT_MEMORY_DIR"] = before
+
+
+def flip_byte(daemon: client.MemoryClient, path: str) -> None:
+    """The last byte of an object changes in the memory of the daemon."""
+    pid, opened = daemon.status()["pid"], daemon.get(path)
+    wanted = os.fstat(opened.file).st_ino
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # it may be open to read only, or closed meanwhile
+            if os.stat(f"/proc/{pid}/fd/{name}").st_ino == wanted:
+                with open(f"/proc/{pid}/fd/{name}", "r+b") as file:
+                    file.seek(opened.known.size - 1)
+                    (byte,) = file.read(1)
+                    file.seek(opened.known.size - 1)
+                    file.write(bytes([byte ^ 1]))
+                return
+    raise AssertionError(f"{path} is not open for writing in {pid}")

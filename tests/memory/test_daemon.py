@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import AccessError, BusyError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError
+from ckpt.errors import AccessError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError
 from ckpt.memory import client, place
 from ckpt.memory.client import MemoryClient
 from ckpt.memory.messages import receive, send
@@ -163,6 +163,7 @@ class TestBudget:
         """Pages of deleted objects are filled again; dropped ones are freed, though the one who filled them still maps them."""
         for number in range(3):
             loan = daemon.lend(2 * MIB)
+            loan.open(0, 2 * MIB)
             loan.memory[:] = bytes([number]) * (2 * MIB)
             loan.put(f"run/{number}")
             daemon.delete(f"run/{number}")
@@ -233,6 +234,41 @@ ctypes.memset(address, 2, 8)
     assert os.pread(read.file, 8, 0) == b"\1" * 8
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(read.file, b"x", 0)
+
+
+def test_loans_one_after_another_need_one_connection(daemon: MemoryClient) -> None:
+    daemon.lend(10).close()
+    before = daemon.status()["clients"]
+    for number in range(4):
+        daemon.lend(10).put(f"run/{number}")
+        daemon.lend(10).close()
+    assert (daemon.status()["clients"], daemon.status()["lent"]) == (before, 0)
+    both = [daemon.lend(10), daemon.lend(10)]
+    assert daemon.status()["lent"] == 2 * 4096
+    del both  # without a word: their connections end
+    deadline = time.monotonic() + 10
+    while daemon.status()["lent"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert daemon.status()["lent"] == 0
+
+
+def test_memory_that_is_lent_again_is_writable_only_where_it_is_opened(daemon: MemoryClient) -> None:
+    code = """
+import ctypes
+from ckpt.memory import client
+daemon = client.connect()
+daemon.lend(4 << 20).put("run/old")
+daemon.delete("run/old")
+loan = daemon.lend(4 << 20)
+address = loan.data.ctypes.data
+assert loan.mapping.protected  # the mapping is the one that the first object was filled by
+loan.open((1 << 20) + 5, 10)
+ctypes.memset(address + (1 << 20), 1, 4096)
+print("written", flush=True)
+ctypes.memset(address + (2 << 20), 2, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("written\n", -signal.SIGSEGV), done.stderr
 
 
 def test_a_flipped_byte_is_found(daemon: MemoryClient) -> None:
@@ -361,28 +397,6 @@ def test_a_daemon_that_dies_is_started_again(tmp_path: Path) -> None:
         assert committed() == ["step-00000001"]
 
 
-class TestReplace:
-    def test_another_program_goes_on_with_all_objects(self, daemon: MemoryClient) -> None:
-        ckpt.save("mem://run/step-00000001", {"w": torch.arange(100_000)})
-        before = daemon.list()
-        pid, reader = daemon.status()["pid"], daemon.get(before[0].path)
-        daemon.replace()
-        assert (daemon.status()["pid"], daemon.list()) == (pid, before)
-        assert daemon.get(before[0].path).known == reader.known
-        assert torch.equal(ckpt.open("mem://run/step-00000001")["w"].read(), torch.arange(100_000))
-        daemon.delete(before[0].path)
-        assert daemon.status()["dropped"] > 0  # its reader from before
-        reader.close()
-        assert daemon.drop("") > 0 and daemon.status()["dropped"] == 0
-
-    def test_not_in_the_middle_of_a_save(self, daemon: MemoryClient) -> None:
-        loan = daemon.lend(5)
-        with pytest.raises(BusyError):
-            daemon.replace()
-        loan.put("run/f")
-        assert daemon.stat("run/f").size == 5
-
-
 def test_it_ends_when_nobody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_IDLE", "0.1")
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
@@ -392,44 +406,3 @@ def test_it_ends_when_nobody_needs_it(tmp_path: Path, monkeypatch: pytest.Monkey
     while (tmp_path / "socket").exists():
         assert time.monotonic() < end, f"{pid} still runs"
         time.sleep(0.05)
-
-
-class TestPull:
-    def test_objects_arrive_with_their_digest(self, daemon: MemoryClient, tmp_path: Path) -> None:
-        ckpt.save("mem://run/step-00000001", {"w": torch.arange(3 * MIB)})
-        wanted = [known.path for known in daemon.list()]
-        with daemon_in(tmp_path / "other") as other:
-            other.pull(daemon.address(), wanted, secret=daemon.secret())
-            assert {row["state"] for row in await_pulls(other)} == {"complete"}
-            here, there = other.list(), {known.path: known for known in daemon.list()}
-            assert [(k.path, k.size, k.digest) for k in here] == [(p, there[p].size, there[p].digest) for p in wanted]
-            assert all(known.digest for known in here)
-            assert torch.equal(ckpt.open("mem://run/step-00000001")["w"].read(), torch.arange(3 * MIB))
-
-    def test_what_is_wrong_is_not_kept(self, daemon: MemoryClient, tmp_path: Path) -> None:
-        loan = daemon.lend(5 * MIB)
-        loan.put("run/damaged", digest="0" * 32)
-        with daemon_in(tmp_path / "other") as other:
-            other.pull(daemon.address(), ["run/damaged", "run/absent"], secret=daemon.secret())
-            damaged, absent = await_pulls(other)
-            assert (damaged["state"], damaged["error"]["type"]) == ("failed", "CorruptError")
-            assert (absent["state"], absent["error"]["type"]) == ("failed", "NotFoundError")
-            assert list(other.list()) == [] and other.status()["lent"] == 0
-
-    def test_the_pace_is_kept(self, daemon: MemoryClient, tmp_path: Path) -> None:
-        daemon.lend(9 * MIB).put("run/f")
-        with daemon_in(tmp_path / "other") as other:
-            began = time.monotonic()
-            other.pull(daemon.address(), ["run/f"], secret=daemon.secret(), pace=18 * MIB)
-            await_pulls(other)
-            assert time.monotonic() - began > 0.4
-
-
-def await_pulls(daemon: MemoryClient) -> list[dict[str, object]]:
-    end = time.monotonic() + 30
-    while True:
-        rows = list(daemon.pulls())
-        if all(row["state"] in ("complete", "failed") for row in rows):
-            return rows
-        assert time.monotonic() < end, rows
-        time.sleep(0.02)

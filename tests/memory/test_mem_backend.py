@@ -29,6 +29,7 @@ def test_memory_is_lent_before_the_object_has_a_name(daemon: MemoryClient) -> No
     backend = open_backend("mem://a")
     lent = backend.lend(10_000)
     assert lent is not None and len(lent.memory) == 10_000
+    lent.open(0, 10_000)
     lent.memory[:] = b"x" * 10_000
     assert backend.list_dir() == []
     with backend.create_in("data/f", lent) as writer:

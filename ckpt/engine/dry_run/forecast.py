@@ -161,6 +161,8 @@ def _grouped(reader: Reader, read: RangeGroup, parts: Sequence[Part], steps: Seq
         whole = [step.extent for step, part in touched if part.length == step.extent.length]
         decoded = max((step.nbytes for step, _ in touched if step.extent.codec is not None), default=0)
         yield _together(fetch, read, whole, ("decoded", decoded), shift=PAGE)
+        for step, _ in touched:
+            yield from _anchors(fetch, step.extent, step.nbytes)
         return
     for members in chunks:
         part, step = members[0], steps[members[0].copy]
@@ -168,6 +170,7 @@ def _grouped(reader: Reader, read: RangeGroup, parts: Sequence[Part], steps: Seq
         verified = extent.length if part.length == extent.length and _is_compared(fetch, extent) else 0
         if extent.codec is not None:
             yield from _stretches(fetch, extent, ("blob", extent.length), ("decoded", step.nbytes))
+            yield from _anchors(fetch, extent, step.nbytes)
         elif reader.straight(members, step) is not None:
             for at, length in fetch.stretches(part.length):
                 yield PlannedRead(part.path, at_offset + at, length, verified and length)
@@ -183,8 +186,11 @@ def _shared(fetch: DigestReader, shared_read: SharedRead, extents: Sequence[Exte
     if len(shared_read.items) > 1:
         for group in group_ranges(extents):
             yield _together(fetch, group, [extents[i] for i in group.members], ("piece", slices[0].nbytes))
+        for member, stored in zip(shared_read.items, extents, strict=True):
+            yield from _anchors(fetch, stored, member.nbytes)
     elif extent.codec is not None:
         yield from _stretches(fetch, extent, ("blob", extent.length), ("decoded", item.nbytes), ("piece", fetch.piece))
+        yield from _anchors(fetch, extent, item.nbytes)
     elif len(slices) == 1:
         yield from _stretches(fetch, extent, ("piece", extent.length))
     else:
@@ -206,6 +212,13 @@ def _stretches(fetch: DigestReader, extent: Extent, *uses: tuple[str, int]) -> I
     compared = _is_compared(fetch, extent)
     for at, length in fetch.stretches(extent.length):
         yield PlannedRead(extent.path, extent.offset + at, length, length if compared else 0, uses)
+
+
+def _anchors(fetch: DigestReader, extent: Extent, nbytes: int) -> Iterator[PlannedRead]:
+    """What is read besides of a chunk of ``nbytes`` that is stored as a difference."""
+    if extent.anchor is not None:
+        anchor = extent.anchor.extent
+        yield from _stretches(fetch, anchor, ("anchor", nbytes), ("anchor, encoded", 0 if anchor.codec is None else anchor.length))
 
 
 def _is_compared(fetch: DigestReader, extent: Extent) -> bool:

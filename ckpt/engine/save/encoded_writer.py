@@ -8,12 +8,14 @@ from functools import partial
 
 import xxhash
 
+from ckpt.catalog import DataFile
 from ckpt.concurrency.workers import run_tasks
-from ckpt.formats.native.coding.codecs import encode
+from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, encode, encode_difference
 from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_coded_file
 from ckpt.io_backends.protocol import Writer
 from ckpt.settings import limits
 
+from .base.anchors import AnchorChunks
 from .plan import Batch
 from .writer import RankWriter, WriteInput
 
@@ -25,9 +27,18 @@ class EncodedWriter(RankWriter):
     are compared by, and what was captured with the state.
     """
 
-    def __init__(self, given: WriteInput, codec: str, doubtful: AbstractSet[str] = frozenset()) -> None:
+    def __init__(
+        self, given: WriteInput, codec: str, doubtful: AbstractSet[str] = frozenset(), anchors: AnchorChunks | None = None
+    ) -> None:
         super().__init__(given)
-        self.codec = codec
+        self.codec = WITHOUT_ANCHOR.get(codec, codec)
+        """Of chunks that have no anchor, or do not gain by it."""
+        self.anchored: dict[int, DataFile] = {}
+        """The file that has the anchor of each chunk which is stored as a difference, by its number in the plan."""
+        self._difference = codec
+        self._anchors = anchors
+        self._strong = dict(given.digests128)
+        self._digests128 = self._strong
         self.coded = 0
         """How many chunks are stored coded."""
         self.stored = [0] * len(self.plan.chunks)
@@ -46,7 +57,7 @@ class EncodedWriter(RankWriter):
             id=self.id,
             rank=self.position,
             number=number,
-            has_128=self.plan.has_128,
+            has_128=self.plan.has_128 or any(i in self.anchored for i in numbers),
         )
         with self.open(plan) as writer:
             run_tasks(
@@ -62,17 +73,27 @@ class EncodedWriter(RankWriter):
         staged = self.staged(batch)
         raw = self.source.view(number) if staged is None else staged
         with self.spans.span("encode", len(raw)):
-            blob = encode(self.codec, raw, self.plan.specs[number].dtype.itemsize) if len(raw) else None
+            codec, blob = self._coded(number, raw)
             # What is staged makes room for what comes, so it cannot be kept as it is.
             stored = blob if blob is not None else raw if staged is None else memoryview(bytes(raw))
             self.stored[number] = self.digests[number] = xxhash.xxh3_64_intdigest(stored)
             if blob is not None and self.plan.chunks[number].name in self._compared:
                 self.digests[number] = xxhash.xxh3_64_intdigest(raw)
         self.meter.add(saved=len(raw) - len(stored))
-        blobs[number] = (None if blob is None else self.codec, stored)
+        blobs[number] = (None if blob is None else codec, stored)
         self.alive.beat()
         if self.stage is not None:
             self.stage.release(batch)
+
+    def _coded(self, number: int, raw: memoryview) -> tuple[str, memoryview | None]:
+        """The codec, and what it makes of a chunk; None if that is not worth it."""
+        itemsize = self.plan.specs[number].dtype.itemsize
+        anchor = self._anchors.read(self.plan, number) if self._anchors is not None else None
+        if anchor is not None and (blob := encode_difference(raw, anchor[0], itemsize)) is not None:
+            self.anchored[number] = anchor[1]
+            self._strong[number] = xxhash.xxh3_128_hexdigest(raw)
+            return self._difference, blob
+        return self.codec, encode(self.codec, raw, itemsize) if len(raw) else None
 
     def _store(self, writer: Writer, offset: int, data: memoryview) -> None:
         step = max(limits.CACHE_BLOCK, writer.block_size)

@@ -9,10 +9,12 @@ import numpy as np
 
 from ckpt.catalog import DataFile, Grid
 from ckpt.formats.native.datafiles.datafile import CodedFiles, plan_data_files
+from ckpt.formats.native.paths import data_number
 from ckpt.layout.geometry import IntArray
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec
+from ckpt.plan.redundancy.mirrors import MirrorPlacement
 
-from .plan import NO_ID, chunks_of, specs_of
+from .plan import NO_ID, chunks_of, mirrored_groups, specs_of
 
 _NONE: Mapping[str, Mapping[int, int]] = {}
 Numbers = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -31,10 +33,13 @@ class Grids:
         *,
         coded: bool,
         referred: Mapping[str, Mapping[int, int]] = _NONE,
+        anchors: Mapping[str, Mapping[int, int]] = _NONE,
         with_128: AbstractSet[int] = frozenset(),
+        mirrors: MirrorPlacement | None = None,
     ) -> None:
-        """``referred``: name → number of a chunk → how far after the last of ``files`` the one is that has it already. ``with_128``: ranks
-        whose headers have digests of 128 bits."""
+        """``referred``: name → number of a chunk → how far after the last of ``files`` the one is that has it already;
+        ``anchors``: the same of chunks' anchors. ``with_128``: ranks whose headers have digests of 128 bits. ``mirrors``: by which each
+        rank's chunks are dealt out to files, if they are."""
         self.with_128 = with_128
         self.assignments = assignments
         self.tensors = tensors
@@ -45,23 +50,30 @@ class Grids:
             rank = ranks[f.rank]
             self.first.setdefault(rank, row)
             self.many[rank] = self.many.get(rank, 0) + 1
-        self.referred = {
-            name: (np.array(list(chunks), dtype=np.int64), np.array(list(chunks.values()), dtype=np.int32) + len(files))
-            for name, chunks in referred.items()
-        }
+        self.referred = _rows_elsewhere(referred, len(files))
+        self.anchors = _rows_elsewhere(anchors, len(files))
         self.by_rank = np.full(max(ranks, default=0) + 1, -1, dtype=np.int32)
         for rank, row in self.first.items():
             self.by_rank[rank] = row
         self.made: dict[object, Grid] = {}
         split = [rank for rank, n in self.many.items() if n > 1]
-        self.numbers = (self._coded() if coded else self._split(split)) if split else {}
+        if mirrors is not None:
+            self.numbers = self._mirrored(files, mirrors)
+        else:
+            self.numbers = (self._coded() if coded else self._split(split)) if split else {}
 
     def of(self, name: str) -> Grid:
-        assignment, numbers, referred = self.assignments[name], self.numbers.get(name), self.referred.get(name)
+        assignment, numbers, referred, anchored = (
+            self.assignments[name],
+            self.numbers.get(name),
+            self.referred.get(name),
+            self.anchors.get(name),
+        )
         key = (
             id(assignment),
             None if numbers is None or not numbers.any() else numbers.tobytes(),
             None if referred is None else tuple(a.tobytes() for a in referred),
+            None if anchored is None else tuple(a.tobytes() for a in anchored),
         )
         grid = self.made.get(key)
         if grid is None:
@@ -69,7 +81,11 @@ class Grids:
             if referred is not None:
                 files[referred[0]] = referred[1]
             files = files[:1] if len(files) and (files == files[0]).all() else files
-            grid = self.made[key] = Grid(cuts=assignment.cuts, boxes=assignment.boxes, files=files)
+            anchors: Numbers | None = None
+            if anchored is not None:
+                anchors = np.full(len(assignment.owners), -1, dtype=np.int32)
+                anchors[anchored[0]] = anchored[1]
+            grid = self.made[key] = Grid(cuts=assignment.cuts, boxes=assignment.boxes, files=files, anchors=anchors)
         return grid
 
     def _coded(self) -> dict[str, Numbers]:
@@ -96,6 +112,37 @@ class Grids:
             file_of[name] = numbers
         return file_of
 
+    def _mirrored(self, files: Sequence[DataFile], mirrors: MirrorPlacement) -> dict[str, Numbers]:
+        """Names of files say which mirrors the chunks in them have, and those of a chunk follow from its assignment: both are one sorted
+        key of rank and code."""
+        ranks = list(self.positions)
+        width = 1 + max((mirrors.parse_number(data_number(f.path))[0] for f in files), default=0)
+        keys = np.zeros(len(files), dtype=np.int64)
+        several: set[int] = set()
+        for row, f in enumerate(files):
+            code, part = mirrors.parse_number(data_number(f.path))
+            keys[row] = ranks[f.rank] * width + code
+            if part:
+                several.add(ranks[f.rank])
+        order = np.argsort(keys, kind="stable")
+        of_assignment: dict[int, Numbers] = {}
+        file_of: dict[str, Numbers] = {}
+        for name, o in self.assignments.items():
+            if id(o) not in of_assignment:
+                rows = order[np.searchsorted(keys[order], o.owners * width + mirrors.codes(o))]
+                of_assignment[id(o)] = (rows - self.by_rank[o.owners]).astype(np.int32)
+            file_of[name] = of_assignment[id(o)]
+        for rank in several:  # headers too long for one file, which are few: its plan is made again
+            number = 0
+            for group in mirrored_groups(self.assignments, mirrors, rank, own=True).values():
+                for plan in plan_data_files(specs_of(group, self.tensors), id=NO_ID, rank=self.positions[rank]):
+                    for c in group[plan.first : plan.first + len(plan)]:
+                        if file_of[c.name] is of_assignment[id(self.assignments[c.name])]:
+                            file_of[c.name] = file_of[c.name].copy()
+                        file_of[c.name][c.number] = number
+                    number += 1
+        return file_of
+
     def _split(self, ranks: Sequence[int]) -> dict[str, Numbers]:
         """For ranks whose headers are too long for one file, which are few: each one's own plan, made again."""
         file_of: dict[str, Numbers] = {name: np.zeros(len(o.owners), dtype=np.int32) for name, o in self.assignments.items()}
@@ -107,6 +154,13 @@ class Grids:
                 for c in chunks[plan.first : plan.first + len(plan)]:
                     file_of[c.name][c.number] = n
         return file_of
+
+
+def _rows_elsewhere(chunks: Mapping[str, Mapping[int, int]], own: int) -> dict[str, tuple[IntArray, Numbers]]:
+    """Numbers of chunks, and the rows of files that come after ``own`` ones."""
+    return {
+        name: (np.array(list(rows), dtype=np.int64), np.array(list(rows.values()), dtype=np.int32) + own) for name, rows in chunks.items()
+    }
 
 
 def _rounds(owners: IntArray) -> list[IntArray]:

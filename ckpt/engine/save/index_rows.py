@@ -8,17 +8,24 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from ckpt.catalog import DataFile, TensorEntry
+from ckpt.formats.native.paths import data_number
 from ckpt.plan.ownership import TensorSpec, assign
+from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Joined, Table
 
 from .grids import Grids
 from .plan import own_tensors
 
 
-def chunks_apart(files: Sequence[DataFile], own_rows: Mapping[int, bytes], ranks: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """Tensors of the rows of ranks that wrote several files: which file has a chunk depends on all that its rank wrote. ``own_rows`` by
-    position."""
-    several = [position for position, count in Counter(f.rank for f in files).items() if count > 1]
+def chunks_apart(
+    files: Sequence[DataFile], own_rows: Mapping[int, bytes], ranks: Sequence[int], mirrors: MirrorPlacement | None = None
+) -> tuple[TensorSpec, ...]:
+    """Tensors of the rows of ranks that wrote several files: which file has a chunk depends on all that its rank wrote. Not so where
+    ``mirrors`` decide it, unless the chunks with the same mirrors take several files. ``own_rows`` by position."""
+    if mirrors is None:
+        several = [position for position, count in Counter(f.rank for f in files).items() if count > 1]
+    else:
+        several = sorted({f.rank for f in files if mirrors.parse_number(data_number(f.path))[1]})
     return tuple(t for position in several if position in own_rows for t in own_tensors(own_rows[position], ranks[position]))
 
 
@@ -31,11 +38,13 @@ def index_rows(
     *,
     coded: bool,
     referred: Mapping[str, Mapping[int, int]] | None = None,
+    anchors: Mapping[str, Mapping[int, int]] | None = None,
     with_128: AbstractSet[int] = frozenset(),
+    mirrors: MirrorPlacement | None = None,
 ) -> tuple[TensorEntry, ...]:
     """The entries of all tensors by name. ``own``: tables of single ranks' tensors by position; ``apart``: see ``chunks_apart``; ``coded``:
-    whether chunks may be coded, which decides what shares a file; ``referred``: chunks in other
-    checkpoints; this and ``with_128``: see ``Grids``."""
+    whether chunks may be coded, which decides what shares a file; ``referred``: chunks in other checkpoints, and ``anchors`` of
+    chunks there; these, ``with_128`` and ``mirrors``: see ``Grids``."""
     tensors, assignments = dict(joined.tensors), dict(joined.assignments)
     rank_of: dict[str, int] = {}
     for rank, table in own.items():
@@ -49,7 +58,9 @@ def index_rows(
         ranks,
         coded=coded,
         referred=referred or {},
+        anchors=anchors or {},
         with_128=with_128,
+        mirrors=mirrors,
     )
     entries = {
         name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))

@@ -13,11 +13,12 @@ from ckpt import settings
 from ckpt.coordination.call import Call
 from ckpt.coordination.members import Members
 from ckpt.errors import CancelledError, UsageError
-from ckpt.formats.native.coding.codecs import check_choice
+from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.io_backends import retries
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
 from ckpt.plan.part import StatePart
+from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.tracing.progress_callback import ProgressCallback, reported
 from ckpt.tracing.spans import Spans, limit_for
 from ckpt.tracing.stall import Stall
@@ -35,7 +36,7 @@ class SaveReport:
     """What a save did, or with ``dry_run`` would do. ``tensor_bytes`` is the whole checkpoint's, ``rank_bytes`` what this rank wrote
     (headers included) in ``requests`` writes, which storage may split, to ``files`` files; ``sent_bytes`` what it sent to other ranks to
     merge flat shards, ``seconds`` wall time from the call to the commit; ``reused_bytes`` what it referred to in its base, in place of
-    writing it.
+    writing it; ``mirrored_bytes`` what of ``rank_bytes`` another rank wrote, too: a second copy that cost no network.
 
     Of a dry run, ``id`` is empty, ``rank_bytes`` is what it is before coding, and ``memory`` the most that writing takes beside the state,
     in bytes. ``seconds`` is an estimate for the slowest rank, from what ``estimated_from`` says; NaN if no earlier save says how fast the
@@ -54,6 +55,7 @@ class SaveReport:
     dry_run: bool = False
     estimated_from: str | None = None
     reused_bytes: int = 0
+    mirrored_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,14 @@ class SaveOptions:
     """What this save may refer to."""
     reusable: bool = False
     """Whether digests of 128 bits are stored of what may stay as it is, so that later saves may refer to it."""
+    placement: MirrorPlacement | None = None
+    """Which ranks may write what others own, too, so that it need not be copied; see ``mirrors``."""
+
+    @property
+    def mirrors(self) -> MirrorPlacement | None:
+        """The placement, if mirrors can make the same files: not of replicas that may differ, nor of chunks that each rank codes or refers
+        to as it sees fit. Then all copies go over the network."""
+        return self.placement if self.check_replicas and self.codec is None and not self.reusable else None
 
     @classmethod
     def of(
@@ -114,7 +124,7 @@ class SaveOptions:
             staging=staging,
             progress=progress,
             base=SaveBase(url=base) if base is not None else None,
-            reusable=reusable or base is not None,
+            reusable=reusable or base is not None or codec in WITHOUT_ANCHOR,
         )
 
 

@@ -23,21 +23,22 @@ from ckpt import tree
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
-from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError, ReplicaError
+from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
 from ckpt.formats.journal import CheckpointJournal, files_of, removable_files, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import APART, CODED, REFERENCED
-from ckpt.formats.native.paths import id_of
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED
+from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
+from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
 from ckpt.settings import limits
 
 from .base.reference_rows import ReferenceRows, join_references
 from .index_rows import chunks_apart, index_rows
-from .replicas import replica_problems
+from .replicas import compare_mirrors, compare_replicas
 
 log = logging.getLogger("ckpt")
 
@@ -68,7 +69,7 @@ class Values(NamedTuple):
 class Leader:
     """What the leader knows before any rank has said anything. ``known`` holds tables of earlier saves, and takes this one's. ``earlier``
     gives the id of a save elsewhere that this one comes after, if there is one. ``base``: name in the run and id of the checkpoint that
-    ranks may refer to."""
+    ranks may refer to. ``reusable``: whether later saves may refer to this one. ``mirrors``: by which ranks write what others own, too."""
 
     call: Call
     backend: Backend
@@ -76,7 +77,9 @@ class Leader:
     merge_flat_shards: bool
     metrics: Mapping[str, float] | None = None
     earlier: Callable[[], str | None] | None = None
+    mirrors: MirrorPlacement | None = None
     base: tuple[str, str] | None = None
+    reusable: bool = False
 
     def open(self, rows: Mapping[int, Row]) -> OpenSave:
         """Check that the ranks' tables and values make one checkpoint, and make ready to write it.
@@ -238,6 +241,7 @@ class OpenSave:
         # Everything that can fail comes before ``write_index``, whose last act is the commit. What follows the commit
         # (spans, removing what was replaced) may fail without harm and is only logged.
         compare_replicas(call, rows)
+        compare_mirrors(call, rows)
         call.fetch_all(row["own_blob"] for row in self.rows.values() if "own_blob" in row)  # one by one would take ranks times as long
         own_rows = {positions[rank]: self._own_row(row) for rank, row in self.rows.items() if "own_bytes" in row}
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
@@ -260,7 +264,12 @@ class OpenSave:
         )
         call.heartbeat()
         coded = references.coded or any(row.get("coded") for row in rows.values())
-        needed = {CODED: coded, APART: bool(contents.rows), REFERENCED: bool(references.files)}
+        needed = {
+            CODED: coded,
+            APART: bool(contents.rows),
+            REFERENCED: bool(references.files),
+            ANCHORS: bool(references.anchors),
+        }
         listed: list[str] = []
         record = write_index(
             CheckpointJournal(backend, id=self.id, previous=self.previous, base=self.leader.base if references.files else None),
@@ -270,7 +279,7 @@ class OpenSave:
             cache=cache,
             metrics=self.leader.metrics,
             listed=listed,
-            reusable=bool(with_128 or references.files),
+            reusable=bool(with_128 or references.files or self.leader.reusable),
         )
         longest = max((f.size for f in files), default=0)
         return RecordedSave(opened=self, tensor_bytes=record.tensor_bytes, listed=tuple(listed), longest=longest)
@@ -292,13 +301,25 @@ class OpenSave:
         self, files: Sequence[DataFile], own_rows: Mapping[int, bytes], references: ReferenceRows, with_128: frozenset[int], *, coded: bool
     ) -> tuple[tuple[TensorEntry, ...], IndexCache]:
         """The rows of the index; those of the last save if files and tensors are the same but for names and digests."""
-        ranks, index = self.leader.call.group.ranks, self.tables.index
-        apart = chunks_apart(files, own_rows, ranks)
-        key = (coded, tuple(f.rank for f in files), apart, references.key, with_128)
+        ranks, index, mirrors = self.leader.call.group.ranks, self.tables.index, self.leader.mirrors
+        apart = chunks_apart(files, own_rows, ranks, mirrors)
+        placed = None if mirrors is None else (mirrors.text, tuple(data_number(f.path) for f in files))
+        key = (coded, tuple(f.rank for f in files), apart, references.key, with_128, placed)
         if key not in index:
             index.clear()
-            joined, own, referred = self.tables.joined, self.tables.own, references.chunks
-            index[key] = (index_rows(joined, own, files, apart, ranks, coded=coded, referred=referred, with_128=with_128), IndexCache())
+            entries = index_rows(
+                self.tables.joined,
+                self.tables.own,
+                files,
+                apart,
+                ranks,
+                coded=coded,
+                referred=references.chunks,
+                anchors=references.anchors,
+                with_128=with_128,
+                mirrors=mirrors,
+            )
+            index[key] = entries, IndexCache()
         return index[key]
 
 
@@ -363,26 +384,3 @@ def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
     for rank, row in rows.items():
         ranks_of.setdefault(row[key], []).append(rank)
     return list(ranks_of.items())
-
-
-def compare_replicas(call: Call, rows: Mapping[int, Row]) -> None:
-    """Raise ReplicaError if ranks that have the same tensors have different bytes. Digests of tensors are fetched only where those of whole
-    sets of ranks differ."""
-    # Two levels, so that the common case costs one digest per set of ranks. Only where the digests of a set differ
-    # are its per-tensor digests fetched, to name the tensors.
-    sets: dict[str, dict[str, list[int]]] = {}
-    for rank, row in rows.items():
-        for ranks, digest in row["replicas"].items():
-            sets.setdefault(ranks, {}).setdefault(digest, []).append(rank)
-    differing = [by_digest for by_digest in sets.values() if len(by_digest) > 1]
-    call.fetch_all(digest for by_digest in differing for digest in by_digest)
-    problems = []
-    for by_digest in differing:
-        problems += replica_problems([(ranks, json.loads(call.fetch(d))) for d, ranks in by_digest.items()])
-    if problems:
-        raise ReplicaError(
-            "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
-            where=call.url,
-            hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
-            "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",
-        )

@@ -60,6 +60,8 @@ class Written:
 
     begun: Begun
     rank_bytes: int
+    mirrored_bytes: int
+    """Of these, in files of other ranks."""
     row: Row
     """What the leader has to know of them."""
 

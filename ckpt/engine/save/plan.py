@@ -18,6 +18,7 @@ from ckpt.adapters.collect import Collected
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.dtypes import dtype
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
+from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.ranks import OwnTensor, encode_tensors
 from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
@@ -25,6 +26,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.flat_fragments import Fragment, fragments
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.reads import group_sizes
+from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Table, split_tables
 from ckpt.settings import limits
 
@@ -81,6 +83,8 @@ class RankPlan:
     """Of a plan without what is referred to: the number of each chunk in the whole plan."""
     has_128: bool = False
     """Whether headers have room for digests of 128 bits."""
+    mirrored: int = 0
+    """Of ``files`` the last so many are those of other ranks, which this one writes, too (``plan.redundancy.mirrors``)."""
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +106,16 @@ class Plans:
     _kept: list[RankPlan] = field(default_factory=list)
     _reduced: list[_Reduced] = field(default_factory=list)
 
-    def plan(self, collected: Collected, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None) -> RankPlan:
+    def plan(
+        self,
+        collected: Collected,
+        *,
+        rank: int,
+        position: int,
+        merge_flat_shards: bool,
+        codec: str | None,
+        mirrors: MirrorPlacement | None = None,
+    ) -> RankPlan:
         """The plan for a collected state: a kept one, or a new one.
 
         Raises:
@@ -113,14 +126,14 @@ class Plans:
             self.shards.known.clear()  # of states that are not saved any more
         # The key has values, not objects: a training loop builds its state dictionary anew for each save, and equal
         # specs mean an equal plan. Limits are part of it, since tests change them.
-        options = rank, position, merge_flat_shards, codec, limits.CHUNK, limits.UNDIVIDED
+        options = rank, position, merge_flat_shards, codec, mirrors, limits.CHUNK, limits.UNDIVIDED
         key = _Key(tuple(t.info for t in shard_table.tensors.values()), dict(shard_table.aliases), frozenset(shard_table.own), options)
         for i, kept in enumerate(self._kept):
             if kept.key.same(key):
                 self.hits += 1
                 self._kept.append(self._kept.pop(i))
                 return kept
-        made = make_plan(key, rank=rank, position=position, merge_flat_shards=merge_flat_shards, codec=codec)
+        made = make_plan(key, rank=rank, position=position, merge_flat_shards=merge_flat_shards, codec=codec, mirrors=mirrors)
         self._kept = [*self._kept, made][-KEPT:]
         return made
 
@@ -159,11 +172,16 @@ class _Key:
         )
 
 
-def make_plan(key: _Key, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None) -> RankPlan:
+def make_plan(
+    key: _Key, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None, mirrors: MirrorPlacement | None = None
+) -> RankPlan:
     shared, own = split_tables(key.infos, key.aliases, key.own)
     assignments = assign(shared.tensors, merge_flat_shards=merge_flat_shards) | assign(own.tensors)
     sends, receives = fragments(shared.tensors, assignments, rank) if merge_flat_shards else ([], [])
-    plan = plan_assigned(key.infos, assignments, rank=rank, position=position, codec=codec)
+    if mirrors is None:
+        plan = plan_assigned(key.infos, assignments, rank=rank, position=position, codec=codec)
+    else:
+        plan = plan_mirrored(key.infos, assignments, mirrors, rank=rank)
     plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated_chunks(assignments, rank))
     parts = [part.to_bytes() for part in shared.parts()]
     return replace(plan, shared=parts, own=own.to_bytes(), own_tensors=_own_tensors(plan, own))
@@ -175,6 +193,49 @@ def plan_assigned(
     """The plan of a rank for chunks whose writers are known. Nothing is told, sent or compared."""
     chunks = chunks_of(assignments, rank)
     specs = specs_of(chunks, {t.name: t for t in infos})
+    return _writing(infos, assignments, chunks, _files_for(specs, position=position, codec=codec, has_128=False))
+
+
+def plan_mirrored(
+    infos: Sequence[TensorSpec], assignments: Mapping[str, ChunkAssignment], mirrors: MirrorPlacement, *, rank: int
+) -> RankPlan:
+    """The same for a rank that also writes what others own: a file for each owner and set of mirrors, its own ones first."""
+    tensors = {t.name: t for t in infos}
+    groups = mirrored_groups(assignments, mirrors, rank)
+    chunks, files = [chunk for group in groups.values() for chunk in group], list[DataFilePlan]()
+    first = 0
+    for (owner, code), group in groups.items():
+        made = plan_data_files(specs_of(group, tensors), id=NO_ID, rank=mirrors.positions[owner])
+        for part, file in enumerate(made):
+            path = data_path(NO_ID, file.rank, mirrors.file_number(code, part))
+            files.append(replace(file, path=path, first=first + file.first))
+        first += len(group)
+    position = mirrors.positions[rank]
+    made_of = _FilePart(specs=specs_of(chunks, tensors), files=files, groups=[], batches=[_batches(n, f) for n, f in enumerate(files)])
+    plan = _writing(infos, assignments, chunks, made_of)
+    return replace(plan, mirrored=sum(f.rank != position for f in files))
+
+
+def mirrored_groups(
+    assignments: Mapping[str, ChunkAssignment], mirrors: MirrorPlacement, rank: int, *, own: bool = False
+) -> dict[tuple[int, int], list[Chunk]]:
+    """The chunks that a rank writes, by owner and code of the mirrors: its own ones first, then in the order of the owners. ``own``: its
+    own ones only. Chunks of one file are in the order in which every rank lists them."""
+    written = {}
+    for known, o in {id(o): o for o in assignments.values()}.items():
+        numbers = [(number, rank, code) for number, code in mirrors.written_by(o, rank)]
+        numbers += [] if own else mirrors.mirrored_by(o, rank)
+        written[known] = [(owner, code, number, o.box(number)) for number, owner, code in numbers]
+    groups: dict[tuple[int, int], list[Chunk]] = {}
+    for name in sorted(assignments):
+        for owner, code, number, box in written[id(assignments[name])]:
+            groups.setdefault((owner, code), []).append(Chunk(name, number, box))
+    return {key: groups[key] for key in sorted(groups, key=lambda key: (key[0] != rank, key))}
+
+
+def _writing(
+    infos: Sequence[TensorSpec], assignments: Mapping[str, ChunkAssignment], chunks: Sequence[Chunk], files: _FilePart
+) -> RankPlan:
     return RankPlan(
         key=_Key(tuple(infos), {}, frozenset(), ()),
         shared=(),
@@ -185,7 +246,7 @@ def plan_assigned(
         sends=[],
         receives=[],
         replicated=[],
-        **_files_for(specs, position=position, codec=codec, has_128=False),
+        **files,
     )
 
 

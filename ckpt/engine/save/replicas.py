@@ -13,6 +13,8 @@ from ckpt.adapters.memory import as_bytes
 from ckpt.adapters.tensors import LocalTensor
 from ckpt.concurrency.workers import run_tasks
 from ckpt.coordination.call import Call
+from ckpt.coordination.rows import Row
+from ckpt.errors import ReplicaError
 from ckpt.layout.geometry import Box
 from ckpt.plan.ownership import ChunkAssignment
 from ckpt.plan.tables import ranks_text
@@ -75,12 +77,12 @@ class Replicas:
         return digest.intdigest()
 
     def row(self, call: Call, written: Sequence[int] = ()) -> dict[str, str]:
-        """For the leader, which compares it (``leader.compare_replicas``): digests of :meth:`digests`."""
+        """For the leader, which compares it (``compare_replicas``): digests of :meth:`digests`."""
         return {ranks: call.share(json.dumps(digests).encode()) for ranks, digests in self.digests(written).items()}
 
     def digests(self, written: Sequence[int]) -> dict[str, Mapping[str, str]]:
-        """Digest of each replicated tensor by name, for each set of ranks that have the same ones. ``written``: digests of this rank's
-        chunks by number.
+        """Digest of each replicated tensor, by its name and box, for each set of ranks that have the same ones. ``written``: digests of
+        this rank's chunks by number.
 
         A set of ranks goes by the digest of its ranks: the ranks themselves would be as many as the job's, on each of them.
         """
@@ -97,8 +99,16 @@ class Replicas:
             # replica.
             each = (self._digests[name, i] if (name, i) in self._digests else written[self._written[name, i]] for i in numbers)
             digests = b"".join(d.to_bytes(8, "big") for d in each)
-            by_ranks.setdefault(ids[key], {})[name] = xxhash.xxh3_64_hexdigest(digests)
+            by_ranks.setdefault(ids[key], {})[self._label(name, numbers)] = xxhash.xxh3_64_hexdigest(digests)
         return dict(by_ranks)
+
+    def _label(self, name: str, numbers: Sequence[int]) -> str:
+        """The name of a tensor, and the box that is compared if it is not all of it: the same on all ranks that have it."""
+        assignment = self.assignments[name]
+        if assignment.merged or len(assignment.cell_holders) == 1:
+            return name
+        first, last = assignment.box(numbers[0]), assignment.box(numbers[-1])  # of one part of the tensor, row by row
+        return f"{name} {Box(first.offset, tuple(end - at for at, end in zip(first.offset, last.end, strict=True)))}"
 
     def _cell(self, name: str) -> int:
         return int(np.flatnonzero((self.assignments[name].cell_holders == self.rank).any(axis=1))[0])
@@ -114,3 +124,42 @@ def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) ->
         if len(by_digest) > 1:
             problems.append(f"tensor {name}: " + " ≠ ".join(ranks_text(ranks) for ranks in by_digest.values()))
     return problems
+
+
+def compare_replicas(call: Call, rows: Mapping[int, Row]) -> None:
+    """Raise ReplicaError if ranks that have the same tensors have different bytes. Digests of tensors are fetched only where those of whole
+    sets of ranks differ."""
+    # Two levels, so that the common case costs one digest per set of ranks. Only where the digests of a set differ
+    # are its per-tensor digests fetched, to name the tensors.
+    sets: dict[str, dict[str, list[int]]] = {}
+    for rank, row in rows.items():
+        for ranks, digest in row["replicas"].items():
+            sets.setdefault(ranks, {}).setdefault(digest, []).append(rank)
+    differing = [by_digest for by_digest in sets.values() if len(by_digest) > 1]
+    call.fetch_all(digest for by_digest in differing for digest in by_digest)
+    problems = []
+    for by_digest in differing:
+        problems += replica_problems([(ranks, json.loads(call.fetch(d))) for d, ranks in by_digest.items()])
+    if problems:
+        raise ReplicaError(
+            "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
+            where=call.url,
+            hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
+            "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",
+        )
+
+
+def compare_mirrors(call: Call, rows: Mapping[int, Row]) -> None:
+    """Raise ReplicaError if a file that several ranks have written is not the same everywhere. Headers have the digests of all chunks, so
+    theirs speak for all bytes."""
+    files = {path: (rank, rest) for rank, row in rows.items() for path, *rest in row["files"]}
+    for rank, row in rows.items():
+        for path, *rest in row.get("mirrored", ()):
+            owner, expected = files.get(path, (None, None))
+            if rest != expected:
+                whose = "no rank" if owner is None else f"rank {owner}"
+                raise ReplicaError(
+                    f"{path}, written on rank {rank} as a second copy, is not the file of {whose}",
+                    where=call.url,
+                    hint="memory of one of them has changed during the save; save again, and look at the memory of these machines",
+                )

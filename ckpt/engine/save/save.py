@@ -31,6 +31,7 @@ from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
 from ckpt.errors import CkptError
+from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
 from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends import retries
@@ -40,6 +41,8 @@ from ckpt.layout.mesh import coordinates
 from ckpt.tracing.progress import HASH, WRITE
 from ckpt.transport.peers import peers_of
 
+from .base.anchors import AnchorChunks
+from .base.reference_rows import encode_references
 from .base.reuse import NO_REUSE, find_reuse
 from .capture import Capture
 from .encoded_writer import EncodedWriter
@@ -116,7 +119,14 @@ def prepare(job: SaveJob, state: object) -> Prepared:
     with job.spans.span("plan"):
         position = group.ranks.index(group.rank)
         merge_flat_shards = options.merge_flat_shards and group.size > 1
-        plan = plans.plan(collected, rank=group.rank, position=position, merge_flat_shards=merge_flat_shards, codec=options.codec)
+        plan = plans.plan(
+            collected,
+            rank=group.rank,
+            position=position,
+            merge_flat_shards=merge_flat_shards,
+            codec=options.codec,
+            mirrors=options.mirrors,
+        )
         source = ChunkSource(plan, collected.shard_table.tensors)
     reuse = NO_REUSE
     if options.reusable:
@@ -187,7 +197,9 @@ def begin(prepared: Prepared) -> Begun:
             merge_flat_shards=options.merge_flat_shards,
             metrics=options.metrics,
             earlier=options.earlier,
+            mirrors=options.mirrors,
             base=(prepared.reuse.base, prepared.reuse.id) if prepared.reuse.base else None,
+            reusable=options.reusable,
         )
         opened = call.lead(row, leader.open, OpenSave.public)
         id = opened.id
@@ -210,7 +222,9 @@ def begin_row(prepared: Prepared) -> Row:
         "state": call.share(prepared.values),
         "options": f"merge_flat_shards={prepared.job.options.merge_flat_shards} codec={prepared.job.options.codec}{_base_text(prepared)}",
     }
-    part = prepared.job.options.part
+    mirrors, part = prepared.job.options.mirrors, prepared.job.options.part
+    if mirrors is not None:
+        row["options"] += f" mirrors={mirrors.text}"
     if part is not None:
         row["options"] += f" {part.text()}"
         row["idle"] = collected.idle
@@ -246,9 +260,13 @@ def _make_writer(prepared: Prepared, id: str) -> RankWriter:
         fragments=prepared.fragments,
         digests128={i: reuse.digests[n] for i, n in enumerate(prepared.plan.numbers) if n in reuse.digests},
     )
-    if job.options.codec is None:
+    options = job.options
+    if options.codec is None:
         return RankWriter(given)
-    return EncodedWriter(given, job.options.codec, capture.doubtful if capture is not None else frozenset())
+    anchors = None
+    if options.codec in WITHOUT_ANCHOR and reuse.chunks is not None:
+        anchors = AnchorChunks(reuse.chunks, required=options.base is not None and options.base.required)
+    return EncodedWriter(given, options.codec, capture.doubtful if capture is not None else frozenset(), anchors)
 
 
 # ---- write: this rank's data files
@@ -267,16 +285,22 @@ def write(begun: Begun) -> Written:
         exchange.result()
     job = prepared.job
     job.meter.phase = HASH
-    row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in files], "replicas": _replica_digests(prepared, writer)}
+    own = len(files) - prepared.plan.mirrored
+    listed = [[f.path, f.size, f.header, f.digest] for f in files]
+    row: Row = {"files": listed[:own], "replicas": _replica_digests(prepared, writer)}
+    if prepared.plan.mirrored:
+        row["mirrored"] = listed[own:]
     if isinstance(writer, EncodedWriter):
         row["coded"] = writer.coded
     if prepared.plan.has_128:
         row["has_128"] = True
-    if prepared.reuse.references:
-        row["references"] = job.call.share(prepared.reuse.row)
+    anchored = writer.anchored if isinstance(writer, EncodedWriter) else {}
+    if prepared.reuse.references or anchored:
+        anchors = [(prepared.plan.chunks[n], file) for n, file in sorted(anchored.items())]
+        row["references"] = job.call.share(encode_references(prepared.reuse.rows, anchors, coded=prepared.reuse.coded))
     if not job.call.is_leader:
         row["spans"] = _row_of_spans(prepared)
-    return Written(begun=begun, rank_bytes=sum(f.size for f in files), row=row)
+    return Written(begun=begun, rank_bytes=sum(f.size for f in files), mirrored_bytes=sum(f.size for f in files[own:]), row=row)
 
 
 def _start_exchange(prepared: Prepared) -> Pending[None] | None:
@@ -373,6 +397,7 @@ def _report(written: Written, tensor_bytes: int) -> SaveReport:
         rank_bytes=written.rank_bytes,
         sent_bytes=prepared.fragments.moved if prepared.fragments is not None else 0,
         reused_bytes=prepared.reuse.nbytes,
+        mirrored_bytes=written.mirrored_bytes,
         seconds=time.perf_counter() - prepared.job.began,
         requests=prepared.plan.requests,
         files=len(prepared.plan.batches),

@@ -196,6 +196,8 @@ class StagedBatches:
             for batch in batches:
                 if id(batch) not in self._captured:
                     self._await_room(batch)
+                    if self.lent:
+                        self.lent[batch.file].open(batch.start, batch.length)
                     fill(batch, self.room(batch))
                     self.arrived(batch)
         except BaseException as err:

@@ -83,7 +83,7 @@ class RankWriter:
         """XXH3-64 of each chunk, by its number in the plan."""
         self.journal = WriteJournal(given.backend)
         self._mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
-        self._digests128 = given.digests128
+        self._digests128: Mapping[int, str] = given.digests128
         self._local = threading.local()
 
     def run(self) -> tuple[DataFile, ...]:

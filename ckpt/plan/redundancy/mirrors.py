@@ -1,0 +1,177 @@
+"""Second copies that cost no network: a rank of another failure domain has the same bytes in its own memory, and writes them, too. Pure.
+
+    4 ranks on 2 hosts, rows over 2 ranks, each replicated on the other host (HSDP)
+
+    host a    rank 0 owns rows 0-1     mirrored by rank 2        files on host a    0 → 2    1 → 3    and the mirrors of 2 and 3
+              rank 1 owns rows 4-5     mirrored by rank 3
+    host b    rank 2 owns rows 2-3     mirrored by rank 0        files on host b    2 → 0    3 → 1    and the mirrors of 0 and 1
+              rank 3 owns rows 6-7     mirrored by rank 1
+
+An owner's chunks go into one file for each set of mirrors. All of the set have all chunks of it, so each mirror can make the same file,
+byte for byte, without a message: it knows the layouts of the tensors that it holds, and the number in the name of the file follows from the
+set alone (``file_number``). Digests of both are compared before the commit. Chunks that no other domain has are in a file of their own,
+which is copied over the network later (``copies.py``).
+
+Mirrors are in the domains that get copies of the owner's domain (``domains.py``), if these have the bytes. Else domains that have the same
+bytes form groups among themselves. Within a domain, replicas are taken in turns: replica i of a cell is mirrored by its replica i there, so
+ranks that are alike on two hosts mirror each other, whatever else is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import xxhash
+
+from ckpt.layout.geometry import IntArray
+from ckpt.plan.ownership import ChunkAssignment
+
+from .domains import backup_domains
+
+_NUMBERS = 1 << 40
+"""Sets of mirrors that file names can tell apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorPlacement:
+    """``domains`` of all ranks, in the order of their group; ``copies``: how many other domains are to have each file; ``backups`` of each
+    domain: those that get its files first.
+
+    A set of mirrors goes by a number, its *code*: 0 is the empty one.
+    """
+
+    domains: Mapping[int, str]
+    copies: int
+    backups: Mapping[str, tuple[str, ...]]
+    _known: dict[bytes, IntArray] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The domains, each once."""
+        return sorted({*self.domains.values()})
+
+    @cached_property
+    def positions(self) -> dict[int, int]:
+        """The place of each rank in the group."""
+        return {rank: position for position, rank in enumerate(self.domains)}
+
+    @cached_property
+    def text(self) -> str:
+        """A digest: ranks that know different placements would write files that do not fit together."""
+        return xxhash.xxh3_64_hexdigest(repr((self.copies, list(self.domains.items()), sorted(self.backups.items()))).encode())
+
+    @cached_property
+    def _base(self) -> int:
+        return max(self.domains, default=0) + 2
+
+    @cached_property
+    def _most(self) -> int:
+        """Mirrors of a chunk, at most: as many copies as there are to be, and as file names can say."""
+        most = 1
+        while most < self.copies and self._base ** (most + 1) <= _NUMBERS:
+            most += 1
+        return most
+
+    @cached_property
+    def _domain_of(self) -> IntArray:
+        """The number of each rank's domain."""
+        numbers = {name: n for n, name in enumerate(self.names)}
+        of = np.zeros(self._base, dtype=np.int64)
+        for rank, name in self.domains.items():
+            of[rank] = numbers[name]
+        return of
+
+    # ---- names of files
+
+    def file_number(self, code: int, part: int) -> int:
+        """The number in the name of the file that has a rank's chunks with these mirrors; ``part`` counts the files that they take."""
+        return int(part * self._base**self._most + code)
+
+    def parse_number(self, number: int) -> tuple[int, int]:
+        """Code and part of a file's number."""
+        part, code = divmod(number, self._base**self._most)
+        return int(code), int(part)
+
+    def mirrors(self, code: int) -> tuple[int, ...]:
+        """The ranks that a code stands for."""
+        ranks = []
+        while code:
+            code, digit = divmod(code, self._base)
+            ranks.append(digit - 1)
+        return tuple(ranks)
+
+    # ---- who mirrors what
+
+    def written_by(self, assignment: ChunkAssignment, rank: int) -> list[tuple[int, int]]:
+        """The chunks that ``rank`` owns, with the code of the mirrors of each."""
+        numbers = assignment.written_by(rank)
+        if not self._has_mirrors(assignment):
+            return [(number, 0) for number in numbers]
+        holders = assignment.cell_holders
+        cells = assignment.cell[numbers].tolist()
+        codes = {cell: int(self._codes(holders[cell])[int(np.flatnonzero(holders[cell] == rank)[0])]) for cell in {*cells}}
+        return [(number, codes[cell]) for number, cell in zip(numbers, cells, strict=True)]
+
+    def mirrored_by(self, assignment: ChunkAssignment, rank: int) -> list[tuple[int, int, int]]:
+        """The chunks that ``rank`` writes for others: number, owner, and the code of all mirrors."""
+        if not self._has_mirrors(assignment):
+            return []
+        mirrored = []
+        for cell in np.flatnonzero((assignment.cell_holders == rank).any(axis=1)).tolist():
+            holders = assignment.cell_holders[cell]
+            codes = self._codes(holders)
+            mirroring = {code for code in {*codes.tolist()} if rank in self.mirrors(code)}
+            of_owner = {owner: code for owner, code in zip(holders.tolist(), codes.tolist(), strict=True) if code in mirroring}
+            numbers = np.flatnonzero((assignment.cell == cell) & np.isin(assignment.owners, list(of_owner)))
+            owners = assignment.owners[numbers].tolist()
+            mirrored += [(number, owner, of_owner[owner]) for number, owner in zip(numbers.tolist(), owners, strict=True)]
+        return mirrored
+
+    def codes(self, assignment: ChunkAssignment) -> IntArray:
+        """The code of the mirrors of each chunk."""
+        if not self._has_mirrors(assignment):
+            return np.zeros(len(assignment.owners), dtype=np.int64)
+        holders = assignment.cell_holders
+        codes = np.concatenate([self._codes(row) for row in holders])
+        # Which replica of its cell an owner is, for all chunks at once: cell and rank make one sorted key. To compare each
+        # owner with all replicas would take chunks times ranks where every rank has everything.
+        keys = (np.arange(len(holders))[:, None] * self._base + holders).ravel()
+        order = np.argsort(keys)
+        found = np.searchsorted(keys, assignment.cell * self._base + assignment.owners, sorter=order)
+        of_chunk: IntArray = codes[order[found]]
+        return of_chunk
+
+    def _has_mirrors(self, assignment: ChunkAssignment) -> bool:
+        # What is merged of flat ranges has bytes that other ranks send to its owner alone.
+        return assignment.replicas > 1 and not assignment.merged
+
+    def _codes(self, holders: IntArray) -> IntArray:
+        """Ranks that have the same bytes: the code of the mirrors of each, if it owns some of them."""
+        key = holders.tobytes()
+        if key not in self._known:
+            self._known[key] = self._choose(holders)
+        return self._known[key]
+
+    def _choose(self, holders: IntArray) -> IntArray:
+        order = np.argsort(holders, kind="stable")
+        domain = self._domain_of[holders[order]]
+        members = {self.names[d]: order[domain == d] for d in np.unique(domain).tolist()}
+        codes = np.zeros(len(holders), dtype=np.int64)
+        for name, targets in self._targets(members).items():
+            own = members[name]
+            for digit, target in enumerate(targets):
+                others = holders[members[target]]
+                codes[own] += (others[np.arange(len(own)) % len(others)] + 1) * self._base**digit
+        return codes
+
+    def _targets(self, there: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """For each of the domains that have the same bytes, those of them that mirror it."""
+        targets = {name: tuple(b for b in self.backups[name] if b in there)[: self._most] for name in there}
+        short = [name for name in there if len(targets[name]) < min(self._most, len(there) - 1)]
+        rings = backup_domains(short if len(short) > self._most else there, self._most) if short else {}
+        for name in short:
+            targets[name] = tuple(dict.fromkeys([*targets[name], *rings[name]]))[: self._most]
+        return targets

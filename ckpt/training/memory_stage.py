@@ -1,0 +1,106 @@
+"""The memory of the machines in front of a local tier: ``Checkpointer(memory=..., local=...)``.
+
+    every step ──► memory ── what ``save`` asks for ──► local tier ──► root
+                    keep=2                               local_keep      keep
+
+Each arrow is an :class:`Uploader` of its own, and the second begins a round when the first has ended one. A checkpoint has the same id, and
+so the same names of files, in all three. So what a machine has lost from its memory is read from disks, range by range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from ckpt.coordination.group import Group
+from ckpt.errors import CorruptError, NotFoundError, StorageError
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.maintenance.step_listing import Step
+from ckpt.policies import All, Latest
+from ckpt.spread.nodes import StorageNode
+from ckpt.spread.tier import SpreadTier
+
+from .tiers import Tiers
+from .uploader import Uploader, UploadRound
+
+Copies = list[list[Any]]
+"""See :meth:`Tiers.copies`."""
+
+
+class MemoryStage:
+    """One rank's end. ``later``: the local tier and the root; it has a local tier."""
+
+    def __init__(self, spread: SpreadTier, keep: int, later: Tiers, group: Group, *, timeout: float, threads: int) -> None:
+        assert later.local is not None
+        self._later = later
+        self._spread = spread
+        self.local = spread.url
+        self.root = later.root
+        self.tiers = Tiers(later.local, All(), spread.url, Latest(keep), spread, newest_only=True)
+        self.damaged = self.tiers.damaged
+        """Ids of copies that cannot be loaded."""
+        self.uploader = Uploader(self.tiers, group, timeout=timeout, threads=threads)
+        self.uploader.published = lambda step, url, id: later.retain()
+
+    def check(self, group: Group, timeout: float) -> None:
+        """As :meth:`Tiers.check`, for both. Collective."""
+        self._later.check(group, timeout)
+        self._spread.connect(self._behind())
+
+    def _behind(self) -> Sequence[StorageNode]:
+        """Where the local tier has the same files."""
+        if self._later.spread is not None:
+            return self._later.spread.nodes.nodes
+        assert self._later.local is not None
+        return [StorageNode(name=self._later.local, domain="", below=partial(_below, self._later.local), shared=True)]
+
+    def earlier(self, n: int) -> str | None:
+        """As :meth:`Tiers.earlier`, of both."""
+        return max((id for id in (self._later.earlier(n), self.tiers.earlier(n)) if id is not None), default=None)
+
+    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> Copies:
+        """As :meth:`Tiers.copies`: those in memory come before others of the same save."""
+        near = self._near(step, tried)
+        try:
+            far = self._later.copies(step, tried)
+        except (NotFoundError, CorruptError):
+            if not near:
+                raise
+            far = []
+        except StorageError:
+            if step is None or not near:
+                raise
+            far = []
+        newest = max((row[0] for row in (*near, *far)), default=None)
+        # a sort keeps the order of what is alike, and memory is first
+        return sorted((row for row in (*near, *far) if row[0] == newest), key=lambda row: str(row[2]), reverse=True)
+
+    def _near(self, step: int | None, tried: Collection[tuple[str, str]]) -> Copies:
+        for row in self.tiers.in_local_tier(step):
+            if (row.url, row.id) not in tried:
+                return [[row.number, row.url, row.id, row.lost]]
+        return []
+
+    def steps(self) -> list[Step]:
+        """As :meth:`Tiers.steps`, of both."""
+        by_number = {s.number: s for s in self._later.steps()}
+        for s in self.tiers.in_local_tier(None):
+            if s.number not in by_number or str(s.id) >= str(by_number[s.number].id):
+                by_number[s.number] = s
+        return sorted(by_number.values(), key=lambda s: s.number or 0)
+
+    def latest(self) -> int | None:
+        """As :meth:`Tiers.latest`, of both."""
+        near = next(iter(self.tiers.in_local_tier(None)), None)
+        return max((n for n in (self._later.latest(), near.number if near is not None else None) if n is not None), default=None)
+
+    def publish(self, after: Future[Any] | None = None) -> UploadRound:
+        """Bring the newest step to the local tier when ``after`` has ended."""
+        return self.uploader.add(after)
+
+
+def _below(root: str, prefix: str) -> Backend:
+    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)

@@ -1,0 +1,70 @@
+"""Memory at every step, a local tier less often, and the root: each range of the newest step comes from the nearest place that has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.io_backends.registry import wrap_backends
+from ckpt.policies import EverySteps, Latest
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_spread import NoData, state_of, whole_of
+from tests.memory.daemons import daemon_in
+
+
+def train(folder: str, machines: Sequence[int], steps: range, dim: int, shared: bool) -> tuple[int | None, str]:
+    """Rank r runs on ``machines[r]``, which has a daemon and a disk. Nothing is read from the root."""
+    machine = machines[dist.get_rank()]
+    socket.gethostname = lambda: f"machine{machine}"
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
+    root = f"{folder}/root"
+    local = f"{folder}/shared" if shared else ckpt.NodeLocal(f"{folder}/disk{machine}")
+    memory = ckpt.Memory(keep=2, copies=0)
+    with (
+        wrap_backends(lambda b: NoData(b) if b.url.startswith(root) else b),
+        ckpt.Checkpointer(root, memory=memory, local=local, save=EverySteps(2), keep=Latest(3), local_keep=Latest(2), timeout=20) as c,
+    ):
+        state = state_of(-1, dim)
+        start = c.restore(state)
+        if start is not None:
+            assert state["n"] == start and torch.equal(state["w"].full_tensor(), whole_of(start))
+            assert torch.equal(state["rng"], torch.Generator().manual_seed(start).get_state())
+        for n in steps:
+            c.step(n, state_of(n, dim))
+        c.wait()
+        assert (c.unpublished, c.uncopied) == ((), ())
+        return start, str(c.restored_from)
+
+
+def steps_at(url: str | Path) -> list[int | None]:
+    return [s.number for s in ckpt.list_steps(str(url)) if s.committed]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a disk in each node", "a shared directory"])
+def test_each_range_comes_from_the_nearest_place(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    run = str(tmp_path)
+    with daemon_in(tmp_path / "daemon0") as first, daemon_in(tmp_path / "daemon1") as second:
+        assert ranks.run(2, train, run, [0, 1], range(1, 6), 0, shared) == [(None, "None")] * 2
+        monkeypatch.setenv("CKPT_MEMORY_DIR", str(first.folder))
+        name = first.list()[0].path.partition("/")[0]
+        assert steps_at(f"mem://{name}") == [4, 5]
+        assert steps_at(tmp_path / ("shared" if shared else "disk0"))[-1] == steps_at(tmp_path / "root")[-1] == 5
+        second.stop()
+        results = ranks.run(2, train, run, [0, 1], range(0), 1, shared)
+        assert [start for start, _ in results] == [5, 5]
+        near = "local tier" if shared else "disk of this host"
+        assert "memory of this host" in results[0][1] and near in results[0][1], results
+        assert all(text.endswith("root 0 B") for _, text in results), results
+        first.stop()
+        if not shared:
+            shutil.rmtree(tmp_path / "disk1")
+        start, text = ranks.run(1, train, run, [0], range(0), 0, shared)[0]
+        assert start == 5 and near in text and text.endswith("root 0 B"), text

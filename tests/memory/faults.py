@@ -1,0 +1,164 @@
+"""What the ranks of ``test_faults.py`` do: go on from what memory has, save every step there, and meet with one fault.
+
+Each rank notes in a file what it knows to be safe, before it goes on: ``begin n``, ``durable n``, ``copied n``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ckpt
+from ckpt.errors import CkptError
+from ckpt.memory import client, connection
+from ckpt.policies import EverySteps, Latest
+
+TIMEOUT = 6.0
+"""Seconds without a sign of life, of the daemon, too."""
+ROWS = 96
+
+PHASES = {
+    "capture": ("ckpt.memory.client:MemoryClient", "lend"),
+    "seal": ("ckpt.memory.client:Loan", "put"),
+    "commit": ("ckpt.spread.backend:SpreadBackend", "put_if"),
+    "copy": ("ckpt.spread.copying:NodeCopier", "_copy"),
+    "arrive": ("ckpt.spread.node_server:ArrivingFile", "commit"),
+    "publish": ("ckpt.maintenance.copy:Transfer", "copy"),
+    "published": ("ckpt.maintenance.copy:Transfer", "commit"),
+    "retain": ("ckpt.spread.backend:SpreadBackend", "delete"),
+    "meet": ("ckpt.spread.meeting", "own_node"),
+    "restore": ("ckpt.spread.backend:SpreadBackend", "read_hashed"),
+}
+"""Name of a phase → module, or module and class, and the function with which it begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """``victim``: ``rank`` or ``daemon``, of ``machine``. ``how``: kill, or stop for ``resume`` seconds. It happens when the rank of
+    ``machine`` begins ``phase`` for the ``nth`` time, or after so many ``seconds``. ``waits``: the loop waits for copies at each step."""
+
+    victim: str
+    machine: int
+    how: str = "kill"
+    phase: str = ""
+    nth: int = 1
+    seconds: float = 0.0
+    resume: float = 1.0
+    waits: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank ended. ``restored``: the step that it began with; ``whole``: whether all of the state was of that step."""
+
+    restored: int | None
+    whole: bool
+    error: str | None = None
+    seconds: float = 0.0
+
+
+def whole_of(n: int) -> torch.Tensor:
+    return torch.randn(ROWS, 400, generator=torch.Generator().manual_seed(n))
+
+
+def state_of(n: int, dim: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(whole_of(n), mesh, [Shard(dim)], src_data_rank=None), "b": torch.full((9,), float(n)), "n": n}
+
+
+def is_whole(state: dict[str, Any], n: int, dim: int) -> bool:
+    """Without a word to other ranks: compared with what this rank should have."""
+    mine, wanted = state["w"], state_of(n, dim)["w"]
+    assert isinstance(mine, DTensor)
+    return state["n"] == n and torch.equal(mine.to_local(), wanted.to_local()) and torch.equal(state["b"], torch.full((9,), float(n)))
+
+
+def life(folder: str, steps: int, dim: int, fault: Fault | None) -> Ending:
+    """Go on, and save ``steps`` more."""
+    machine = dist.get_rank()
+    socket.gethostname = lambda: f"machine{machine}"
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
+    connection.TIMEOUT = client.TIMEOUT = TIMEOUT  # type: ignore[attr-defined]
+    began = time.monotonic()
+    restored, whole, error = None, True, None
+    with Path(folder, f"notes{machine}").open("a") as notes:
+
+        def note(text: str) -> None:
+            print(text, file=notes, flush=True)
+
+        if fault is not None and fault.machine == machine:
+            arm(fault, client.connect().status()["pid"])
+        try:
+            saves = {"save": EverySteps(3), "keep": Latest(2), "timeout": TIMEOUT, "publish_timeout": 1.0}
+            with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), **saves) as c:  # type: ignore[arg-type]
+                state = state_of(-1, dim)
+                restored = c.restore(state)
+                whole = restored is None or is_whole(state, restored, dim)
+                for n in range((restored or 0) + 1, (restored or 0) + 1 + steps):
+                    note(f"begin {n}")
+                    c.step(n, state_of(n, dim))
+                    assert c.handle is not None
+                    c.handle.result()
+                    note(f"durable {n}")
+                    if fault is None or fault.waits:
+                        assert c._spread is not None
+                        if c._spread.finish() == ():
+                            note(f"copied {n}")
+        except CkptError as err:
+            error = f"{type(err).__name__}: {err}"
+    return Ending(restored=restored, whole=whole, error=error, seconds=time.monotonic() - began)
+
+
+def arm(fault: Fault, daemon: int) -> None:
+    """Let it happen later."""
+    pid = os.getpid() if fault.victim == "rank" else daemon
+
+    def happen() -> None:
+        Path(os.environ["CKPT_MEMORY_DIR"] + ".armed").write_text(f"{time.monotonic()}")
+        if fault.how == "kill":
+            os.kill(pid, signal.SIGKILL)
+            return
+        if pid == os.getpid():  # nobody in this process could wake it
+            waker = os.fork()
+            if not waker:
+                time.sleep(fault.resume)
+                os.kill(pid, signal.SIGCONT)
+                os._exit(0)
+        else:
+            threading.Timer(fault.resume, os.kill, (pid, signal.SIGCONT)).start()
+        os.kill(pid, signal.SIGSTOP)
+
+    if not fault.phase:
+        timer = threading.Timer(fault.seconds, happen)
+        timer.daemon = True
+        timer.start()
+        return
+    where, name = PHASES[fault.phase]
+    module, _, cls = where.partition(":")
+    owner = getattr(importlib.import_module(module), cls) if cls else importlib.import_module(module)
+    setattr(owner, name, _happening(getattr(owner, name), fault.nth, happen))
+
+
+def _happening(function: Callable[..., Any], nth: int, happen: Callable[[], None]) -> Callable[..., Any]:
+    left = [nth]
+
+    def begin(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            happen()
+        return function(*args, **options)
+
+    return begin
