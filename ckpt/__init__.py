@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .spread.tier import NodeLocal as NodeLocal
     from .training.begin_from import BeginFrom as BeginFrom
     from .training.checkpointer import Checkpointer as Checkpointer
+    from .training.restored_from import RestoredFrom as RestoredFrom
     from .view import View as View
 
     copy = copy_checkpoint
@@ -79,6 +80,7 @@ _WHERE = {
     "save_async": "api",
     "fence": "engine.save.fence",
     "Checkpointer": "training.checkpointer",
+    "RestoredFrom": "training.restored_from",
     "BeginFrom": "training.begin_from",
     "NodeLocal": "spread.tier",
     "Memory": "spread.tier",

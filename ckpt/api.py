@@ -262,6 +262,7 @@ def load(
     from .engine.save.background import wait_for_pending_save
     from .io_backends.registry import is_file_system
     from .plan.match import Selection
+    from .plan.part import StatePart
 
     group = current_group(process_group)
     with _fails_together(group, "load", url):
@@ -269,9 +270,8 @@ def load(
         check_layout(layout, group.ranks)
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
-        selection = Selection(
-            only=(only,) if isinstance(only, str) else tuple(only or ()), rename=tuple((rename or {}).items()), trainable=trainable
-        )
+        part = StatePart.of(only, trainable=trainable)
+        selection = Selection(only=part.only if part else (), rename=tuple((rename or {}).items()), trainable=trainable)
         options = LoadOptions(
             layout=layout,
             selection=selection,

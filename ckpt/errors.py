@@ -101,7 +101,8 @@ def _rebuild(cls: type[CkptError], message: str, where: str | None, hint: str | 
 def error_to_json(err: BaseException) -> dict[str, Any]:
     """An error, for another process: JSON, since nothing that a peer sends is unpickled."""
     message, where, hint = (err.message, err.where, err.hint) if isinstance(err, CkptError) else (str(err), None, None)
-    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint}
+    ranks = {"ranks": err.ranks} if isinstance(err, GroupError) and err.ranks else {}
+    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint, **ranks}
 
 
 def error_from_json(data: object) -> CkptError:
@@ -109,7 +110,11 @@ def error_from_json(data: object) -> CkptError:
     row: Mapping[str, Any] = data if isinstance(data, dict) else {}
     kind: type[CkptError] = globals()[row["type"]] if row.get("type") in __all__ else CkptError
     message, where, hint = (value if isinstance(value := row.get(name), str) else None for name in ("message", "where", "hint"))
-    return kind(message or "an error without a message", where=where, hint=hint)
+    error = kind(message or "an error without a message", where=where, hint=hint)
+    ranks = row.get("ranks")
+    if isinstance(error, GroupError) and isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+        error.ranks = tuple(ranks)
+    return error
 
 
 class UsageError(CkptError, ValueError):
@@ -231,6 +236,8 @@ class RankFailedError(GroupError):
 
     cause: str | None = None
     """Name of the class that it raised; the first one of several. A copy by pickle has none."""
+    departed: bool = False
+    """The ranks raised nothing: connections have ended, and this process has seen it."""
 
 
 class ExchangeError(GroupError):

@@ -19,7 +19,7 @@ from ckpt.integrations import engines  # noqa: E402
 SECTIONS = (
     ("Saving and loading", ckpt, ("save", "save_async", "load", "open", "verify", "copy", "list_steps", "fence", "configure_storage")),
     ("What they take and give", ckpt, ("PerRank", "SaveHandle", "SaveReport", "LoadReport", "VerifyReport", "CopyReport", "View")),
-    ("The training loop", ckpt, ("Checkpointer", "BeginFrom", "NodeLocal", "Memory")),
+    ("The training loop", ckpt, ("Checkpointer", "RestoredFrom", "BeginFrom", "NodeLocal", "Memory")),
     ("Layouts of plain tensors", ckpt, ("Layout", "Mesh")),
     ("Placements", ckpt, ("Shard", "Replicate", "Flat", "Interleaved", "Padded", "Uneven", "GlobalShape", "Stage", "OnMesh")),
     ("Numbered layers and experts", ckpt, ("Numbered", "pipeline", "experts")),

@@ -86,6 +86,10 @@ class Reporter:
         """A checkpoint was removed, since no rule keeps it."""
         self._tell("save.removed", step, url, id=id)
 
+    def copied(self, step: int, url: str, id: str | None, seconds: float) -> None:
+        """A checkpoint has all of its second copies."""
+        self._tell("save.copied", step, url, id=id, seconds=seconds)
+
     def published(self, step: int, url: str, id: str | None) -> None:
         """A checkpoint of the local tier is committed at the root."""
         self._tell("save.published", step, url, id=id, seconds=self._rules.since(step, time.time()) if self._rules is not None else None)

@@ -24,7 +24,7 @@ from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import UsageError
 from ckpt.io_backends.storage_options import configure_storage
-from ckpt.maintenance.step_listing import remove_at
+from ckpt.maintenance.removal import remove_at
 from ckpt.needs import needed
 
 from .reading import read_state

@@ -25,6 +25,10 @@
 ``CKPT_MEMORY_DIR``             the folder of the memory daemon, one daemon for each; by default one of the account
 ``CKPT_MEMORY_BUDGET`` half     bytes that a memory daemon holds at most; by default half of what is available
 ``CKPT_MEMORY_IDLE``   3600     seconds after which a memory daemon ends that has neither objects nor clients
+``CKPT_MEMORY_PORT``   none     the port at which a memory daemon listens for other machines from its start on; by
+                                default it listens at a free one when somebody asks for its address
+``CKPT_MEMORY``                 daemons of other machines, ``host:port,host:port``: a job also reads what they hold,
+                       none     though none of its ranks is there
 ``CKPT_MEMORY_SECRET``          what memory daemons and their peers on other machines prove to each other that they
                        none     know; by default a file in the daemon's folder has one
 ``CKPT_DOMAIN``                 what fails together with this machine, such as the name of its rack: second copies
@@ -169,6 +173,19 @@ def memory_secret() -> str | None:
 def memory_budget() -> str | None:
     """A size, such as ``64GiB``; None: half of what is available."""
     return os.environ.get("CKPT_MEMORY_BUDGET") or None
+
+
+def memory_port() -> int:
+    """0: any, when somebody asks."""
+    text = os.environ.get("CKPT_MEMORY_PORT", "").strip() or "0"
+    if not text.isdigit() or int(text) > 65535:
+        raise UsageError(f"a port is a number up to 65535, not {text!r}", where="CKPT_MEMORY_PORT")
+    return int(text)
+
+
+def memory_machines() -> Sequence[str]:
+    """Addresses of memory daemons, ``host:port``."""
+    return tuple(dict.fromkeys(one.strip() for one in os.environ.get("CKPT_MEMORY", "").split(",") if one.strip()))
 
 
 def memory_idle() -> float:

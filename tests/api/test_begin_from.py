@@ -57,7 +57,7 @@ def test_a_run_of_dcp_goes_on_bit_for_bit(tmp_path: Path) -> None:
         job = Job(seed=1)
         with ckpt.Checkpointer(str(tmp_path / "run"), save=EverySteps(5)) as c:
             assert c.restore(job.state, begin_from=url) == start == job.state["step"]
-            assert c.restored_from == (url if start == 3 else c.url(5))
+            assert c.restored_from is not None and c.restored_from.url == (url if start == 3 else c.url(5))
             assert not c.step(3, job.state) or start == 5
             job.train(5 - start)
             assert c.step(5, job.state) == (start == 3)

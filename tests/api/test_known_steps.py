@@ -21,7 +21,8 @@ from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.maintenance.known_steps import KnownSteps, newest_first
-from ckpt.maintenance.step_listing import Step, infos, list_steps, remove_steps
+from ckpt.maintenance.removal import infos, remove_steps
+from ckpt.maintenance.step_listing import Step, list_steps
 from ckpt.policies import EverySteps, Latest, StepInfo, retention
 from ckpt.training.tiers import Tiers
 from tests.cli.checkpoints import flip, write_checkpoint

@@ -205,7 +205,7 @@ def test_the_local_copy_is_taken_first(run: Run, storage: Storage, caplog: pytes
     (run.root / "step-00000003" / "data").rename(run.root / "gone")
     with run.open() as c, caplog.at_level(logging.INFO, "ckpt"):
         assert restored(c) == 3
-        assert c.restored_from == str(run.local / "step-00000003")
+        assert c.restored_from is not None and c.restored_from.url == str(run.local / "step-00000003")
         assert f"going on from step 3: {run.local}" in caplog.text
 
 
@@ -223,7 +223,7 @@ def test_a_damaged_local_copy_gives_way_to_the_published_one(run: Run, caplog: p
         (step / COMMIT_PATH).write_text("{")
     with run.open() as c:
         assert restored(c) == 3
-        assert c.restored_from == str(run.root / "step-00000003")
+        assert c.restored_from is not None and c.restored_from.url == str(run.root / "step-00000003")
         assert f"{step} is passed over" in caplog.text
         if harm != "unreadable record":
             assert restored(c, step=3) == 3
@@ -233,7 +233,7 @@ def test_a_local_disk_that_cannot_be_read_gives_way(run: Run, caplog: pytest.Log
     run.train(range(1, 3))
     with Storage(run.local).watched() as disk, run.open() as c:
         disk.broken = "read_into"
-        assert restored(c) == 2 and c.restored_from == str(run.root / "step-00000002")
+        assert restored(c) == 2 and c.restored_from is not None and c.restored_from.url == str(run.root / "step-00000002")
         assert "input/output error" in caplog.text
         disk.broken = ""
 
@@ -242,7 +242,7 @@ def test_a_local_disk_that_was_lost(run: Run) -> None:
     run.train(range(1, 4))
     shutil.rmtree(run.local)
     with run.open() as c:
-        assert restored(c) == 3 and c.restored_from == str(run.root / "step-00000003")
+        assert restored(c) == 3 and c.restored_from is not None and c.restored_from.url == str(run.root / "step-00000003")
         c.step(4, state_of(4))
     assert numbers(run.local) == [4] and numbers(run.root) == [1, 2, 3, 4]
 
@@ -254,13 +254,13 @@ def test_what_another_machine_has_published_since_is_newer(run: Run, tmp_path: P
     elsewhere.local = tmp_path / "other disk"
     elsewhere.train(range(4, 6))
     with run.open() as c:
-        assert restored(c) == 5 and c.restored_from == str(run.root / "step-00000005")
+        assert restored(c) == 5 and c.restored_from is not None and c.restored_from.url == str(run.root / "step-00000005")
         c.wait()
         assert numbers(run.root) == [1, 2, 3, 4, 5]
     elsewhere.train(range(3, 4))
     id = {s.number: s.id for s in ckpt.list_steps(str(run.root))}[3]
     with run.open(local_keep=Latest(5)) as c:
-        assert restored(c, step=3) == 3 and c.restored_from == str(run.root / "step-00000003")
+        assert restored(c, step=3) == 3 and c.restored_from is not None and c.restored_from.url == str(run.root / "step-00000003")
         c.wait()
     assert {s.number: s.id for s in ckpt.list_steps(str(run.root))}[3] == id
 
@@ -270,7 +270,7 @@ def test_all_copies_damaged_sends_back_a_step(run: Run) -> None:
     flip(run.local / "step-00000003")
     flip(run.root / "step-00000003")
     with run.open() as c:
-        assert restored(c) == 2 and c.restored_from == str(run.local / "step-00000002")
+        assert restored(c) == 2 and c.restored_from is not None and c.restored_from.url == str(run.local / "step-00000002")
 
 
 @pytest.mark.parametrize("restore", [True, False])
@@ -371,7 +371,7 @@ def test_nobody_guesses_what_is_newest_while_the_root_is_away(run: Run, storage:
         assert "restore(state, step=3)" in str(raised.value.hint)
         with pytest.raises(StorageError):
             restored(c, step=2)
-        assert restored(c, step=3) == 3 and c.restored_from == str(run.local / "step-00000003")
+        assert restored(c, step=3) == 3 and c.restored_from is not None and c.restored_from.url == str(run.local / "step-00000003")
         storage.away = False
     assert numbers(run.root) == [1, 2, 3]
 
@@ -414,7 +414,7 @@ def test_killed_between_the_local_commit_and_the_publish(run: Run) -> None:
     assert isinstance(lost, Lost) and lost.exitcode == -signal.SIGKILL
     assert numbers(run.root) == [1] and 2 in numbers(run.local)
     with run.open() as c:
-        assert restored(c) == 2 and c.restored_from == str(run.local / "step-00000002")
+        assert restored(c) == 2 and c.restored_from is not None and c.restored_from.url == str(run.local / "step-00000002")
     assert numbers(run.root) == [1, 2]
     assert files(run.root / "step-00000002") == files(run.local / "step-00000002")
     assert verify(str(run.root / "step-00000002")).ok

@@ -69,6 +69,17 @@ def test_nothing_is_lost_by_mistake(args: list[str]) -> None:
     assert len(document("memory", "status", "--json")["by_checkpoint"]) == 2
 
 
+def test_what_others_refer_to_is_not_dropped() -> None:
+    state = {"w": torch.arange(300_000.0), "n": torch.zeros(300_000)}
+    ckpt.save("mem://runs/b/step-1", state, reusable=True)
+    state["n"] = torch.ones(300_000)
+    ckpt.save("mem://runs/b/step-2", state, base="mem://runs/b/step-1")
+    refused = command("memory", "drop", "mem://runs/b/step-1")
+    assert refused.exit_code == 30 and "mem://runs/b/step-2" in refused.output
+    assert torch.equal(ckpt.open("mem://runs/b/step-2")["w"].read(), torch.arange(300_000.0))
+    assert [command("memory", "drop", f"mem://runs/b/step-{n}").exit_code for n in (2, 1)] == [0, 0]
+
+
 def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "own"))
     assert [command("memory", *args).exit_code for args in (["status"], ["drop", "--all"], ["stop"])] == [10] * 3

@@ -1,0 +1,108 @@
+"""Parts of a state that other libraries make: adapters of PEFT, optimizers with 8-bit states of bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from tests.formats import oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of the libraries among themselves
+
+
+def adapted(seed: int) -> torch.nn.Module:
+    """A small Llama with an adapter of PEFT. The base is the same for every seed, as a pretrained one is."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(config)
+    torch.manual_seed(seed)
+    model: torch.nn.Module = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    tokens = torch.arange(step, step + 16).remainder(64).reshape(2, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained_part(model: torch.nn.Module) -> dict[str, bytes]:
+    return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_an_adapter_of_peft_is_saved_alone_and_training_goes_on_from_it(tmp_path: Path) -> None:
+    model = adapted(1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in (1, 2):
+        train(model, optimizer, step)
+    report = ckpt.save(tmp_path / "part", {"model": model, "optimizer": optimizer}, trainable=True)
+    part = trained_part(model)
+    nbytes = sum(map(len, part.values()))
+    assert nbytes <= report.tensor_bytes <= 3 * nbytes + 4 * len(part)  # the adapter, its two moments, and a number of steps each
+    stored = oracle.read(tmp_path / "part")
+    assert {name.removeprefix("model."): stored[name][2] for name in stored if name.startswith("model.")} == part
+
+    again = adapted(2)
+    assert trained_part(again) != part
+    resumed = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2)
+    ckpt.load(tmp_path / "part", {"model": again, "optimizer": resumed}, trainable=True)
+    assert trained_part(again) == part
+    train(model, optimizer, 3)
+    train(again, resumed, 3)
+    assert trained_part(again) == trained_part(model)
+
+
+def test_a_whole_model_with_an_adapter_is_written_once(tmp_path: Path) -> None:
+    model = adapted(1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    train(model, optimizer, 1)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt.save(tmp_path / "step-1", state, reusable=True)
+    train(model, optimizer, 2)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert ckpt.save(tmp_path / "step-2", state, base=tmp_path / "step-1").reused_bytes >= frozen
+    stored = oracle.read(tmp_path / "step-2")
+    assert all(stored[f"model.{name}"][2] == p.detach().numpy().tobytes() for name, p in model.named_parameters())
+
+
+def eight_bit(parameters: Any) -> torch.optim.Optimizer:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, lr=1e-3, min_8bit_size=1024)
+    return optimizer
+
+
+def job(make: Callable[[Any], torch.optim.Optimizer], seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(128, 64)
+    return model, make(model.parameters())
+
+
+def step_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(8, 128)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_with_8_bit_states_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = job(eight_bit, 1)
+    for seed in (1, 2):
+        step_on(model, optimizer, seed)
+    report = ckpt.save(tmp_path / "step-1", {"model": model, "optimizer": optimizer})
+    assert report.tensor_bytes < 2 * sum(p.nbytes for p in model.parameters())  # with AdamW's own states it would be three times
+    again, resumed = job(eight_bit, 2)
+    ckpt.load(tmp_path / "step-1", {"model": again, "optimizer": resumed})
+    for seed in (3, 4):
+        step_on(model, optimizer, seed)
+        step_on(again, resumed, seed)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
