@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.catalog import Extent
 from ckpt.converters.convert import convert
 from ckpt.coordination.group import current_group
 from ckpt.engine.save.base.reuse import SeenVersions
@@ -179,6 +180,22 @@ def test_a_damaged_anchor_is_named(two: tuple[Path, State, State]) -> None:
     assert "../step-1/data/" in str(raised.value)
     (problem,) = verify(str(run / "step-2")).problems
     assert problem.tensor == "w" and "damaged" in problem.message
+
+
+def test_verify_counts_the_bytes_of_anchors(two: tuple[Path, State, State]) -> None:
+    run, _, _ = two
+    stored = [e for url in (run / "step-1", run / "step-2") for e in _extents(url)]
+    anchors = [e.anchor.extent.length for e in _extents(run / "step-2") if e.anchor is not None]
+    shown: list[tuple[int, int]] = []
+    reports = [verify(str(run / name), progress=lambda *done: shown.append(done)) for name in ("step-1", "step-2")]
+    assert len(anchors) == 2
+    assert sum(r.bytes for r in reports) == sum(e.length for e in stored) + sum(anchors)
+    assert shown[-1] == (reports[1].bytes, reports[1].bytes)
+
+
+def _extents(url: Path) -> list[Extent]:
+    catalog = open_catalog(str(url))
+    return [extent for entry in catalog.tensors.values() for extent in catalog.extents(entry, range(len(entry.grid)))]
 
 
 def test_an_anchor_that_vanished_is_named(two: tuple[Path, State, State]) -> None:

@@ -41,6 +41,8 @@ TENSORS = {
     "rank": pa.int32(),
 }
 GRIDS = {"cuts": pa.list_(INTS), "boxes": INTS, "files": pa.list_(pa.int32())}
+ANCHORS = {"anchors": pa.list_(pa.int32())}
+XOR = "xor-planes-zstd"
 RANKS = {"rank": pa.int32(), "length": pa.int64(), "digest": pa.uint64()}
 FILES = {"path": pa.utf8(), "size": pa.int64(), "header": pa.int64(), "digest": pa.utf8(), "rank": pa.int32()}
 SOURCE_ROWS = {"root": pa.utf8(), "path": pa.utf8(), "size": pa.int64(), "stamp": pa.utf8()}
@@ -52,7 +54,8 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(kw_only=True)
 class Tensor:
-    """``parts``: each chunk's box and the data file that has it; None: one chunk, file 0. ``irregular``: the grid is stored as boxes."""
+    """``parts``: each chunk's box and the data file that has it; None: one chunk, file 0. ``irregular``: the grid is stored as boxes.
+    ``anchor``: the tensor that chunks are differences from, if ``codec`` is ``XOR``; data file ``anchor_file`` has it."""
 
     name: str
     dtype: str
@@ -65,6 +68,8 @@ class Tensor:
     rank: int | None = None
     codec: str | None = None
     data: bytes | None = None
+    anchor: Tensor | None = None
+    anchor_file: int = -1
 
     def raw(self) -> bytes:
         """The row-major bytes: a pattern that depends on the name."""
@@ -126,6 +131,10 @@ def chunk_bytes(tensor: Tensor, box: Box) -> bytes:
     return whole[tuple(slice(a, b) for a, b in box)].tobytes()
 
 
+def difference(raw: bytes, anchor: bytes) -> bytes:
+    return (np.frombuffer(raw, np.uint8) ^ np.frombuffer(anchor, np.uint8)).tobytes()
+
+
 def coded(codec: str, raw: bytes, size: int) -> bytes:
     if codec == "zstd":
         return b"".join(zstandard.ZstdCompressor().compress(raw[at : at + (1 << 20)]) for at in range(0, len(raw), 1 << 20))
@@ -170,17 +179,20 @@ def write(root: Path, c: Checkpoint) -> None:
             tables["grids"]["cuts"].append(None if t.irregular else t.cuts or [[0, n] for n in t.shape])
             tables["grids"]["boxes"].append(flat if t.irregular else None)
             tables["grids"]["files"].append(numbers[:1] if len({*numbers}) == 1 else numbers)
+            tables["grids"].setdefault("anchors", []).append(None if t.anchor is None else [t.anchor_file] * len(boxes))
         for name, value in (
             *(("name", t.name), ("dtype", t.dtype), ("shape", list(t.shape)), ("logical", t.logical and list(t.logical))),
             *(("grid", grid), ("alias", t.alias), ("rank", t.rank)),
         ):
             tables["tensors"][name].append(value)
+    anchored = any(t.anchor is not None for t in stored)
     c.tables(tables)
-    types = {"tensors": TENSORS, "grids": GRIDS, "files": FILES}
+    types = {"tensors": TENSORS, "grids": GRIDS | (ANCHORS if anchored else {}), "files": FILES}
     index = {f"{n}.arrow": arrow(tables[n], types[n], "zstd" if n == "tensors" else None) for n in tables}
     index["state.json"] = json.dumps({"state": c.state, "ranks": {} if c.apart else c.ranks}, ensure_ascii=False).encode()
     index |= _apart(c) if c.apart else {}
-    features = [*(["codecs"] if any(t.codec for t in stored) else []), *(["ranks"] if c.apart else [])]
+    named = {"codecs": any(t.codec for t in stored), "ranks": c.apart is not None, "anchors": anchored}
+    features = [feature for feature, is_needed in named.items() if is_needed]
     commit(root, c, index, features, sum(len(t.raw()) for t in stored))
 
 
@@ -219,22 +231,27 @@ def commit(root: Path, c: Checkpoint, index: dict[str, bytes], features: list[st
 
 def _data_file(path: Path, c: Checkpoint, stored: list[Tensor], number: int, rank: int, rows: dict[str, list[Any]]) -> None:
     header: dict[str, Any] = {}
-    data, digests, about = bytearray(), {}, [t for t in stored if t.codec and any(file == number for _, file in t.boxes())]
-    for t in sorted(stored, key=lambda t: (t.codec is not None, -DTYPES[t.dtype][0])):
-        for box, file in t.boxes():
-            if file != number:
-                continue
-            raw, shape = chunk_bytes(t, box), [b - a for a, b in box]
-            entry: dict[str, Any] = {"dtype": DTYPES[t.dtype][1], "shape": stored_shape(t.dtype, shape)}
-            if t.codec is not None:
-                raw = coded(t.codec, raw, DTYPES[t.dtype][0])
-                entry = {"dtype": "U8", "shape": [len(raw)]}
-            header[key_of(t, box)] = entry | {"data_offsets": [len(data), len(data) + len(raw)]}
-            digests[key_of(t, box)] = xxh3_64_hexdigest(raw)
-            data += raw
+    data, digests, strong = bytearray(), {}, dict[str, str]()
+    written = [(t, box) for t in stored for box, file in t.boxes() if file == number]
+    written += [(t.anchor, box) for t in stored for box, _ in t.boxes() if t.anchor is not None and t.anchor_file == number]
+    about = {t.name: t for t, _ in written if t.codec}.values()
+    for t, box in sorted(written, key=lambda chunk: (chunk[0].codec is not None, -DTYPES[chunk[0].dtype][0])):
+        raw, shape = chunk_bytes(t, box), [b - a for a, b in box]
+        entry: dict[str, Any] = {"dtype": DTYPES[t.dtype][1], "shape": stored_shape(t.dtype, shape)}
+        if t.anchor is not None:
+            strong[key_of(t, box)] = xxh3_128_hexdigest(raw)
+            raw = difference(raw, chunk_bytes(t.anchor, box))
+        if t.codec is not None:
+            raw = coded(t.codec, raw, DTYPES[t.dtype][0])
+            entry = {"dtype": "U8", "shape": [len(raw)]}
+        header[key_of(t, box)] = entry | {"data_offsets": [len(data), len(data) + len(raw)]}
+        digests[key_of(t, box)] = xxh3_64_hexdigest(raw)
+        data += raw
     meta = {"ckpt.version": "1", "ckpt.id": c.id, "ckpt.rank": str(rank), "ckpt.digests": "".join(digests[k] for k in sorted(digests))}
     if about:
         meta |= {"ckpt.dtypes": json.dumps({t.name: t.dtype for t in about}), "ckpt.shapes": json.dumps({t.name: t.shape for t in about})}
+    if strong:
+        meta["ckpt.digests128"] = "".join(strong.get(k, "0" * 32) for k in sorted(digests))
     header["__metadata__"] = meta
     c.header(header)
     text = json.dumps(header, ensure_ascii=False).encode()
@@ -362,6 +379,13 @@ def accepted() -> dict[str, Checkpoint]:
         Tensor(name="planes, cut", dtype="bfloat16", shape=(4, 2500), cuts=[[0, 2, 4], [0, 2500]], codec="planes-zstd", data=bytes(20000)),
         Tensor(name="as it is", dtype="float32", shape=(3,)),
     ]
+    close, far = np.linspace(0, 1, 6000, dtype="<f4"), np.random.default_rng(1).bytes(24000)
+    anchors = [
+        _difference("plain anchor", close, None),
+        _difference("anchor of planes", close, "planes-zstd", cuts=[[0, 40, 60], [0, 100]]),
+        _difference("anchor of zstd", close, "zstd"),
+        Tensor(name="whole", dtype="float32", shape=(60, 100), data=far),
+    ]
     model = [Tensor(name=f"net.{n}", dtype="float32", shape=(2, 2)) for n in ("0.weight", "1.weight")]
     model += [Tensor(name="optim.state.net.0.weight.exp_avg", dtype="float32", shape=(2, 2))]
     groups = [{"params": ["net.0.weight", "net.1.weight"], "options": {"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}}]
@@ -386,6 +410,7 @@ def accepted() -> dict[str, Checkpoint]:
         "names": Checkpoint(tensors=names, state=named(names)),
         "values": Checkpoint(state=VALUES, ranks={"0": {"a": 1, "b.0": {"$tuple": [2]}}, "1": {"a": 2, "b.0": {"$tuple": []}}}),
         "codecs": Checkpoint(tensors=codecs, state=named(codecs)),
+        "anchors": Checkpoint(tensors=anchors, state=named(anchors), files=[(0, 0), (0, 1)]),
         "objects": Checkpoint(tensors=model, state=objects, ranks={"0": {"rng": [1, 2]}, "1": {"rng": [3, 4]}}),
         "members": Checkpoint(record=more, world_size=16384),
         "empty": Checkpoint(world_size=1, files=[]),
@@ -402,6 +427,14 @@ def accepted() -> dict[str, Checkpoint]:
             apart=lambda rows: None,
         ),
     }
+
+
+def _difference(name: str, values: np.ndarray[Any, Any], codec: str | None, cuts: list[list[int]] | None = None) -> Tensor:
+    """A tensor that is stored as its difference from one with other last bits, in data file 1 and with ``codec``."""
+    raw, shape = values.tobytes(), (60, 100)
+    before = (np.frombuffer(raw, "<u4") ^ (np.arange(values.size, dtype="<u4") % 3)).tobytes()
+    anchor = Tensor(name=name, dtype="float32", shape=shape, data=before, codec=codec, cuts=cuts)
+    return Tensor(name=name, dtype="float32", shape=shape, data=raw, codec=XOR, cuts=cuts, anchor=anchor, anchor_file=1)
 
 
 def expected(c: Checkpoint) -> dict[str, Any]:
@@ -501,6 +534,25 @@ def _coded(data: Callable[[bytes], bytes]) -> Checkpoint:
         stored[:] = wrong
 
     return Checkpoint(tensors=[t], state={"c": {"$tensor": "c"}}, header=header, data=replace, world_size=1)
+
+
+def _anchored(**hooks: Any) -> Checkpoint:
+    """One chunk that is a difference, in data file 0, and its anchor in data file 1. A hook changes what is written."""
+    t = _difference("d", np.linspace(0, 1, 6000, dtype="<f4"), None)
+    return Checkpoint(tensors=[t], state={"d": {"$tensor": "d"}}, files=[(0, 0), (0, 1)], world_size=1, **hooks)
+
+
+def _of_difference() -> Checkpoint:
+    """The same, but the anchor is a difference itself."""
+    c = _anchored()
+    anchor = c.tensors[0].anchor
+    assert anchor is not None
+    c.tensors[0].anchor = _difference("d", np.frombuffer(anchor.raw(), "<f4"), None)
+    return c
+
+
+def _without_128(header: dict[str, Any]) -> None:
+    header["__metadata__"].pop("ckpt.digests128", None)
 
 
 def _renamed_codec() -> Checkpoint:
@@ -635,6 +687,13 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "coded-kind": ("10", "a plane of kind 3", _coded(lambda raw: raw[:8] + b"\3" + raw[9:])),
         "coded-lengths": ("10", "a byte after the last plane", _coded(lambda raw: raw + b"\0")),
         "coded-truncated": ("10", "the last byte is missing", _coded(lambda raw: raw[:-1])),
+        "anchors-none": ("15", "a difference without an anchor", _anchored(tables=_cell("grids", "anchors", 0, [-1]))),
+        "anchors-file": ("15", "a file that does not have the anchor", _anchored(tables=_cell("grids", "anchors", 0, [0]))),
+        "anchors-count": ("15", "anchors of more chunks than there are", _anchored(tables=_cell("grids", "anchors", 0, [1, 1]))),
+        "anchors-difference": ("15", "an anchor that is a difference itself", _of_difference()),
+        "anchors-digest": ("15", "no XXH3-128 of what a difference stands for", _anchored(header=_without_128)),
+        "anchors-feature": ("15", "differences without the feature", _anchored(record={"features": ["codecs"]})),
+        "anchors-and-extents": ("15", "anchors and extents at once", _with(record={"features": ["codecs", "anchors", "extents"]})),
     }
 
 

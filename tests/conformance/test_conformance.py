@@ -138,9 +138,9 @@ def test_ckpt_refuses(case: str) -> None:
 
 
 def test_what_all_refused_cases_are_made_of_is_accepted(tmp_path: Path) -> None:
-    from tests.conformance.generate import _base, _coded, _ranks, write
+    from tests.conformance.generate import _anchored, _base, _coded, _ranks, write
 
-    for name, checkpoint in (("base", _base()), ("coded", _coded(lambda raw: raw)), ("ranks", _ranks())):
+    for name, checkpoint in (("base", _base()), ("coded", _coded(lambda raw: raw)), ("ranks", _ranks()), ("anchored", _anchored())):
         write(tmp_path / name, checkpoint)
         use(tmp_path / name)
         assert verify(str(tmp_path / name)).ok

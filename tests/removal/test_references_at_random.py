@@ -1,5 +1,5 @@
-"""Saves with references, removals, retention, collection, copies and moves in random order, stopped at any operation on the storage: every
-checkpoint that is kept loads bit for bit, and after a collection no data file is there that none of them needs."""
+"""Saves with references and anchors, removals, retention, collection, copies and moves in random order, stopped at any operation on the
+storage: every checkpoint that is kept loads bit for bit, and after a collection no data file is there that none of them needs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ckpt.engine.save.base.reuse import SeenVersions
 from ckpt.engine.save.job import save_cache
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError
+from ckpt.formats.native.commit import ANCHORS, COMMIT_PATH, CommitRecord
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import open_backend, wrap_backends
@@ -30,7 +31,7 @@ from ckpt.policies import Latest, retention
 
 NAMES = ("a", "b", "c", "d")
 STEPS = range(1, 13)
-CODECS = (None, None, "zstd", "planes-zstd", "xor-planes-zstd")
+CODECS = (None, "zstd", "planes-zstd", "xor-planes-zstd", "xor-planes-zstd")
 OPERATIONS = 60
 """On the storage, that a call takes at most, about: a process dies at one of them."""
 
@@ -44,10 +45,12 @@ class History:
         self.place = place
         self.root = place / "run"
         self.random = random.Random(seed)
+        torch.manual_seed(seed)
         self.state = {name: torch.full((40 + i,), float(i)) for i, name in enumerate(NAMES)}
+        self.state |= {"b": torch.randn(6000), "c": torch.randn(5000)}  # large enough to be stored as differences
         self.saved: dict[int, Tensors] = {}
         self.log: list[str] = []
-        self.referring = self.crashed = 0
+        self.referring = self.anchored = self.crashed = 0
         save_cache(current_group()).seen = SeenVersions()
 
     def url(self, step: int) -> str:
@@ -76,14 +79,16 @@ class History:
 
     def change(self) -> None:
         name = self.random.choice(NAMES)
-        match self.random.randrange(5):
+        match self.random.randrange(6):
             case 0:
                 self.state[name].data.numpy()[0] += 1  # torch does not count it
             case 1:
                 # One keeps its shape: a base that has nothing of the state is an error.
-                self.state[self.random.choice(NAMES[1:])] = torch.full((self.random.randrange(30, 60),), self.random.random())
-            case _:
+                self.state["d"] = torch.full((self.random.randrange(30, 60),), self.random.random())
+            case 2:
                 self.state[name] += 1
+            case _:
+                self.state[self.random.choice("bc")] *= 1 + 2e-7
 
     def save(self) -> None:
         step = self.random.choice(STEPS)
@@ -97,6 +102,7 @@ class History:
                 base_url = None if base is None else self.url(base)
                 report = ckpt.save(self.url(step), self.state, base=base_url, reusable=True, codec=codec)
                 self.referring += report.reused_bytes > 0
+                self.anchored += ANCHORS in CommitRecord.from_bytes((self.root / f"step-{step}" / COMMIT_PATH).read_bytes(), "").features
 
         self.call(f"save {step} on {base} with {codec}", run)
         with suppress(CkptError):
@@ -190,6 +196,7 @@ def check_history(place: Path, seed: int, saves: int) -> History:
         raise AssertionError(f"seed {seed}: " + "\n".join(history.log[-30:])) from err
     assert history.referring > saves / 8
     assert history.crashed > saves / 20
+    assert history.anchored > saves / 20
     return history
 
 

@@ -35,6 +35,12 @@ class ChunkToVerify:
         """Bytes of its elements: more than those that are stored if it is coded."""
         return self.entry.grid.box(self.number).numel * self.entry.dtype.itemsize
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read to check it: those that are stored, and those of its anchor."""
+        anchored = self.extent.anchor
+        return self.extent.length + (0 if anchored is None else anchored.extent.length)
+
     def problem(self, kind: str, message: str) -> Problem:
         if self.others:
             message += f"; in this chunk or one of {self.others:,} others, which lie in the same storage"

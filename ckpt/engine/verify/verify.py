@@ -37,7 +37,8 @@ __all__ = ["Problem", "VerifyReport", "verify"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What ``verify`` found. ``bytes`` counts the bytes that were read, of chunks or of storages with them; ``seconds`` is wall time."""
+    """What ``verify`` found. ``bytes`` counts the bytes that were read, of chunks and their anchors, or of storages with them; ``seconds``
+    is wall time."""
 
     files: int
     chunks: int
@@ -161,7 +162,7 @@ def _read_part(
     source: ByteSource, jobs: list[list[ChunkToVerify]], threads: int | None, progress: ProgressCallback | None, work: DividedWork
 ) -> _Result:
     """What is wrong in all of them, this process and the others having read a part each."""
-    sizes = [_end(job) - job[0].extent.offset for job in jobs]
+    sizes = [_read_bytes(job) for job in jobs]
     parts = runs(sizes, work.count)
     mine = parts[work.number]
 
@@ -181,7 +182,7 @@ def _read_all(source: ByteSource, jobs: list[list[ChunkToVerify]], threads: int 
     if not threads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = max(min(max(cores, 2), 16), source.io_hints.concurrency)
-    total = sum(_end(job) - job[0].extent.offset for job in jobs)
+    total = sum(map(_read_bytes, jobs))
     verifier = _Verifier(source)
     bytes_done, problems = 0, list[Problem]()
     for result in imap_unordered((partial(verifier.check, job) for job in jobs), threads, "ckpt-verify"):
@@ -205,6 +206,11 @@ def _jobs(chunks: list[ChunkToVerify]) -> list[list[ChunkToVerify]]:
 def _end(job: Sequence[ChunkToVerify]) -> int:
     """One past the last byte of a job."""
     return max(chunk.end for chunk in job)
+
+
+def _read_bytes(job: Sequence[ChunkToVerify]) -> int:
+    """Bytes that are read for a job."""
+    return job[0].read_bytes if len(job) == 1 else _end(job) - job[0].extent.offset
 
 
 class _Wrong(CorruptError):
@@ -283,7 +289,7 @@ class _Verifier:
                 )
             except FAILURES as err:
                 problem = chunk.problem("codec", f"the chunk cannot be decoded: {err.message}")
-        return _Result(chunk.extent.length, [problem] if problem else [])
+        return _Result(chunk.read_bytes, [problem] if problem else [])
 
     def _compare(self, chunk: ChunkToVerify, data: memoryview) -> Problem | None:
         return _changed(chunk, self._reader.difference(chunk.extent, data))
