@@ -101,6 +101,7 @@ class Average(Compound):
                     parameter.copy_(average)
             yield
         finally:
+            fence()  # the averaged weights alone may be saved in the block
             with torch.no_grad():
                 for parameter, before in own:
                     parameter.copy_(before)

@@ -10,8 +10,9 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
 from ckpt.formats.native.commit import ALIASES, ANCHORS, APART, COMMIT_PATH, LABELS, REFERENCED, VALUES, VIRTUAL, CommitRecord
-from ckpt.formats.native.index import IndexCache, decode_index, encode_index
-from ckpt.formats.native.paths import FILES, GRIDS, STATE, TENSORS, id_of
+from ckpt.formats.native.datafiles.references import is_reference
+from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index
+from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
 from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.protocol import Backend
@@ -79,7 +80,7 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
     if index.record is not None and VIRTUAL in index.record.features:
         hint = "import it again: `ckpt import`"
         raise FormatError("a virtual checkpoint has no data files to rebuild its index from", where=url, hint=hint)
-    if not index.is_whole and index.record is not None and REFERENCED in index.record.features:
+    if not index.is_whole and _refers(backend, index, chosen):
         raise FormatError(
             "a checkpoint that refers to data files of others cannot be rebuilt: its own files do not say which",
             where=url,
@@ -142,6 +143,17 @@ def _chosen(backend: Backend, index: _Index, id: str | None) -> str:
     if id is not None and id not in saves:
         raise NotFoundError(f"there are no data files of save {id}", where=backend.url, hint=f"there are some of {', '.join(saves)}")
     return saves[-1] if id is None else id
+
+
+def _refers(backend: Backend, index: _Index, id: str) -> bool:
+    """Whether the save has chunks in data files of others, as far as what is left of its index says: these would be missing."""
+    if index.record is not None:
+        return REFERENCED in index.record.features
+    try:
+        rows = decode_files(backend.read_whole(index_path(id, FILES), INDEX_LIMIT), backend.url)
+    except (NotFoundError, CorruptError):
+        return False
+    return any(is_reference(file.path) for file in rows)
 
 
 def _kept(index: _Index) -> Rebuilt:

@@ -106,6 +106,14 @@ def test_frozen_tensors_are_written_once(run: Path) -> None:
     assert all(torch.equal(t, wanted[2][n]) for n, t in tuned.tensors().items())
 
 
+def test_a_file_that_is_referred_to_may_have_a_tensor_of_the_same_name_in_another_dtype(run: Path) -> None:
+    state = {"same": torch.arange(9000.0), "w": torch.arange(9000.0)}
+    ckpt.save(run / "step-1", state, codec="zstd", reusable=True)
+    state["w"] = state["w"].double()
+    assert ckpt.save(run / "step-2", state, codec="zstd", base=run / "step-1").reused_bytes == 36_000
+    holds(run / "step-2", state)
+
+
 def test_a_run_that_is_moved_stays_readable(run: Path, tmp_path: Path) -> None:
     tuned = Tuned()
     ckpt.save(run / "step-1", tuned.state, reusable=True)
@@ -414,6 +422,24 @@ def test_rebuild_refuses_what_its_own_files_do_not_say(run: Path) -> None:
     next((run / "step-2").glob("index-*/grids.arrow")).write_bytes(b"")
     with pytest.raises(FormatError, match="refers to data files of others"):
         rebuild_checkpoint(str(run / "step-2"))
+
+
+def test_rebuild_without_the_record_refuses_too(run: Path) -> None:
+    """What was referred to would be missing, and the index that says where it is overwritten."""
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    id = ckpt.save(run / "step-2", tuned.state, base=run / "step-1").id
+    before = tuned.tensors()
+    record = run / "step-2" / "checkpoint.json"
+    good = record.read_bytes()
+    for left in (None, good[:100]):
+        record.unlink()
+        if left is not None:
+            record.write_bytes(left)
+        with pytest.raises(FormatError, match="refers to data files of others"):
+            rebuild_checkpoint(str(run / "step-2"), id=id)
+        record.write_bytes(good)
+    holds(run / "step-2", before)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,18 @@ def test_a_background_save_has_the_averages_of_its_moment(tmp_path: Path) -> Non
     assert view.state()["ema"]["updates"] == 1
 
 
+def test_averaged_weights_that_are_saved_in_the_background_are_whole(tmp_path: Path) -> None:
+    """The model has its own weights again when they are copied, and not before."""
+    model = network()
+    average = Average(model, DECAY)
+    step(model, 1)
+    with average.swap():
+        handle = ckpt.save_async(tmp_path / "averaged", {"model": model})
+    handle.result()
+    view = ckpt.open(tmp_path / "averaged")
+    assert all(torch.equal(torch.as_tensor(view[f"model.{name}"][...]), weight) for name, weight in average.weights.items())
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     model = network()
     for decay in (-0.1, 1.5, float("nan")):

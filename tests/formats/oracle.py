@@ -57,19 +57,20 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
     own = [not f["path"].startswith("../") for f in files]
     assert own == sorted(own, reverse=True) and all(own) == ("references" not in record["features"]), "files.arrow: references"
-    names = {r["name"] for r in rows}
     about, strong = zip(*(file.pop("") for file in unread), strict=True) if unread else ((), ())
-    keys = {k for file in unread for k in file}
-    said = {n: (d, tuple(s)) for mine, file in zip(own, about, strict=True) for n, (d, s) in file.items() if mine or n in names}
+    keys = [{*file} for file in unread]
     assert [r["name"] for r in rows] == sorted({r["name"] for r in rows}), "tensors.arrow: names not sorted or not unique"
     if "ranks" in record["features"]:
         assert all(r["rank"] is None for r in rows) and _json(index["state.json"])["ranks"] == {}, "ranks in two places"
         rows += _rows_apart(index, grids, files)
     assert len({r["name"] for r in rows}) == len(rows), "a name in two rows of ranks"
-    assert said == {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in said}, "ckpt.dtypes or ckpt.shapes"
     tensors = {r["name"]: _tensor(r, grids[r["grid"]], unread, strong) for r in rows if r["alias"] is None}
     assert not any(u for u, mine in zip(unread, own, strict=True) if mine), f"chunks that no tensor has: {[*map(list, unread)]}"
-    coded = [k for k in keys - {k for u in unread for k in u} if re.search(r"\]#[a-z0-9-]+\Z", k)]
+    taken = [k - {*u} for k, u in zip(keys, unread, strict=True)]  # of a file that is referred to, all else may be of other tensors
+    coded = [k for of_file in taken for k in of_file if re.search(r"\]#[a-z0-9-]+\Z", k)]
+    used = [{k.rpartition("[")[0] for k in of_file} for of_file in taken]
+    said = {n: (d, tuple(s)) for names, file in zip(used, about, strict=True) for n, (d, s) in file.items() if n in names}
+    assert said == {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in said}, "ckpt.dtypes or ckpt.shapes"
     assert bool(coded) == ("codecs" in record["features"]), f"features {record['features']}, but coded are {coded}"
     assert any("#xor-" in k for k in coded) == ("anchors" in record["features"]), f"features {record['features']}, but coded are {coded}"
     assert record["tensor_bytes"] == sum(len(t[2]) for t in tensors.values()), "commit record: tensor_bytes"
@@ -155,7 +156,7 @@ def _tensor(
         assert [c[0], c[-1]] == [0, n] and c == (sorted(set(c)) if n else [0, 0]), f"{name}: cuts {cuts} of {shape}"
         boxes = [[*box, (c[i], c[i + 1])] for box in boxes for i in range(len(c) - 1)]  # start and stop per dimension
     whole, times = np.zeros((*shape, size), np.uint8), np.zeros(shape, np.int64)
-    anchors = grid.get("anchors") or [-1] * len(boxes)
+    anchors = [-1] * len(boxes) if grid.get("anchors") is None else grid["anchors"]
     for box, file, anchor in zip(boxes, files * len(boxes) if len(files) == 1 else files, anchors, strict=True):
         part, at = [b - a for a, b in box], tuple(slice(a, b) for a, b in box)
         wanted = [*part, size] if dtype in ("complex32", "complex128") else [*part[:-1], 2 * (part or [1])[-1]] if stored == "F4" else part
