@@ -70,7 +70,7 @@ class LivenessLinks:
         self._ranks = ranks
         self._timeout = timeout
         self._on_death = on_death
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # close() may come from the collector of garbage, wherever this thread is
         self._children: dict[int, Channel] = {}
         self._leaving: set[int] = set()
         """Who has said good-bye."""
@@ -132,7 +132,7 @@ class LivenessLinks:
             _tell(channel, _CLOSED, self._position)
         for channel in self._upwards():
             channel.close()
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join(_PATIENCE)
         if self._server is not None:
             self._server.close()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ckpt.coordination import liveness_links
 from ckpt.coordination.liveness_links import LivenessLinks
 from ckpt.errors import CkptError
-from ckpt.live import Sink, Source
+from ckpt.live import Sink, Source, reshard
 from tests.distributed.ranks import Lost, Ranks
 from tests.live.jobs import Job, leave, wait_for
 
@@ -164,6 +164,44 @@ def test_a_rank_that_closed_its_sink_is_not_waited_for(ranks: Ranks, tmp_path: P
         message, _ = ranks.run(2, leaving_engine, tmp_path, timeout=30)
         assert "take: rank 1 has closed its end, and takes part no longer" in message
         assert [seen.lost_ranks for seen in source.report().sinks] == [()]
+
+
+def resharder(folder: Path, victim: int, at: str) -> Any:
+    """Reshards twice. One rank dies in the second: before it says anything (``"offer"``), or when it has all its bytes (``"move"``)."""
+    rank = dist.get_rank()
+    old = {"a": torch.arange(8.0)} if rank < 2 else None
+    new = {"a": torch.zeros(8)} if rank >= 2 else None
+    reshard(old, new, timeout=TIMEOUT)
+    if rank == victim:
+        import ckpt.live.in_job.resharding as module
+
+        if at == "offer":
+            module.meet = lambda *args, **options: die(folder)  # type: ignore[assignment]
+        module._Reshard._fill = lambda *args: die(folder)  # type: ignore[method-assign]
+    if new is not None:
+        new["a"].zero_()
+    try:
+        reshard(old, new, timeout=TIMEOUT)
+    except CkptError as err:
+        after = seconds_since(folder)
+        changed = new is not None and bool(new["a"].any())
+        return type(err).__name__, str(err), getattr(err, "ranks", None), after, changed
+    finally:
+        leave(folder / f"done-{rank}", "")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("victim", "at"), [(0, "offer"), (1, "offer"), (3, "move")])
+def test_a_rank_that_dies_in_a_reshard_is_named_at_once(ranks: Ranks, tmp_path: Path, victim: int, at: str) -> None:
+    outcomes = ranks.run(4, resharder, tmp_path, victim, at, allow_death=True, timeout=40)
+    leave(tmp_path / "stop", "")
+    assert isinstance(outcomes.pop(victim), Lost)
+    for kind, message, named, after, changed in outcomes:
+        assert (kind, named) == ("RankFailedError", (victim,)), message
+        assert f"reshard: rank {victim} died, as its connection has ended" in message, message
+        assert after < SECONDS, message
+        assert ("is now partly overwritten" in message) == (changed or "partly" in message), message
+        assert changed <= (at == "move")
 
 
 # ------------------------------------------------------------------------------------------------------ the connections

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ckpt import Layout, Mesh, Shard, live
 from ckpt.errors import CkptError
 from ckpt.live.holdings import Holdings
-from ckpt.live.in_job import offering, resharding
+from ckpt.live.in_job import offering, reshard_ranks, resharding
 from tests.distributed.ranks import Lost, Ranks
 
 ROWS, COLUMNS, TENSORS = 512, 1024, 4
@@ -162,8 +162,8 @@ def second_time() -> list[str]:
             tensor.add_(turn)
         state = {**new, "step": -1} if new else new
         live.reshard({**old, "step": turn} if old else old, state, layout=layout, new_layout=new_layout)
-        (cache,) = resharding._memory.values()
-        plans.append(cache.plans.transfers)
+        (known,) = reshard_ranks._known.values()
+        plans.append(known.cache.plans.transfers)
         if new and state["step"] != turn:
             problems.append(f"step {state['step']} in turn {turn}")
         whole = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) + sum(range(turn + 1))

@@ -23,15 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from ckpt import settings
 from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.converters.select.selection import Views
-from ckpt.coordination.group import Group, current_group
-from ckpt.coordination.members import Members
+from ckpt.coordination.group import current_group
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.fitting import renamed, row_of_match, verdict_of
@@ -54,8 +52,9 @@ from ckpt.tracing.progress_callback import ProgressCallback, callback_of, report
 from ckpt.tracing.spans import Spans
 
 from .aliasing import shared_memory
-from .offering import ReshardCache, meet, offer
+from .offering import meet, offer
 from .reshard_phases import Fitted, Meeting, Moved, Offered
+from .reshard_ranks import ReshardRanks, reshard_ranks
 from .reshard_report import ReshardReport, Traffic
 from .tensor_holdings import holdings_of
 
@@ -123,8 +122,8 @@ def reshard(
         RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message says
             whether this rank's new state was changed. The old state is whole.
     """
-    group = current_group(process_group)
-    wait_for_pending_save(group)
+    base = current_group(process_group)
+    wait_for_pending_save(base)
     options = LoadOptions(
         layout=new_layout,
         selection=Selection(only=globs_of_only(only), rename=tuple((rename or {}).items())),
@@ -133,31 +132,29 @@ def reshard(
         verify="full",
         timeout=settings.timeout(timeout),
         threads=settings.threads(threads) if threads is not None else _THREADS,
-        progress=callback_of(progress=progress, leads=group.rank == group.leader, title="reshard"),
+        progress=callback_of(progress=progress, leads=base.rank == base.leader, title="reshard"),
         spans=Spans(on=settings.spans()),
     )
     views = views_of(names, convention, numbers)
     translation = names if names is None else os.fspath(names), convention, sorted((numbers or {}).items())
     asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, check_replicas, translation])
-    call = group.call("reshard", WHAT, options.timeout)
+    ranks = reshard_ranks(base)
+    call = ranks.group.call("reshard", WHAT, options.timeout)
     job = LoadJob(call=call, options=options, recorded=None, writes=StateWrites())
     with gc_paused():
-        return _Reshard(job, group, _memory.setdefault(group, ReshardCache()), views, asked).run(
-            old_state, layout, new_state, check_replicas=check_replicas
-        )
-
-
-_memory: WeakKeyDictionary[Members, ReshardCache] = WeakKeyDictionary()
+        with _telling_whether_changed(job.writes):
+            ranks.connect(call)
+        return _Reshard(job, ranks, views, asked).run(old_state, layout, new_state, check_replicas=check_replicas)
 
 
 class _Reshard:
     """One rank's side of one reshard."""
 
-    def __init__(self, job: LoadJob, group: Group, cache: ReshardCache, views: Views | None, asked: str) -> None:
+    def __init__(self, job: LoadJob, ranks: ReshardRanks, views: Views | None, asked: str) -> None:
         self.job = job
         self.call = job.call
-        self.group = group
-        self.cache = cache
+        self.group = ranks.group
+        self.cache = ranks.cache
         self.views = views
         self.asked = asked
         self.version = f"reshard {job.call.number}"

@@ -1,0 +1,45 @@
+"""The ranks that reshard together: their calls, the connections that notice who dies, and what the next reshard need not find again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, finalize
+
+from ckpt.coordination.call import Call
+from ckpt.coordination.group import Group
+from ckpt.coordination.members import Members
+from ckpt.coordination.step_agreement import own_store
+
+from .offering import ReshardCache
+
+
+@dataclass(eq=False)
+class ReshardRanks:
+    """The ranks of one process group. Their calls are in a part of the job's store that saves and loads do not use: these make no
+    connections, and would else see who departs after the last reshard."""
+
+    group: Group
+    cache: ReshardCache = field(default_factory=ReshardCache)
+    _connected: bool = False
+
+    def connect(self, call: Call) -> None:
+        """In their first call the ranks connect to each other: who dies in this one or a later one is named at once. The connections end
+        with the process group, or with the process."""
+        if self._connected:
+            return
+        self._connected = True  # on all ranks, however it ends: they must agree on who comes to this phase
+        self.group.connect(call, lambda rank: None)
+        if self.group.links is not None:
+            finalize(self.group, self.group.links.close)
+
+
+def reshard_ranks(base: Group) -> ReshardRanks:
+    """Those of a group; made by its first reshard, on all ranks."""
+    known = _known.get(base)
+    if known is None:
+        store = own_store(base) if base.store is not None else None
+        known = _known[base] = ReshardRanks(Group(base.rank, base.ranks, store, base.served))
+    return known
+
+
+_known: WeakKeyDictionary[Members, ReshardRanks] = WeakKeyDictionary()
