@@ -68,7 +68,8 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
                 f"{doing}, late" if sink.late else doing,
                 "" if last is None else f"{newest[last[0]]}: {units.size(last[1])} in {units.duration(last[2])}",
                 ", ".join(f"{who} {units.size(count)}" for who, count in sink.took_from.items()),
+                ", ".join(f"{why} {units.size(count)}" for why, count in sink.dense.items()),
                 sink.error or "",
             )
         )
-    output.table(("SINK", ">RANKS", ">STEP", "STATE", "LAST TAKE", "FROM", "~ERROR"), rows)
+    output.table(("SINK", ">RANKS", ">STEP", "STATE", "LAST TAKE", "FROM", "WHOLE", "~ERROR"), rows)

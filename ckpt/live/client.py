@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
 
 from .pieces.delta import PieceBase, Place, apply_changes
+from .pieces.dense import NOT_THE_BASE, REASONS, SLOTS
 from .pieces.pull_messages import (
     CHANGES,
     DIGESTS,
@@ -126,6 +128,8 @@ class PieceClient:
         self._changes = bytearray()
         self.transferred = 0
         """Bytes of pieces, or of changes of them, that came in the stream or in shared memory."""
+        self.dense: Counter[str] = Counter()
+        """Bytes of boxes that came whole although there was a base, by why (``pieces.dense``)."""
 
     def close(self) -> None:
         self._channel.close()
@@ -145,6 +149,7 @@ class PieceClient:
             if stale:
                 message = "live: %d pieces of %s are no longer those of version %s; they come whole"
                 log.warning(message, len(stale), self.holder, base.version if base is not None else "")
+                self.dense[NOT_THE_BASE] += sum(map(requests.bytes_of, stale))
                 self._pull(version, requests, lambda piece, view: place(piece, view) if piece in stale else None, None)
 
     def digests(self, version: str, requests: RequestList) -> list[list[int]]:
@@ -192,6 +197,8 @@ class PieceClient:
         as_changes = parcel == CHANGES and base is not None and slot == IN_STREAM and count < length
         if number != piece or (slot == IN_STREAM and count != length and not as_changes):
             raise FormatError(f"piece {number} of {count} bytes came in the place of piece {piece} of {length}", where=str(self.holder))
+        if base is not None and not as_changes:
+            self.dense[SLOTS if slot != IN_STREAM else REASONS.get(parcel, "")] += requests.bytes_of(piece)
         if slot == IN_STREAM:
             whole = self._memory(length)
             if as_changes and len(self._changes) < length:
@@ -286,6 +293,8 @@ class Pulled:
     lost: dict[int, CkptError] = field(default_factory=dict)
     transferred: int = 0
     """Bytes that came for it: fewer, where holders sent what changed."""
+    dense: Counter[str] = field(default_factory=Counter)
+    """Bytes of boxes that came whole although there was a base, by why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,6 +376,7 @@ def pull_all(
             finally:
                 with lock:
                     pulled.transferred += client.transferred
+                    pulled.dense += client.dense
                 if spans is not None:
                     spans.add("pull", began, time.perf_counter(), client.transferred)
                 client.close()

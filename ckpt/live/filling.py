@@ -38,12 +38,10 @@ class FillPlan:
         targets, padding, _ = _resolved(self.bound, self.catalog)
         return replace(self, targets=targets, padding=padding)
 
-    @property
-    def is_packable(self) -> bool:
-        """Whether the memory has the source's dtypes everywhere, and exists."""
-        return all(
-            target.info.dtype == entry.dtype and not any(part.memory.is_meta for part in target.parts) for target, entry in self.targets
-        )
+
+def is_packable(targets: Iterable[Target]) -> bool:
+    """Whether the memory of all of these has the source's dtypes, and exists: then it has what the source has sent."""
+    return all(target.info.dtype == entry.dtype and not any(part.memory.is_meta for part in target.parts) for target, entry in targets)
 
 
 @dataclass(eq=False)

@@ -155,11 +155,16 @@ class VersionRegistry:
             self._condition.wait_for(lambda: self._lost_ranks or (self._versions and self._versions[-1].version != after), WAIT)
             if not self._versions or self._versions[-1].version == after:
                 return {"version": None, "lost": sorted(self._lost_ranks)}, ()
-            if question["relays"] is not None:
+            if question["relays"] is not None and question["base"] not in self._kept():
                 self._await_turn(sink, self._versions[-1].version.digest, float(question["relays"]))
             newest = self._versions[-1]
             relays = self._relays(sink, newest.version.digest, question)
-        return {"version": newest.version.to_json(), "holders": list(newest.holders), "relays": relays}, [newest.data]
+            kept = self._kept()
+        return {"version": newest.version.to_json(), "holders": list(newest.holders), "relays": relays, "kept": kept}, [newest.data]
+
+    def _kept(self) -> list[str]:
+        """What holders call the versions that are here."""
+        return [each.manifest.name for each in self._versions]
 
     def _await_turn(self, sink: SinkRecord, digest: str, patience: float) -> None:
         """Sinks that hear of a version at once form a tree: each begins when the one before can be taken from."""
@@ -226,6 +231,7 @@ class VersionRegistry:
                     "bytes": int(question["bytes"]),
                     "seconds": float(question["seconds"]),
                     "from": dict(question["took_from"]),
+                    "dense": dict(question["dense"]),
                 }
             else:
                 sink.taking, sink.error = None, str(question["error"])[:2000]

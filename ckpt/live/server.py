@@ -24,6 +24,7 @@ from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 from .connections import ConnectionServer
 from .holdings import Packable
 from .pieces.delta import PieceComparer
+from .pieces.dense import WHOLE, WHOLE_NOT_KEPT
 from .pieces.pull_messages import (
     CHANGES,
     DIGESTS,
@@ -146,12 +147,14 @@ class PieceServer:
                 outlet.await_ready(holdings, requests, piece)
                 with self._lock:  # first: who has the last piece may look at it
                     self._sent += requests.bytes_of(piece)
+                parcel = WHOLE if base is not None or not base_version else WHOLE_NOT_KEPT
                 if base is not None and self._comparer is not None:
                     changes = self._comparer.changes(base, holdings, requests, piece)
-                    if changes is not None:
+                    if isinstance(changes, bytes):
                         outlet.put_beside(CHANGES, piece, changes)
                         continue
-                outlet.put(holdings, requests, piece, most=max(1, min(IN_FLIGHT, SLOTS // self._serving)))
+                    parcel = changes
+                outlet.put(holdings, requests, piece, parcel, most=max(1, min(IN_FLIGHT, SLOTS // self._serving)))
             outlet.settle(0)
         except (DeadlineError, ConnectionError):
             raise
@@ -185,8 +188,8 @@ class _Outlet:
         self._lent: deque[int] = deque()
         self._sign_at = 0.0
 
-    def put(self, holdings: Packable, requests: RequestList, piece: int, *, most: int) -> None:
-        """Pack a piece, once this receiver has fewer than ``most`` slots, and give it."""
+    def put(self, holdings: Packable, requests: RequestList, piece: int, parcel: int, *, most: int) -> None:
+        """Pack a piece, once this receiver has fewer than ``most`` slots, and give it; ``parcel`` says why it comes whole."""
         self.settle(most - 1)
         self._sign_at = time.monotonic() + _SIGN_SECONDS
         slot = self._pool.take(self._wait)
@@ -196,13 +199,13 @@ class _Outlet:
                 digest = xxhash.xxh3_64_intdigest(view[: holdings.pack(requests, piece, view)])
                 self._lent.append(slot)
                 generation = self._pool.lend(slot, (), (0,))
-                self._channel.send(RECORD.pack(0, piece, slot, generation, digest))
+                self._channel.send(RECORD.pack(parcel, piece, slot, generation, digest))
             else:
                 views = holdings.views(requests, piece, view)
                 of_all = xxhash.xxh3_64()
                 for each in views:
                     of_all.update(each)
-                self._channel.send(RECORD.pack(0, piece, IN_STREAM, sum(map(len, views)), of_all.intdigest()), *views)
+                self._channel.send(RECORD.pack(parcel, piece, IN_STREAM, sum(map(len, views)), of_all.intdigest()), *views)
         finally:
             if slot not in self._lent:
                 self._pool.release(slot)

@@ -32,6 +32,7 @@ from ckpt.transport.shm_pool import machine
 
 from .client import Pulled
 from .control import split_address
+from .pieces.dense import FIRST, NOT_KEPT, TORN
 from .relays.relay import Relay, RelayHolders, RelayOffer
 from .relays.relayed import RelayedVersion
 from .secret import sink_secret
@@ -43,6 +44,7 @@ from .take import (
     Puller,
     SinkCache,
     StagedTake,
+    SwitchedTake,
     TakeReport,
     match_take,
     plan_take,
@@ -127,7 +129,9 @@ class Sink:
         self._relay = Relay(self._secret, self._options.timeout) if relay else None
         self._version: Version | None = None
         self._base: str | None = None
-        """How holders call the version that the state is."""
+        """How holders call the version that the state is;"""
+        self._delta_base: str | None = None
+        """the same where the source can tell what changed since."""
         self._torn: str | None = None
         self._connected = False
         """Whether the ranks have tried to connect to each other, in their first take."""
@@ -191,7 +195,7 @@ class Sink:
             if taken is not None:
                 self.report = taken
                 self._blobs = dict(offered.blobs)
-                self._source.tell_taken(offered.version, taken.took_from, taken.seconds)
+                self._source.tell_taken(offered.version, taken.took_from, taken.dense, taken.seconds)
                 return offered.version
             log.info("live: %s was dropped before it was taken; looking for a newer one", offered.version)
         raise AssertionError("the last try returns or raises")
@@ -239,7 +243,7 @@ class Sink:
                 holders = json.loads(call.fetch(agreed["holders"]))
             else:
                 for tries in range(_DROPS):
-                    answer, data = self._source.newest(newer_than, end, call.check_failures)
+                    answer, data = self._source.newest(newer_than, end, call.check_failures, base=None if self._torn else self._delta_base)
                     needed = Manifest.from_bytes(data).blobs()
                     try:
                         new = self._source.blobs([d for d in needed if d not in self._blobs], call.check_failures)
@@ -247,7 +251,7 @@ class Sink:
                     except NotFoundError:  # it was dropped between the two questions
                         if tries == _DROPS - 1:
                             raise
-                holders = {"source": answer["holders"], "relays": answer["relays"]}
+                holders = {"source": answer["holders"], "relays": answer["relays"], "kept": answer["kept"]}
 
                 def hand_on(rows: dict[int, Row]) -> Row:
                     if any(each["after"] != after for each in rows.values()):
@@ -267,12 +271,13 @@ class Sink:
             try:
                 by_rank = {int(row["rank"]): row for row in holders["source"]}
                 offers = [RelayOffer.from_json(row) for row in holders["relays"]]
+                kept = frozenset(map(str, holders["kept"]))
             except (KeyError, TypeError, ValueError) as err:
                 raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=self.address) from err
             if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
                 raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
             relays = RelayHolders(ranks=by_rank, offers=offers)
-            return OfferedVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank, relays=relays)
+            return OfferedVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank, relays=relays, kept=kept)
 
     # ---- take
 
@@ -289,21 +294,19 @@ class Sink:
             receiver=-1 - self._group.ranks.index(self._group.rank),
             local=machine() if settings.live_local() else None,
             base=self._base if self._torn is None else None,
+            no_base=FIRST if self._version is None and self._torn is None else TORN,
             alive=call.check_failures,
             meter=meter,
         )
         staged = self._stage(job, matched, puller, last=last)
         if staged is None:
             return None
-        switch = self._switch(job, staged, puller, last=last)
-        if switch is None:
+        switched = self._switch(job, staged, puller, last=last)
+        if switched is None:
             return None
-        switched, pulled, took_from = switch
         done = time.monotonic()
         call.linger()
-        return TakeReport.of(
-            staged, pulled, took_from, waited=waited, seconds=done - began, switch=done - switched, spans=meter.spans.table()
-        )
+        return TakeReport.of(staged, switched, waited=waited, seconds=done - began, switch=done - switched.began, spans=meter.spans.table())
 
     def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller, *, last: bool) -> StagedTake | None:
         """Bring everything here; None on all ranks if the version was dropped for one of them. ``last``: then that is an error."""
@@ -338,7 +341,7 @@ class Sink:
             job.agree(row, lambda rows: self._source.offer(version, [each for each in rows.values() if each]))
         return relayed, planned
 
-    def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller, *, last: bool) -> tuple[float, Pulled, dict[str, int]] | None:
+    def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller, *, last: bool) -> SwitchedTake | None:
         """All ranks have all of it: bring it into the state. What breaks off here leaves a mix of versions, and that is known.
 
         None on all ranks if an in-place take lost its version on the way: the state is torn then, and the next try brings another one.
@@ -356,12 +359,16 @@ class Sink:
                 with job.span("switch"):
                     pulled = switch_take(staged, puller, self._cache, setters, self.address)
                 self._version, self._base = version, matched.offered.manifest.name
+                self._delta_base = self._base if staged.planned.why_whole in (None, FIRST, TORN, NOT_KEPT) else None
             except NotFoundError:
                 if last or not self._in_place:
                     raise
             try:
-                row = {"dropped": pulled is None, "from": {} if pulled is None else staged.came_from(pulled)}
-                agreed = job.agree(row, lambda rows: _whether_dropped(rows) | {"from": _summed(row["from"] for row in rows.values())})
+                row: Row = {"dropped": pulled is None}
+                row |= (
+                    {"from": {}, "dense": {}} if pulled is None else {"from": staged.came_from(pulled), "dense": staged.came_whole(pulled)}
+                )
+                agreed = job.agree(row, _what_came)
             except GroupError as err:
                 # A rank died or hangs, with all that it needs: what is here is whole. One that raised may have only a part.
                 if isinstance(err, DeadlineError) or (isinstance(err, RankFailedError) and err.cause is None):
@@ -370,7 +377,7 @@ class Sink:
         if pulled is None or agreed["dropped"]:
             return None
         self._torn = None
-        return began, pulled, agreed["from"]
+        return SwitchedTake(began=began, pulled=pulled, took_from=agreed["from"], dense=agreed["dense"])
 
     def _accept(self, job: LoadJob, matched: MatchedTake, torn: str) -> Sequence[Callable[[], None]]:
         """Objects of the state may refuse theirs: where there are any, all ranks hear of it before a tensor changes."""
@@ -386,6 +393,11 @@ class Sink:
 def _whether_dropped(rows: dict[int, Row]) -> Row:
     """Leader: did a rank find that the version is there no longer."""
     return {"dropped": any(row["dropped"] for row in rows.values())}
+
+
+def _what_came(rows: dict[int, Row]) -> Row:
+    """Leader: bytes of all ranks, by whom they came from, and why they came whole."""
+    return _whether_dropped(rows) | {what: _summed(row[what] for row in rows.values()) for what in ("from", "dense")}
 
 
 def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -70,9 +70,10 @@ class SourceConnection:
         self._lock = threading.Lock()
         """Whoever asks something has it: takes, and the thread that hears of a rank that died."""
 
-    def newest(self, after: Version | None, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
+    def newest(self, after: Version | None, end: float, alive: Callable[[], None], *, base: str | None = None) -> tuple[Row, bytes]:
         """The newest version and where its parts are, and the bytes of its manifest; waits until ``end`` for another one than ``after``.
-        A sink that relays may be told a moment later, when it can take from those before it.
+        A sink that relays may be told a moment later, when it can take from those before it; at once where it has a ``base`` that is kept,
+        and takes only changes.
 
         Raises:
             DeadlineError: there is none by then; or the source cannot be reached, or does not answer.
@@ -83,6 +84,7 @@ class SourceConnection:
             "after": None if after is None else after.to_json(),
             "machine": machine(),
             "domain": settings.domain(),
+            "base": base,
         }
         tries = 2  # a source that has started again has closed the old connection
         while True:
@@ -136,9 +138,9 @@ class SourceConnection:
         """Let the source know how far this sink is. That it does not hear it harms nothing."""
         self._tell({"op": "progress", "phase": phase, "version": version.to_json(), **more})
 
-    def tell_taken(self, version: Version, took_from: Mapping[str, int], seconds: float) -> None:
-        """Let the source know that this sink has a version, and by whom its bytes came."""
-        self.tell(version, "taken", bytes=sum(took_from.values()), seconds=round(seconds, 6), took_from=took_from)
+    def tell_taken(self, version: Version, took_from: Mapping[str, int], dense: Mapping[str, int], seconds: float) -> None:
+        """Let the source know that this sink has a version, by whom its bytes came, and why they came whole."""
+        self.tell(version, "taken", bytes=sum(took_from.values()), seconds=round(seconds, 6), took_from=took_from, dense=dense)
 
     def tell_lost(self, rank: int) -> None:
         """Let the source know that a rank of this sink has died. Any thread."""

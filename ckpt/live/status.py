@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import FormatError, NotFoundError
@@ -28,7 +28,8 @@ class SinkStatus:
     """A sink: ``state`` is ``"waiting"``, ``"taking"``, ``"left"`` (it was closed) or ``"lost"`` (its connection broke, or some of its
     ranks died: ``lost_ranks``); ``step`` is of the version that it has. ``late``: there is a newer one, and it has not left. ``seconds``
     since it began to take a version. ``took``: digest, bytes and seconds of each kept version that it has taken; ``took_from``: the bytes
-    of the last of these by whom they came from, ``"source"`` or another sink. ``relays``: it passes the version on that it has, or takes.
+    of the last of these by whom they came from, ``"source"`` or another sink, and ``dense``: what of them came whole from a source with
+    ``delta=True``, by why (``TakeReport``). ``relays``: it passes the version on that it has, or takes.
     ``error`` of its last take, or None."""
 
     sink: str
@@ -42,6 +43,7 @@ class SinkStatus:
     relays: bool
     error: str | None
     lost_ranks: tuple[int, ...] = ()
+    dense: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class SourceStatus:
                     relays=s["relays"],
                     error=s["error"],
                     lost_ranks=tuple(s["lost_ranks"]),
+                    dense=s["took"][-1]["dense"] if s["took"] else {},
                 )
                 for s in data["sinks"]
             )

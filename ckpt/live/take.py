@@ -38,7 +38,8 @@ from ckpt.tracing.spans import SpanTable
 
 from .catalog import LiveCatalog
 from .client import Holder, PullBase, Pulled, pull_all
-from .filling import Filling, FillPlan, PlanCache, plan_filling
+from .filling import Filling, FillPlan, PlanCache, is_packable, plan_filling
+from .pieces.dense import DTYPES, NOT_KEPT
 from .relays.relay import RelayHolders
 from .relays.relayed import RelayedVersion
 from .segments.mapped import LocalHolder, SegmentShare, check_local, copy_local, open_local
@@ -57,7 +58,9 @@ class TakeReport:
     processes of this machine; ``received`` from other ranks of the source, by rank; ``relayed`` from other sinks, by their names;
     ``transferred`` came for these over the network or in slots: fewer, where only changes came. ``lost``: ranks of the source, and
     ``lost_relays``: sinks, that others stood in for, and why. ``took_from``: bytes of all ranks of the sink by whom they came from,
-    ``"source"`` or another sink.
+    ``"source"`` or another sink. ``dense``: of these, what came whole from a source with ``delta=True``, by why: ``"first version"``,
+    ``"base not kept"`` (the source keeps the version no more that this sink had), ``"changes no shorter"``, ``"state was changed"`` (by
+    somebody else), ``"state was torn"``, ``"other dtypes"``, ``"base has other tensors"``, ``"shared memory"``.
     ``waited``: seconds for the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state.
     ``spans.sums`` has the seconds and bytes of its phases: ``match``, ``plan``, ``pull`` (one for each connection to a rank), ``verify``
     (within ``pull``, but for memory of this machine) and ``switch``; none with ``CKPT_SPANS=off``.
@@ -72,6 +75,7 @@ class TakeReport:
     lost: Mapping[int, str]
     lost_relays: Mapping[str, str]
     took_from: Mapping[str, int]
+    dense: Mapping[str, int]
     waited: float
     seconds: float
     switch: float
@@ -83,8 +87,7 @@ class TakeReport:
     def of(
         cls,
         staged: StagedTake,
-        pulled: Pulled,
-        took_from: Mapping[str, int],
+        switched: SwitchedTake,
         *,
         waited: float,
         seconds: float,
@@ -93,7 +96,7 @@ class TakeReport:
     ) -> TakeReport:
         """Of a take that has ended."""
         matched = staged.planned.matched
-        offered = matched.offered
+        offered, pulled = matched.offered, switched.pulled
         lost = {rank: (offered.relays.offer_of(rank), str(err)) for rank, err in pulled.lost.items()}
         return cls(
             version=offered.version,
@@ -104,7 +107,8 @@ class TakeReport:
             transferred=pulled.transferred,
             lost={rank: why for rank, (offer, why) in lost.items() if offer is None},
             lost_relays={offer.sink: why for offer, why in lost.values() if offer is not None},
-            took_from=took_from,
+            took_from=switched.took_from,
+            dense=switched.dense,
             waited=waited,
             seconds=seconds,
             switch=switch,
@@ -116,13 +120,15 @@ class TakeReport:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OfferedVersion:
-    """A version that may be taken: where each rank of the source is, and all that its manifest refers to."""
+    """A version that may be taken: where each rank of the source is, and all that its manifest refers to. ``kept``: what holders call the
+    versions that they have, of which they can tell what changed since."""
 
     version: Version
     manifest: Manifest
     blobs: Mapping[str, bytes]
     holders: Mapping[int, Row]
     relays: RelayHolders
+    kept: Set[str]
 
 
 @dataclass(eq=False)
@@ -236,6 +242,8 @@ class PlannedTake:
     plan: FillPlan
     mapped: Mapping[int, LocalHolder]
     left: TransferPlan
+    why_whole: str | None
+    """Why no changes can come, but all bytes; None if they can, empty if the source never sends them."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -261,6 +269,23 @@ class StagedTake:
             came[SOURCE if offer is None else offer.sink] += count
         return {who: count for who, count in came.items() if count}
 
+    def came_whole(self, pulled: Pulled) -> dict[str, int]:
+        """Bytes of this rank that came whole where changes could have, by why."""
+        why = self.planned.why_whole
+        if why is None:
+            return dict(pulled.dense)
+        return {why: sum(pulled.received.values())} if why and pulled.received else {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SwitchedTake:
+    """The state of every rank is the version. ``began``: when this one's began to be. The counts of bytes are those of all ranks."""
+
+    began: float
+    pulled: Pulled
+    took_from: Mapping[str, int]
+    dense: Mapping[str, int]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Puller:
@@ -274,21 +299,24 @@ class Puller:
     local: str | None
     """The name of this machine, where memory of its other processes may be mapped."""
     base: str | None
-    """The version that the state is, whole; None if it is none."""
+    """The version that the state is, whole; None if it is none,"""
+    no_base: str
+    """and why (``pieces.dense``)."""
     alive: Callable[[], None]
     meter: TakeMeter
 
     def pull(
         self,
-        offered: OfferedVersion,
+        planned: PlannedTake,
         plan: TransferPlan,
         filling: Filling,
         place: Callable[[Share, int, memoryview], None],
         room: Callable[[int], memoryview] | None = None,
     ) -> Pulled:
-        """Take the pieces of a plan; as ``pull_all``. Where the state has the source's dtypes, it is the base of changes."""
+        """Take the pieces of a plan, as ``pull_all``; only what changed in them where that can be."""
         if not plan.shares:
             return Pulled()
+        offered = planned.matched.offered
 
         def counted(share: Share, piece: int, view: memoryview) -> None:
             place(share, piece, view)
@@ -307,8 +335,19 @@ class Puller:
             shared=self.local is not None,
             room=room,
             spans=self.meter.spans,
-            base=PullBase(version=self.base, fill=filling.pack) if self.base is not None and filling.plan.is_packable else None,
+            base=PullBase(version=self.base, fill=filling.pack) if self.base is not None and planned.why_whole is None else None,
         )
+
+    def why_whole(self, matched: MatchedTake) -> str | None:
+        """As ``PlannedTake.why_whole``."""
+        offered = matched.offered
+        if not any(row["delta"] for row in offered.holders.values()):
+            return ""
+        if self.base is None:
+            return self.no_base
+        if self.base not in offered.kept:
+            return NOT_KEPT
+        return None if is_packable(matched.binding.targets.values()) else DTYPES
 
 
 def _holder(rank: int, row: Row) -> Holder:
@@ -329,8 +368,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
     nearby = {rank for rank, row in offered.holders.items() if domain and row["domain"] == domain}
     if domain:
         nearby |= offered.relays.within(domain=domain)
-    # Changes come from the source alone, and are fewer bytes than a relay's pieces.
-    changes = puller.base is not None and any(row["delta"] for row in offered.holders.values())
+    why_whole = puller.why_whole(matched)
     with gc_paused(), puller.meter.spans.span("plan"):
         plan = plan_filling(
             matched.binding.targets.values(),
@@ -338,7 +376,8 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
             rank=puller.receiver,
             near=frozenset(near),
             domain=frozenset(nearby),
-            relays=offered.relays.with_boxes if offered.relays.offers and not changes else None,
+            # Changes come from the source alone, and are fewer bytes than a relay's pieces.
+            relays=offered.relays.with_boxes if offered.relays.offers and why_whole is not None else None,
             cache=cache.plan,
             source=offered.manifest.tables,
         )
@@ -354,7 +393,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
     mapped, wrong = check_local(opened, puller.threads, puller.alive, puller.meter.spans)
     if wrong and in_place:  # before anything is changed: may others stand in for them?
         _check_replaceable(plan.transfers, opened.keys() - mapped.keys(), wrong[0])
-    return PlannedTake(matched=matched, plan=plan, mapped=mapped, left=_without(plan.transfers, mapped))
+    return PlannedTake(matched=matched, plan=plan, mapped=mapped, left=_without(plan.transfers, mapped), why_whole=why_whole)
 
 
 def stage_take(planned: PlannedTake, puller: Puller, cache: SinkCache, *, in_place: bool, relayed: RelayedVersion | None) -> StagedTake:
@@ -377,7 +416,7 @@ def stage_take(planned: PlannedTake, puller: Puller, cache: SinkCache, *, in_pla
             relayed.add(share.requests, piece, view)
         pieces.append((share, piece, view))
 
-    pulled = Pulled() if in_place else puller.pull(planned.matched.offered, planned.left, Filling(planned.plan), keep, room)
+    pulled = Pulled() if in_place else puller.pull(planned, planned.left, Filling(planned.plan), keep, room)
     left = planned.left if in_place else None
     return StagedTake(planned=planned, pieces=pieces, pulled=pulled, is_relayed=relayed is not None, left=left)
 
@@ -421,7 +460,7 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
         filling.place(share, piece, data)
         if not staged.is_relayed:
             cache.give(data)
-    pulled = staged.pulled if staged.left is None else puller.pull(matched.offered, staged.left, filling, filling.place)
+    pulled = staged.pulled if staged.left is None else puller.pull(staged.planned, staged.left, filling, filling.place)
     settle_devices(devices, where)
     changed([part.memory for target, _ in plan.targets for part in target.parts])
     set_all(setters, where)

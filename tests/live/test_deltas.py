@@ -150,7 +150,7 @@ def test_damaged_changes_are_refused_or_noticed(data: st.DataObject) -> None:
     requests = receiver.plan.shares[0].requests
     piece = data.draw(st.integers(0, len(requests.pieces) - 1))
     changes = PieceComparer().changes(holdings(0, 1), holdings(0, 2), requests, piece)
-    if changes is None:
+    if not isinstance(changes, bytes):
         return
     damaged = bytearray(changes)
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
@@ -199,7 +199,7 @@ def test_a_sink_gets_what_changed_since_its_version(switch: str, monkeypatch: py
         Source("tcp://127.0.0.1:0/a", state, delta=True, keep=2, timeout=TIMEOUT) as source,
         Sink(source.address, into, switch=switch, timeout=TIMEOUT) as sink,  # type: ignore[arg-type]
     ):
-        transferred = []
+        transferred, whole = [], []
         for step in range(1, 5):
             changed(state, step)
             source.publish(step, capture="eager").result()
@@ -209,12 +209,21 @@ def test_a_sink_gets_what_changed_since_its_version(switch: str, monkeypatch: py
             assert all(torch.equal(into[name], t) for name, t in state.items())
             assert sink.report is not None
             transferred.append(sink.report.transferred / dense)
+            whole.append(dict(sink.report.dense))
         assert transferred[0] >= 1 and max(transferred[1], transferred[3]) < 0.03 and 1 < transferred[2] < 1.05
+        assert whole[0] == {"first version": dense} and whole[2].pop("state was changed") < dense
+        assert whole[1:] == [{}] * 3  # a tensor of which all changes is dense within its piece
         for step in (5, 6, 7):
             changed(state, step)
             source.publish(step, capture="eager").result()
         sink.take(newer_than=sink.version)  # what it has is kept no longer
         assert sink.report.transferred >= dense and all(torch.equal(into[name], t) for name, t in state.items())
+        assert sink.report.dense == source.report().sinks[0].dense == {"base not kept": dense}
+        for tensor in state.values():
+            tensor.mul_(-3.1)
+        source.publish(8, capture="eager").result()
+        sink.take(newer_than=sink.version)
+        assert all(torch.equal(into[name], t) for name, t in state.items()) and sink.report.dense == {"changes no shorter": dense}
 
 
 def test_a_sink_of_another_dtype_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +239,4 @@ def test_a_sink_of_another_dtype_gets_all(monkeypatch: pytest.MonkeyPatch) -> No
             sink.take(newer_than=sink.version)
             assert sink.report is not None and sink.report.transferred >= 300 * 500 * 4
             assert torch.equal(into["w"], state["w"].bfloat16())
+            assert sink.report.dense == {"first version" if step == 1 else "other dtypes": 300 * 500 * 4}

@@ -13,8 +13,12 @@ import torch
 import xxhash
 from click.testing import CliRunner
 
+from ckpt.adapters.sharded import Sharded
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, NotFoundError, UsageError
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.placements import Boxes
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.live import Sink, Source, Version
 from ckpt.live.relays.relayed import RelayedVersion
 from ckpt.plan.transfers import RequestList
@@ -190,6 +194,63 @@ def test_a_relay_stands_in_for_a_rank_of_the_source_that_is_gone_and_the_source_
         last.take()
         assert torch.equal(late["t"], values(1)) and last.report is not None
         assert list(last.report.lost) == [0] and relayed_bytes(last) == values(1).nbytes
+
+
+def test_relays_of_a_source_with_delta_pass_on_what_changes_made() -> None:
+    """Who has a kept version takes changes from the source; who has none, or an older one, takes from relays too."""
+    state: dict[str, Any] = {"t": values(1), "n": 1}
+    nbytes = state["t"].nbytes
+    first, late, old = empty(), empty(), empty()
+    with (
+        Source("tcp://127.0.0.1:0/a", state, delta=True, timeout=TIMEOUT) as source,
+        Sink(source.address, first, relay=True, timeout=TIMEOUT) as relay,
+        Sink(source.address, old, timeout=TIMEOUT) as behind,
+        Sink(source.address, late, relay=True, timeout=TIMEOUT) as joined,
+    ):
+        for step in (1, 2, 3):
+            state["t"][step, :7] = -step
+            state["n"] = step
+            source.publish(step, capture="eager").result()
+            relay.take()
+            assert torch.equal(first["t"], state["t"]) and relay.report is not None
+            assert relay.report.dense == ({"first version": nbytes} if step == 1 else {}) and not relay.report.relayed
+            assert (relay.report.transferred < nbytes / 10) == (step > 1)
+            if step == 1:
+                behind.take()
+        for sink, into, why in ((joined, late, "first version"), (behind, old, "base not kept")):
+            sink.take()
+            assert torch.equal(into["t"], state["t"]) and into["n"] == 3 and sink.report is not None
+            assert sink.report.dense == {why: nbytes} and not sink.report.lost_relays
+            assert relayed_bytes(sink) > 0
+        assert [s.dense for s in source.report().sinks] == [{}, {"base not kept": nbytes}, {"first version": nbytes}]
+        rows = CliRunner().invoke(cli, ["live", "status", source.address]).stdout.splitlines()
+        assert [("first version" in row, "base not kept" in row) for row in rows[-3:]] == [(False, False), (False, True), (True, False)]
+        state["t"][0] = 9
+        version = source.publish(4, capture="eager").result()
+        assert take_all([relay, joined], None) == [version] * 2
+        for sink, into in ((relay, first), (joined, late)):
+            assert torch.equal(into["t"], state["t"]) and sink.report is not None
+            assert not sink.report.dense and not sink.report.relayed and sink.report.transferred < nbytes / 10
+
+
+def test_who_wants_parts_of_the_boxes_that_a_relay_has_takes_them_from_the_source() -> None:
+    state = {"t": values(1), "u": torch.arange(1000.0)}
+    half = torch.zeros(ROWS // 2, 512)
+    layout = TensorLayout(Mesh(("engine",), (1,), (0,)), (Boxes("engine", ((((0, 0), (ROWS // 2, 512)),),)),))
+    parts = {"t": Sharded(half, (ROWS, 512), layout, (half,))}
+    into = {"u": torch.zeros(1000)}
+    with (
+        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
+        Sink(source.address, {n: torch.zeros_like(t) for n, t in state.items()}, relay=True, timeout=TIMEOUT) as relay,
+        Sink(source.address, parts, only="t", relay=True, timeout=TIMEOUT) as engine,
+        Sink(source.address, into, only="u", timeout=TIMEOUT) as leaf,
+    ):
+        source.publish(1).result()
+        for sink in (relay, engine, leaf):
+            sink.take()
+            assert sink.report is not None and not sink.report.relayed and not sink.report.lost_relays
+            assert sum(sink.report.received.values()) == sink.report.needed
+        assert torch.equal(half, values(1)[: ROWS // 2]) and torch.equal(into["u"], state["u"])
 
 
 def test_the_nearest_relay_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:

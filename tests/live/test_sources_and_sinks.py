@@ -190,8 +190,8 @@ def test_a_version_that_is_dropped_while_its_values_are_asked_for_is_passed_over
         source.publish(1).result()
         newest = SourceConnection.newest
 
-        def newest_of_before(*args: Any) -> Any:
-            answer = newest(*args)
+        def newest_of_before(*args: Any, **options: Any) -> Any:
+            answer = newest(*args, **options)
             if state["step"] == 0:
                 state["step"] = 2
                 source.publish(2).result()

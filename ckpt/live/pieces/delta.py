@@ -22,6 +22,8 @@ from ckpt.formats.deltas.changes import apply_section, encode_run, pack, unpack
 from ckpt.live.holdings import Packable
 from ckpt.plan.transfers import MOST_PIECE, RequestList
 
+from .dense import WHOLE_NO_SHORTER, WHOLE_OTHER_BASE
+
 RESULT = struct.Struct("<Q")
 _BOX = struct.Struct("<IB")
 ENCODERS = 2
@@ -46,8 +48,9 @@ class PieceComparer:
         self._turn = threading.BoundedSemaphore(ENCODERS)
         self._lock = threading.Lock()
 
-    def changes(self, base: Packable, new: Packable, requests: RequestList, piece: int) -> bytes | None:
-        """What makes the new version of a piece of the base; None if the piece itself is no longer, or the base lacks some of it.
+    def changes(self, base: Packable, new: Packable, requests: RequestList, piece: int) -> bytes | int:
+        """What makes the new version of a piece of the base; or the parcel of the piece itself, if that is no longer, or the base lacks
+        some of it.
 
         Raises:
             NotFoundError, CorruptError: as ``Holdings.pack`` of the new version.
@@ -62,9 +65,10 @@ class PieceComparer:
                 try:
                     base.pack(requests, piece, before)
                 except CkptError:  # it has other tensors, or its memory is damaged: the new version is not
-                    return None
+                    return WHOLE_OTHER_BASE
                 itemsizes = [int(requests.nbytes[row] // requests.shapes[row].prod()) for row in requests.pieces[piece]]
-                return _encoded(before, after, _spans(requests, piece), itemsizes, length)
+                changes = _encoded(before, after, _spans(requests, piece), itemsizes, length)
+                return WHOLE_NO_SHORTER if changes is None else changes
             finally:
                 with self._lock:
                     self._free.append(memory)
