@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -13,6 +14,11 @@ from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_su
 pytest.register_assert_rewrite("ckpt.io_backends.conformance.reading", "ckpt.io_backends.conformance.writing")
 
 __all__ = ["bucket", "moto_store", "object_store", "pytest_terminal_summary", "s3_url"]
+
+# Every test process imports the package, and every worker rewrites the asserts of every module. An environment without bytecode, as that
+# of many containers, would have each of them compile all of it again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No time limit per example: the machines that run this are shared.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
