@@ -22,7 +22,7 @@ FLOORS = (
     ("_version", "concurrency", "needs", "text.__init__", "text.printable", "text.suggest", "text.urls"),
     ("errors",),
     ("dtypes", "layout", "policies", "reread", "settings", "text.units", "tracing"),
-    ("transport.interfaces", "transport.tcp"),
+    ("transport.idle_connections", "transport.interfaces", "transport.tcp"),
     ("transport.endpoints",),
     ("live.wire",),
     ("live.connections",),

@@ -30,6 +30,7 @@ from ckpt.live.connections import ConnectionServer
 from ckpt.live.wire import Channel, dial
 from ckpt.plan.tables import ranks_text
 from ckpt.transport.endpoints import listen, network
+from ckpt.transport.tcp import prepare
 
 from .channel import TEAM
 from .rows import Row
@@ -113,6 +114,7 @@ class LivenessLinks:
                 same_network=head["network"] == network(),
             )
             channel.send(_POSITION.pack(self._position))
+            prepare(channel.sock, self._timeout)  # a network that is away for some seconds has killed nobody
             return channel
 
         try:
@@ -161,6 +163,7 @@ class LivenessLinks:
                 return
             try:
                 if parent in self._leaving:
+                    self._closing.wait(GRACE)
                     break
                 self._parent.close()
                 self._parent = connection(_PATIENCE_AGAIN)

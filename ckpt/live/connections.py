@@ -90,9 +90,17 @@ class ConnectionServer:
             sock.close()
             return
         conversation = threading.Thread(target=self._converse, args=(sock, peer), name=self._name, daemon=True)
+        try:
+            conversation.start()
+        except RuntimeError:  # no more threads: this one is not served, and those that come later may be
+            log.warning("%s is not served: this process can start no more threads", peer)
+            with self._lock:
+                self._connections.discard(sock)
+            sock.close()
+            return
         with self._lock:
-            self._conversations.add(conversation)
-        conversation.start()
+            if conversation.is_alive():
+                self._conversations.add(conversation)
 
     def _converse(self, sock: socket.socket, peer: str) -> None:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt import settings
 from ckpt.errors import AccessError, UsageError
-from ckpt.memory.place import check_private
+from ckpt.memory.place import check_private, write_private
 
 from .control import split_address
 
@@ -50,12 +50,7 @@ def new_secret(address: str) -> bytes:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         check_private(path.parent, _REPLACE)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        with suppress(FileNotFoundError):
-            beside.unlink()
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-            file.write(made)
-        beside.replace(path)
+        write_private(path, made)
     except AccessError:
         raise
     except OSError as err:

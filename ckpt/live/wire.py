@@ -135,6 +135,13 @@ class Channel:
         if self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK):
             raise ConnectionError("the stream ended early")
 
+    def is_open(self) -> bool:
+        """Whether the other end is there and says nothing, which it should not while nothing is asked."""
+        if self.sock.fileno() < 0:  # closed, as in a process that was forked
+            return False
+        self._readable.register(self.sock, select.POLLIN)
+        return not self._readable.poll(0)
+
     def close(self) -> None:
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)

@@ -12,15 +12,18 @@ from pathlib import Path
 from weakref import finalize
 
 from ckpt.errors import NotFoundError, StorageError
+from ckpt.transport.idle_connections import IdleConnections
 
 from . import place
 from .connection import TIMEOUT, DaemonConnection, gone, start_daemon, try_to_connect
-from .loan import IdleConnections, Loan
+from .loan import Loan
 from .mappings import MappingCache
 from .messages import Message, receive, send
 from .objects import MemoryObject
 from .remote import split_host
 
+_IDLE = 16
+"""Connections that are kept for loans: those of the files that one rank fills at once."""
 _clients: dict[Path, MemoryClient] = {}
 _clients_lock = threading.Lock()
 _secrets: dict[str, str] = {}
@@ -110,7 +113,7 @@ class MemoryClient:
         self._lock = threading.Lock()
         self._connection: DaemonConnection | None = None
         self._mappings = MappingCache()
-        self._idle = IdleConnections()
+        self._idle = IdleConnections[DaemonConnection](_IDLE)
 
     def reach(self, *, start: bool) -> None:
         """Connect, unless that was done; see :func:`connect`."""
@@ -171,7 +174,7 @@ class MemoryClient:
             NoSpaceError: the daemon's budget does not have so much left.
             StorageError: the daemon is gone.
         """
-        kept = self._idle.take()
+        kept = self._idle.take_open()
         if kept is not None:
             try:
                 return Loan(kept, size, self._mappings, self._idle)

@@ -110,8 +110,10 @@ class MemoryDaemon:
         self._listening.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ, None)
         ticked = time.monotonic()
-        while not self._ending and self._standby is None:
+        while not self._is_over():
             for key, _ in self._selector.select(_TICK):
+                if self._is_over():
+                    break  # what is asked now is for the new program, which has been given all objects
                 if key.data is None:
                     self._accept()
                 else:
@@ -121,6 +123,9 @@ class MemoryDaemon:
                 self._store.tend()
                 self._look_whether_to_go_on()
         return self._end()
+
+    def _is_over(self) -> bool:
+        return self._ending or self._standby is not None
 
     def _look_whether_to_go_on(self) -> None:
         if self._connections or self._server or self._puller.is_busy():

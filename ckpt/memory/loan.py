@@ -5,50 +5,15 @@ ends, however that happens. No torch.
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
 from weakref import finalize
 
 from ckpt.errors import CkptError, NoSpaceError, StorageError
+from ckpt.transport.idle_connections import IdleConnections
 
 from .connection import DaemonConnection
 from .mappings import Bytes, FileMapping, MappingCache
 from .objects import MemoryObject
-
-_IDLE = 16
-"""Connections that are kept: those of the files that one rank fills at once."""
-
-
-class IdleConnections:
-    """Connections over which nothing is lent, for the next loans: making one takes a save longer than a loan. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[DaemonConnection] = []
-
-    def take(self) -> DaemonConnection | None:
-        """One that is open, as far as can be seen; None if there is none."""
-        while True:
-            with self._lock:
-                if not self._idle:
-                    return None
-                connection = self._idle.pop()
-            if connection.is_open():
-                return connection
-            connection.close()
-
-    def keep(self, connection: DaemonConnection) -> None:
-        with self._lock:
-            if len(self._idle) < _IDLE:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def clear(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
 
 
 class Loan:
@@ -57,7 +22,7 @@ class Loan:
     Not for several threads at once, but for ``memory`` and ``open``.
     """
 
-    def __init__(self, connection: DaemonConnection, size: int, mappings: MappingCache, idle: IdleConnections) -> None:
+    def __init__(self, connection: DaemonConnection, size: int, mappings: MappingCache, idle: IdleConnections[DaemonConnection]) -> None:
         answer, files = connection.ask({"ask": "lend", "size": size})
         self.size = size
         self._connection = connection

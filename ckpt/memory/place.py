@@ -53,6 +53,19 @@ def check_private(path: Path, hint: str = "remove it, or choose another one, and
         )
 
 
+def write_private(path: Path, text: str) -> None:
+    """Make or replace a file that this account alone can read; others see all of it, or what was there before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)
+    beside.replace(path)
+
+
 def connect_socket(path: Path, timeout: float) -> socket.socket:
     """A connection to the daemon of a folder.
 
@@ -115,10 +128,7 @@ def secret_of(path: Path, *, make: bool = False) -> str:
         return given
     file = path / _SECRET
     if make and not file.exists():
-        beside = path / f"{_SECRET}.{os.getpid()}"
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as out:
-            out.write(secrets.token_hex(32))
-        beside.replace(file)
+        write_private(file, secrets.token_hex(32))
     try:
         check_private(file)
         return file.read_text()

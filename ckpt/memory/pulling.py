@@ -113,6 +113,8 @@ class ObjectPuller:
     def _one(self, remote: RemoteMemory, pull: Pull, pace: float | None) -> None:
         try:
             there = remote.stat(pull.path)
+            if there.path != pull.path or there.size < 0:
+                raise CorruptError(f"asked for this, it speaks of {there.path!r:.200}, {there.size} bytes", where=pull.path)
             pull = self._note(replace(pull, size=there.size, state="copying"))
             if not self._is_here(remote, there):
                 pull = self._copy(remote, there, pull, pace)
@@ -132,7 +134,7 @@ class ObjectPuller:
             here = self._store.stat(there.path)
         except NotFoundError:
             return False
-        if here.size == there.size and self._store.digest(there.path).digest == remote.stat(there.path, digest=True).digest:
+        if here.size == there.size and self._store.digest(there.path).digest == remote.digest(there).digest:
             return True
         raise ConflictError(
             "this machine has another object of that name",
@@ -145,7 +147,7 @@ class ObjectPuller:
         try:
             digest = self._fill(lent, remote, there, pace, lambda count: self._note(replace(pull, copied=count)))
             # The digest is asked for at the end: if nobody has given one, its machine computes it from its own memory.
-            promised = remote.stat(there.path, digest=True)
+            promised = remote.digest(there)
             if promised.version != there.version:
                 raise ConflictError("the object was replaced while it was copied", where=there.path, hint="copy it again")
             if promised.digest != digest:

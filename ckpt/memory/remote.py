@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from weakref import finalize
+from contextlib import contextmanager
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError, error_from_json
 from ckpt.live.wire import Channel, dial, receive, send
 from ckpt.settings import limits
+from ckpt.transport.idle_connections import IdleConnections
 
 from .messages import Message
 from .objects import MemoryObject
@@ -19,7 +17,9 @@ from .serving import MOST_ANSWER, PURPOSE
 
 TIMEOUT = 30.0
 """Seconds in which nothing moves, after which a peer counts as dead."""
-_IDLE_CHANNELS = 8
+_DIGEST_SPEED = 256 * limits.MIB
+"""Bytes a second that a machine hashes at least, whatever else it does."""
+_IDLE = 8
 
 
 def split_host(address: str) -> tuple[str, int]:
@@ -48,9 +48,7 @@ class RemoteMemory:
         self._secret = secret
         self._timeout = timeout
         self._alive = alive
-        self._lock = threading.Lock()
-        self._idle: deque[Channel] = deque()
-        finalize(self, _close_all, self._idle)
+        self._idle = IdleConnections[Channel](_IDLE)
 
     def hello(self) -> tuple[str, str]:
         """The id of the daemon, and the name of its machine.
@@ -68,13 +66,19 @@ class RemoteMemory:
         """
         return [MemoryObject.of(row) for row in self._ask({"ask": "list", "prefix": prefix})["objects"]]
 
-    def stat(self, path: str, *, digest: bool = False) -> MemoryObject:
+    def stat(self, path: str) -> MemoryObject:
         """
         Raises:
             NotFoundError: there is no such object.
             StorageError: the daemon is gone or hangs.
         """
-        return MemoryObject.of(self._ask({"ask": "digest" if digest else "stat", "path": path})["object"])
+        return MemoryObject.of(self._ask({"ask": "stat", "path": path})["object"])
+
+    def digest(self, known: MemoryObject) -> MemoryObject:
+        """What ``stat`` gives now, with the digest of its bytes. If nobody has given one, the daemon reads all of them first, and gets the
+        time for it; raises as ``stat``."""
+        patience = self._timeout + known.size / _DIGEST_SPEED
+        return MemoryObject.of(self._ask({"ask": "digest", "path": known.path}, patience=patience)["object"])
 
     def read_into(
         self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None
@@ -97,14 +101,15 @@ class RemoteMemory:
         return MemoryObject.of(self._ask(question, fill)["object"])
 
     def close(self) -> None:
-        with self._lock:
-            _close_all(self._idle)
+        self._idle.clear()
 
-    def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None) -> Message:
-        """The answer to a question; ``then`` takes what comes behind it."""
+    def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None, *, patience: float | None = None) -> Message:
+        """The answer to a question, which comes within ``patience`` seconds; ``then`` takes what comes behind it."""
         with self._channel() as channel:
+            channel.timeout = self._timeout if patience is None else patience
             send(channel, question, ())
             answer, _ = receive(channel, MOST_ANSWER)
+            channel.timeout = self._timeout
             if "error" not in answer:
                 then(channel)
         if "error" in answer:
@@ -116,7 +121,7 @@ class RemoteMemory:
         """A connection for one question. One that failed is closed: what comes next on it is unknown."""
         where = f"mem://{self.address}"
         try:
-            channel = self._connected()
+            channel = self._idle.take(self._dial)
             try:
                 yield channel
             except BaseException:
@@ -130,23 +135,7 @@ class RemoteMemory:
             raise StorageError(
                 f"the memory daemon is gone: {err}", where=where, hint="look whether that machine is up; its memory is lost with it"
             ) from err
-        with self._lock:
-            keep = len(self._idle) < _IDLE_CHANNELS
-            if keep:
-                self._idle.append(channel)
-        if not keep:
-            channel.close()
-
-    def _connected(self) -> Channel:
-        while True:
-            with self._lock:
-                channel = self._idle.pop() if self._idle else None
-            if channel is None:
-                return self._dial()
-            with suppress(OSError):
-                channel.check_open()
-                return channel
-            channel.close()
+        self._idle.keep(channel)
 
     def _dial(self) -> Channel:
         try:
@@ -159,8 +148,3 @@ class RemoteMemory:
                 where=f"mem://{self.address}",
                 hint="set CKPT_MEMORY_SECRET, the same on all machines, before their daemons start",
             ) from err
-
-
-def _close_all(channels: deque[Channel]) -> None:
-    while channels:
-        channels.popleft().close()

@@ -16,7 +16,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.errors import BusyError, CkptError, CorruptError, DeadlineError, FormatError, error_to_json
 from ckpt.live.connections import ConnectionServer
@@ -33,6 +33,19 @@ MOST_ANSWER = 256 * limits.MIB
 _SILENT_SECONDS = 60.0
 """A peer that takes nothing for so long is dropped."""
 _STRETCH = 4 * limits.MIB
+_RELEASE = "use the same release of ckpt on both machines"
+
+
+class ObjectRange(NamedTuple):
+    """Bytes of an open file, which whoever sends them closes."""
+
+    file: int
+    offset: int
+    length: int
+
+
+Answer = tuple[dict[str, Any], ObjectRange | None]
+"""A message, and the bytes that follow it."""
 
 
 class MemoryServer:
@@ -66,46 +79,58 @@ class MemoryServer:
     def _converse(self, channel: Channel) -> None:
         while channel.await_next():
             asked, _ = receive(channel, MOST_ASKED)
+            answer, content = self._answer_or_error(asked)
             try:
-                if asked.get("ask") == "read":
-                    self._read(channel, asked)
-                else:
-                    send(channel, self._answer(asked), ())
-            except CkptError as err:
-                send(channel, {"error": error_to_json(err)}, ())
+                # Whatever fails from here on ends the connection: an error among the bytes would count as bytes.
+                send(channel, answer, ())
+                if content is not None:
+                    _send_file(channel, content)
+            finally:
+                if content is not None:
+                    os.close(content.file)
 
-    def _answer(self, asked: Message) -> dict[str, Any]:
-        what, path = asked.get("ask"), str(asked.get("path", ""))
-        if what == "hello":
-            return {"id": self._store.id, "host": socket.gethostname()}
-        if what == "list":
-            return {"objects": [known.row() for known in self._store.list(str(asked.get("prefix", "")))]}
-        if what == "stat":
-            return {"object": self._store.stat(path).row()}
-        if what == "digest":
-            return {"object": self._store.digest(path).row()}
-        raise FormatError(f"a question that this release does not know: {what!r}", hint="use the same release of ckpt on both machines")
-
-    def _read(self, channel: Channel, asked: Message) -> None:
-        path, offset, length = str(asked["path"]), int(asked["offset"]), int(asked["length"])
-        known, file = self._store.open(path)
+    def _answer_or_error(self, asked: Message) -> Answer:
         try:
-            if offset < 0 or length < 0 or offset + length > known.size:
-                raise CorruptError(f"bytes [{offset}, {offset + length}) were wanted, but it has {known.size}", where=f"mem://{path}")
-            send(channel, {"object": known.row()}, ())
-            _send_file(channel, file, offset, length)
-        finally:
+            return self._answer(asked)
+        except CkptError as err:
+            return {"error": error_to_json(err)}, None
+        except (KeyError, TypeError, ValueError) as err:
+            return {"error": error_to_json(FormatError(f"a question that cannot be read: {err!r}", hint=_RELEASE))}, None
+
+    def _answer(self, asked: Message) -> Answer:
+        match asked.get("ask"):
+            case "hello":
+                return {"id": self._store.id, "host": socket.gethostname()}, None
+            case "list":
+                return {"objects": [known.row() for known in self._store.list(str(asked["prefix"]))]}, None
+            case "stat":
+                return {"object": self._store.stat(str(asked["path"])).row()}, None
+            case "digest":
+                return {"object": self._store.digest(str(asked["path"])).row()}, None
+            case "read":
+                return self._read(str(asked["path"]), int(asked["offset"]), int(asked["length"]))
+            case other:
+                raise FormatError(f"a question that this release does not know: {other!r}", hint=_RELEASE)
+
+    def _read(self, path: str, offset: int, length: int) -> Answer:
+        known, file = self._store.open(path)
+        if offset < 0 or length < 0 or offset + length > known.size:
             os.close(file)
+            raise CorruptError(f"bytes [{offset}, {offset + length}) were wanted, but it has {known.size}", where=f"mem://{path}")
+        return {"object": known.row()}, ObjectRange(file, offset, length)
 
 
-def _send_file(channel: Channel, file: int, offset: int, length: int) -> None:
+def _send_file(channel: Channel, content: ObjectRange) -> None:
     """The bytes of a file, which the kernel moves.
 
     Raises:
         ConnectionError: the other end is gone.
         DeadlineError: it takes nothing.
     """
+    file, offset, length = content
     end, moved = offset + length, time.monotonic()
+    room = select.poll()  # select() takes no descriptor above 1,023, and each object has two
+    room.register(channel.sock, select.POLLOUT)
     while offset < end:
         try:
             sent = os.sendfile(channel.sock.fileno(), file, offset, min(_STRETCH, end - offset))
@@ -113,7 +138,7 @@ def _send_file(channel: Channel, file: int, offset: int, length: int) -> None:
             channel.alive()
             if time.monotonic() - moved > _SILENT_SECONDS:
                 raise DeadlineError(f"{channel.peer} takes nothing for {_SILENT_SECONDS:g} s") from None
-            select.select([], [channel.sock], [], 0.2)
+            room.poll(200)
             continue
         if not sent:
             raise ConnectionError("the object ended early")

@@ -86,7 +86,9 @@ class Standby:
             raise _not_started(folder, str(err)) from err
         finally:  # so that the pipe ends with the process
             close_all([state, its_ready, its_taken])
-        readable, _, _ = select.select([ready], [], [], _READY_SECONDS)
+        answers = select.poll()  # select() takes no descriptor above 1,023, and each object has two
+        answers.register(ready, select.POLLIN)
+        readable = answers.poll(1000 * _READY_SECONDS)
         is_ready = bool(readable) and os.read(ready, 1) == _YES
         os.close(ready)
         if not is_ready:

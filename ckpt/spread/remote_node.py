@@ -16,6 +16,7 @@ from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_r
 from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
 from ckpt.io_backends.writer_base import WriterBase
 from ckpt.live.wire import Address, Channel, dial
+from ckpt.transport.idle_connections import IdleConnections
 
 from .messages import PURPOSE, Data, Head, receive, send
 
@@ -34,14 +35,10 @@ class NodeConnections:
         self._secret = secret
         self._timeout = timeout
         self._same_network = same_network
-        self._idle: list[Channel] = []
-        self._lock = threading.Lock()
+        self._idle = IdleConnections[Channel](_IDLE)
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.close()
+        self._idle.clear()
 
     def ask(self, head: Head, data: Data = b"", into: memoryview | None = None) -> tuple[Head, Data]:
         """What the node answers.
@@ -50,14 +47,14 @@ class NodeConnections:
             StorageError: the node cannot be reached, or hangs; else the error that it had.
         """
         with self.translated():
-            channel = self._idle_channel() or self.dial()
+            channel = self._idle.take(self.dial)
             try:
                 send(channel, head, data)
                 answer, answered = receive(channel, into)
             except BaseException:
                 channel.close()
                 raise
-            self._keep(channel)
+            self._idle.keep(channel)
         _raise_error(answer)
         return answer, answered
 
@@ -77,24 +74,6 @@ class NodeConnections:
             raise
         except OSError as err:
             raise StorageError(f"node {self.name} is lost: {err}", hint="look whether the machine and the job on it still run") from err
-
-    def _idle_channel(self) -> Channel | None:
-        while True:
-            with self._lock:
-                if not self._idle:
-                    return None
-                channel = self._idle.pop()
-            with suppress(OSError):
-                channel.check_open()
-                return channel
-            channel.close()
-
-    def _keep(self, channel: Channel) -> None:
-        with self._lock:
-            if len(self._idle) < _IDLE:
-                self._idle.append(channel)
-                return
-        channel.close()
 
 
 class RemoteNode(Backend):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -99,8 +100,9 @@ class Memory:
 
 
 def _name(root: str) -> str:
-    """A name of a run, the same on all machines."""
-    return f"{xxhash.xxh3_64_hexdigest(real_url(root).encode())[:8]}-{root.rstrip('/').rpartition('/')[2]}"
+    """A name of a run, the same on all machines. A colon would make the rest of it a port."""
+    shown = re.sub(r"[^\w.=+-]", "_", root.rstrip("/").rpartition("/")[2])
+    return f"{xxhash.xxh3_64_hexdigest(real_url(root).encode())[:8]}-{shown}"
 
 
 class SpreadTier:

@@ -11,23 +11,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from ckpt.errors import ConflictError, NotFoundError, UsageError
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
-from ckpt.io_backends.protocol import Backend, LentMemory, ObjectMeta, Writer
+from ckpt.io_backends.checks import byte_view, check_read, check_size, past_end
+from ckpt.io_backends.protocol import LentMemory, Writer
 from ckpt.memory import client
 from ckpt.memory.client import MappedObject, MemoryClient
 from ckpt.memory.loan import Loan
 from ckpt.memory.objects import MemoryObject
 from ckpt.settings import limits
 
+from .objects import ObjectsBackend
 from .writer import MemWriter
 
 SCHEME = "mem://"
 
 
-class MemBackend(Backend):
+class MemBackend(ObjectsBackend):
     """Objects below a prefix, which the daemon of this machine has. It is started by what writes; without it nothing is there to read."""
 
     def __init__(self, url: str) -> None:
@@ -36,7 +37,7 @@ class MemBackend(Backend):
             raise UsageError(
                 f"{url!r} is not a mem:// URL", hint="write mem://runs/a for this machine's memory, mem://host:port/runs/a for another's"
             )
-        self._root = check_path(root) if root else ""
+        super().__init__(root)
         self._lock = threading.Lock()
         self._open: dict[str, MappedObject] = {}
         self._seen: tuple[str, int] = ("", 0)
@@ -45,9 +46,6 @@ class MemBackend(Backend):
     def url(self) -> str:
         """The root, without a trailing slash."""
         return f"{SCHEME}{self._root}"
-
-    def _key(self, path: str) -> str:
-        return f"{self._root}/{check_path(path)}" if self._root else check_path(path)
 
     # ---- reading
 
@@ -105,38 +103,15 @@ class MemBackend(Backend):
         with self._lock:
             self._open.pop(f"{self._root}/{path}" if self._root else path, None)
 
-    def size(self, path: str) -> int:
-        """See ``Backend.size``."""
-        return self._stat(path).size
-
     def _stat(self, path: str) -> MemoryObject:
         key = self._key(path)
         return _reached(key).stat(key)
 
-    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
-        below = f"{self._root}/" if self._root else ""
-        start = below + check_prefix(prefix)
+    def _list(self, prefix: str) -> Sequence[MemoryObject]:
         try:
-            objects = client.connect(start=False).list(start)
+            return client.connect(start=False).list(prefix)
         except NotFoundError:  # no daemon, so nothing
-            return iter(())
-        return iter([ObjectMeta(known.path.removeprefix(below), known.size) for known in objects])
-
-    def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
-        directory = check_prefix(prefix).removesuffix("/")
-        start = f"{directory}/" if directory else ""
-        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
-        return sorted({name + slash for name, slash, _ in heads})
-
-    def modified(self, path: str) -> float:
-        """See ``Backend.modified``."""
-        return self._stat(path).modified
-
-    def version_token(self, path: str) -> str:
-        """See ``Backend.version_token``."""
-        return self._stat(path).version
+            return ()
 
     def now(self) -> float:
         """See ``Backend.now``."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from ckpt.errors import AccessError, CorruptError, UsageError
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, past_end
-from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
+from ckpt.io_backends.checks import byte_view, check_read, past_end
+from ckpt.io_backends.protocol import IOHints, Writer
 from ckpt.memory.client import secret_for
 from ckpt.memory.objects import MemoryObject
 from ckpt.memory.remote import RemoteMemory, split_host
 from ckpt.settings import limits
+
+from .objects import ObjectsBackend
 
 
 def is_remote(url: str) -> bool:
@@ -19,7 +21,7 @@ def is_remote(url: str) -> bool:
     return bool(host and colon and port.isdigit())
 
 
-class RemoteMemBackend(Backend):
+class RemoteMemBackend(ObjectsBackend):
     """Objects below a prefix, which the daemon of another machine has. They cannot be changed from here."""
 
     def __init__(self, url: str) -> None:
@@ -27,7 +29,7 @@ class RemoteMemBackend(Backend):
             raise UsageError(f"{url!r} does not name the memory of another machine", hint="write mem://host:port/path")
         self._address, _, root = url.removeprefix("mem://").rstrip("/").partition("/")
         split_host(self._address)
-        self._root = check_path(root) if root else ""
+        super().__init__(root)
         self._memory = RemoteMemory(self._address, secret_for(self._address))
 
     @property
@@ -39,9 +41,6 @@ class RemoteMemBackend(Backend):
     def io_hints(self) -> IOHints:
         """Each call waits for the network once."""
         return IOHints(read_size=4 * limits.MIB, coalesce_gap=256 * limits.KIB, concurrency=4)
-
-    def _key(self, path: str) -> str:
-        return f"{self._root}/{check_path(path)}" if self._root else check_path(path)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """See ``Backend.read``."""
@@ -71,32 +70,11 @@ class RemoteMemBackend(Backend):
         except CorruptError:
             raise past_end(f"{self.url}/{path}", offset, len(view), self._stat(path).size) from None
 
-    def size(self, path: str) -> int:
-        """See ``Backend.size``."""
-        return self._stat(path).size
-
     def _stat(self, path: str) -> MemoryObject:
         return self._memory.stat(self._key(path))
 
-    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See ``Backend.list_prefix``."""
-        below = f"{self._root}/" if self._root else ""
-        return iter([ObjectMeta(k.path.removeprefix(below), k.size) for k in self._memory.list(below + check_prefix(prefix))])
-
-    def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
-        directory = check_prefix(prefix).removesuffix("/")
-        start = f"{directory}/" if directory else ""
-        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
-        return sorted({name + slash for name, slash, _ in heads})
-
-    def modified(self, path: str) -> float:
-        """See ``Backend.modified``; by the clock of that machine."""
-        return self._stat(path).modified
-
-    def version_token(self, path: str) -> str:
-        """See ``Backend.version_token``."""
-        return self._stat(path).version
+    def _list(self, prefix: str) -> Sequence[MemoryObject]:
+        return self._memory.list(prefix)
 
     def create(self, path: str, size: int) -> Writer:
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -212,7 +213,7 @@ def linked(size: int) -> Iterator[tuple[list[LivenessLinks], list[int]]]:
     """The ends of so many ranks in this process, and whom the leader has lost. Rank p has position p - 100."""
     died: list[int] = []
     names = tuple(range(100, 100 + size))
-    links = [LivenessLinks(p, names, 5.0, on_death=died.append if p == 0 else lambda rank: None) for p in range(size)]
+    links = [LivenessLinks(p, names, 30.0, on_death=died.append if p == 0 else lambda rank: None) for p in range(size)]
     word = links[0].word({names[p]: each.row() for p, each in enumerate(links)})
     for each in links:
         each.connect(word)
@@ -261,6 +262,18 @@ def test_a_connection_that_was_reset_is_made_again_and_nobody_is_dead() -> None:
         until(lambda: links[0]._children[1] is not first)
         time.sleep(2 * liveness_links.GRACE)
         assert not died and not links[0].departed and not links[1].departed
+        parent = links[1]._parent
+        assert parent is not None  # nor does the kernel end it where packets are lost for less than the deadline
+        assert parent.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+def test_a_good_bye_does_not_overtake_the_last_word_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness_links, "GRACE", 1.5)
+    with linked(2) as (links, _):
+        until(lambda: links[0]._children)
+        links[0].close()
+        assert not links[1].departed
+        assert until(lambda: links[1].departed) == {0: True}
 
 
 def test_where_no_connection_can_be_made_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

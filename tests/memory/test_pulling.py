@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ckpt
+from ckpt.errors import FormatError, StorageError
+from ckpt.live.wire import receive, send
+from ckpt.memory import serving
 from ckpt.memory.client import MemoryClient
+from ckpt.memory.objects import MemoryObject
+from ckpt.memory.pulling import ObjectPuller
+from ckpt.memory.remote import RemoteMemory
+from ckpt.memory.serving import MemoryServer
+from ckpt.memory.store import MemoryStore
 from tests.memory.daemons import daemon_in
 
 MIB = 1 << 20
@@ -59,6 +71,54 @@ def test_only_the_same_bytes_count_as_copied(daemon: MemoryClient, tmp_path: Pat
         assert same["state"] == "complete"
         assert (different["state"], different["error"]["type"]) == ("failed", "ConflictError")
         assert "another object of that name" in str(different["error"])
+
+
+def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never an error message among the bytes of an object."""
+    monkeypatch.setattr(serving, "_SILENT_SECONDS", 0.3)
+    store = MemoryStore(64 * MIB)
+    lent = store.lend(32 * MIB)
+    os.pwrite(lent.file, b"\x01" * (32 * MIB), 0)
+    store.put(lent, "run/f")
+    server = MemoryServer(store, "secret")
+    peer = RemoteMemory(f"127.0.0.1:{server.addresses[-1][1]}", "secret")._dial()
+    send(peer, {"ask": "read", "path": "run/f", "offset": 0, "length": 32 * MIB}, ())
+    receive(peer, MIB)
+    time.sleep(1.0)
+    got = bytearray()
+    with suppress(ConnectionError):
+        while data := peer.sock.recv(MIB):
+            got += data
+    assert 0 < len(got) < 32 * MIB and got.count(1) == len(got)
+    original = MemoryStore.digest
+    monkeypatch.setattr(MemoryStore, "digest", lambda self, path: (time.sleep(0.4), original(self, path))[1])
+    hasty = RemoteMemory(f"127.0.0.1:{server.addresses[-1][1]}", "secret", 0.2)
+    known = hasty.stat("run/f")
+    with pytest.raises(StorageError, match="sends nothing for 0.2 s"):
+        hasty.digest(replace(known, size=0))
+    assert hasty.digest(replace(known, size=256 * MIB)).digest  # a larger object has more time
+    hasty.close()
+    bad = RemoteMemory(f"127.0.0.1:{server.addresses[-1][1]}", "secret")
+    with pytest.raises(FormatError, match="cannot be read"):
+        bad._ask({"ask": "read", "path": "run/f", "offset": "a"})
+    assert bad.stat("run/f").size == 32 * MIB  # over the same connection
+    bad.close()
+    peer.close()
+    server.close()
+    store.close()
+
+
+def test_another_object_than_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(MIB)
+    puller = ObjectPuller(store)
+    monkeypatch.setattr(RemoteMemory, "stat", lambda *_, **__: MemoryObject("elsewhere", 0, None, "1", 0.0))
+    puller.pull("127.0.0.1:1", "secret", ["run/f"], None)
+    end = time.monotonic() + 30
+    while puller.is_busy() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [(row["state"], row["error"]["type"]) for row in puller.rows()] == [("failed", "CorruptError")]
+    assert store.list("") == []
+    store.close()
 
 
 def await_pulls(daemon: MemoryClient) -> list[dict[str, Any]]:
