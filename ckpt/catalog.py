@@ -46,6 +46,8 @@ class TensorEntry:
     alias: str | None = None
     """The stored tensor that this name also stands for; ``grid`` is then that tensor's."""
     rank: int | None = None
+    step: int | None = None
+    """The training step that the bytes are of, if that is an earlier one than the checkpoint's."""
 
     @property
     def numel(self) -> int:

@@ -47,7 +47,7 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
     if depth is not None and (glob is not None or show is not None):
         raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")
     output = Output(json=as_json, quiet=quiet)
-    catalog = open_catalog(url)
+    catalog = open_catalog(url, mixed_steps=True)
     if output.json:
         output.document(_document(catalog, glob, show))
     elif show == "state":
@@ -117,6 +117,7 @@ def _row(entry: TensorEntry) -> tuple[str, ...]:
     notes = [f"= {entry.alias}"] if entry.alias is not None else []
     notes += [f"without padding {units.shape(entry.logical)}"] if entry.logical is not None else []
     notes += [f"rank {entry.rank}"] if entry.rank is not None else []
+    notes += [f"of step {entry.step}"] if entry.step is not None else []
     stored = ("", "") if entry.alias is not None else (units.size(entry.nbytes), f"{len(entry.grid):,}")
     return (entry.name, entry.dtype.name, units.shape(entry.shape), *stored, ", ".join(notes))
 
@@ -169,6 +170,7 @@ def _fields(entry: TensorEntry) -> dict[str, Any]:
         "chunks": len(entry.grid),
         "alias": entry.alias,
         "rank": entry.rank,
+        "step": entry.step,
     }
 
 

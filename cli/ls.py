@@ -89,6 +89,7 @@ def _row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, 
             [
                 *([step.reason] if step.reason else []),
                 *([f"a part, saved with {step.part}"] if step.part is not None else []),
+                *(["some tensors are of earlier steps"] if step.mixed_steps else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),
                 *(f"{name} has vanished, and data files that this needs with it" for name in vanished),
             ]

@@ -31,7 +31,7 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     output = Output(json=as_json, quiet=quiet)
     if any(not tag or tag != tag.strip() for tag in tags):
         raise UsageError("a tag must not be empty or begin or end with a space")
-    open_catalog(url)  # so that a tag never keeps what cannot be opened
+    open_catalog(url, mixed_steps=True)  # so that a tag never keeps what cannot be opened
     steps = list_steps(url)
     if not steps:
         hint = "`ckpt import` creates a checkpoint of ckpt's own format that references this one"

@@ -9,7 +9,7 @@ from ckpt.catalog import Contents
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
-from ckpt.formats.native.commit import ALIASES, ANCHORS, APART, COMMIT_PATH, LABELS, REFERENCED, VALUES, VIRTUAL, CommitRecord
+from ckpt.formats.native.commit import ALIASES, ANCHORS, APART, COMMIT_PATH, LABELS, MIXED, REFERENCED, VALUES, VIRTUAL, CommitRecord
 from ckpt.formats.native.datafiles.references import is_reference
 from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path
@@ -158,8 +158,9 @@ def _refers(backend: Backend, index: _Index, id: str) -> bool:
 
 def _kept(index: _Index) -> Rebuilt:
     """What an index says that is whole."""
-    anchored = index.record is not None and ANCHORS in index.record.features
-    return Rebuilt(contents=decode_index(index.files, "the index", anchored=anchored), features=())
+    features = () if index.record is None else index.record.features
+    contents = decode_index(index.files, "the index", anchored=ANCHORS in features, mixed=MIXED in features)
+    return Rebuilt(contents=contents, features=())
 
 
 def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[str, ...]]:
@@ -170,7 +171,14 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     lost: tuple[str, ...] = (LABELS,) if index.record is None else ()
     if _has_tables(index):
         tables = {name: index.files[name] for name in _TABLES}
-        rebuilt = Rebuilt(contents=decode_index({**of_nothing, **tables}, where, anchored=ANCHORS in known), features=known)
+        contents = decode_index({**of_nothing, **tables}, where, anchored=ANCHORS in known, mixed=MIXED in known)
+        rebuilt = Rebuilt(contents=contents, features=known)
+    elif MIXED in known:
+        raise FormatError(
+            "some of its tensors are of earlier steps, and no data file says which",
+            where=backend.url,
+            hint="restore the index from a copy, or load another checkpoint",
+        )
     else:
         rebuilt, lost = rebuild(backend, id), (ALIASES, *lost)
     contents = rebuilt.contents

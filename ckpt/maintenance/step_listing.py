@@ -15,7 +15,7 @@ from ckpt.catalog import DataFile
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, MIXED, REFERENCED, VIRTUAL, CommitRecord
 from ckpt.formats.native.datafiles.references import RunBackend
 from ckpt.formats.native.datafiles.referrers import references_of, remaining_files, remaining_references
 from ckpt.formats.native.extents import decode_sources
@@ -65,6 +65,8 @@ class Step:
     """Whether others of the run may refer to its data files."""
     part: str | None = None
     """What of a state it was saved with, as the arguments of the save, if that was a part; the rest is in its base."""
+    mixed_steps: bool = False
+    """Whether some of its tensors are of an earlier step."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
     also: tuple[str, ...] = ()
@@ -224,6 +226,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         shared_bytes=shared_bytes,
         reusable=record.reusable,
         part=record.part,
+        mixed_steps=MIXED in record.features,
         link=link,
     )
 

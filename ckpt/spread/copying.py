@@ -50,7 +50,7 @@ class SpreadFiles:
 
     @classmethod
     def of(cls, url: str) -> SpreadFiles:
-        backend, catalog = open_backend(url), open_catalog(url)
+        backend, catalog = open_backend(url), open_catalog(url, mixed_steps=True)
         assert isinstance(backend, SpreadBackend) and isinstance(catalog, NativeCatalog)
         return cls(backend, {f.path: f for f in catalog.files}, backend.holders(data_prefix(catalog.record.id)))
 

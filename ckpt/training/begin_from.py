@@ -77,7 +77,7 @@ class BeginFrom:
         """
         if self.step is not None:
             return self.step
-        catalog = open_catalog(self.location, sources=checked_sources(self.sources))
+        catalog = open_catalog(self.location, sources=checked_sources(self.sources), mixed_steps=True)
         number = _NUMBER.search(catalog.url)  # not ours: of a directory above several, the catalog's is the latest of them
         if number is not None:
             return int(number[1])

@@ -19,22 +19,22 @@ from ckpt.api import load
 from ckpt.coordination.group import current_group
 from ckpt.engine.load.load import recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
-from ckpt.engine.save.base.reuse import SaveBase
+from ckpt.engine.save.base.base_chunks import SaveBase
 from ckpt.engine.save.job import SaveOptions, check_capture
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
 from ckpt.layout.layout import Layout, check_layout
-from ckpt.maintenance.step_listing import Step, step_url
-from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, SavePolicy
+from ckpt.maintenance.step_listing import Step, step_number, step_url
+from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy
 from ckpt.policies.arguments import check_arguments
 from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
-from .bases import Bases, codec_of
+from .bases import Bases, check_experts, codec_of
 from .begin_from import BeginFrom
 from .memory_stage import MemoryStage
 from .preemption import SIGNALS
@@ -82,6 +82,9 @@ class Checkpointer:
             refer to stays as long as they do. Not with ``local``.
         anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
             than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
+        partial_experts: a save writes some of the experts of each layer, in turns, and keeps of the others what an earlier save wrote,
+            although they have changed: smaller, and **not exact** (docs/guides/smaller-saves.md). What reads such a checkpoint needs
+            ``mixed_steps=True``. It has ``reuse`` in it.
         only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is loaded whole: it has the base.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
             :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
@@ -103,6 +106,7 @@ class Checkpointer:
         codec: str | None = None,
         reuse: bool = False,
         anchor: Anchor | None = None,
+        partial_experts: PartialExperts | None = None,
         timeout: float | None = None,
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -118,6 +122,7 @@ class Checkpointer:
     ) -> None:
         root = url_text(root)
         check_arguments(save=save, keep=keep, local_keep=local_keep)
+        check_experts(partial_experts, anchor)
         options = SaveOptions.of(
             layout=layout,
             check_replicas=check_replicas,
@@ -126,12 +131,12 @@ class Checkpointer:
             timeout=timeout,
             threads=threads,
             staging=staging_bytes,
-            reusable=reuse or anchor is not None,
+            reusable=reuse or anchor is not None or partial_experts is not None,
             only=only,
             trainable=trainable,
         )
         if options.reusable and (local is not None or memory is not None):
-            what = "anchor=" if anchor is not None else "reuse="
+            what = "anchor=" if anchor is not None else "partial_experts=" if partial_experts is not None else "reuse="
             raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
@@ -140,7 +145,7 @@ class Checkpointer:
         self.keep = keep
         self.capture = capture
         self._process_group = process_group
-        self._bases = Bases(anchor)
+        self._bases = Bases(anchor, partial_experts)
         self._progress = progress
         self._options = options
         self.timeout = options.timeout
@@ -352,6 +357,7 @@ class Checkpointer:
             self._reporter.begun(n, handle)
         except BaseException as err:
             self._schedule.failed()
+            self._bases.ended(None)
             self._reporter.not_begun(n, self._place(n), err)
             raise
         finally:
@@ -426,8 +432,11 @@ class Checkpointer:
         error = handle.durable.exception()
         if error is not None:
             self._schedule.failed()
-        well = error is None and self._options.reusable
-        self._bases.ended(SaveBase(url=handle.url, id=handle.durable.result().id, required=False) if well else None)
+        saved: SaveBase | None = None
+        if error is None and self._options.reusable:
+            step = step_number(handle.url.rpartition("/")[2])
+            saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False, step=step)
+        self._bases.ended(saved)
         return error
 
     # ---- what is there

@@ -38,6 +38,7 @@ class ConvertKeywords(MergeKeywords, total=False):
     parallel: MegatronParallel | None
     repair: bool
     job: Mapping[str, int]
+    mixed_steps: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,7 @@ class ConvertOptions:
     repair: bool = False
     job: Mapping[str, int] = field(default_factory=dict)
     config: str | os.PathLike[str] | None = None
+    mixed_steps: bool = False
 
     @property
     def selection(self) -> SelectOptions:

@@ -34,7 +34,9 @@ REFERENCED = "references"
 """The extension of checkpoints some of whose data files lie in others of the run."""
 ANCHORS = "anchors"
 """The extension of checkpoints some of whose chunks are stored as differences from chunks of another one, their anchors."""
-FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS})
+MIXED = "mixed-steps"
+"""The extension of checkpoints some of whose tensors are of an earlier step."""
+FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS, MIXED})
 """Extensions that this reader knows."""
 VALUES, ALIASES, LABELS = "values", "aliases and padding", "metrics and tags"
 """What a rebuild may not recover, as ``lost`` in the record says it."""
@@ -288,7 +290,7 @@ def _check_known(members: dict[str, Any], where: str) -> None:
 
 
 def _record(members: dict[str, Any], where: str) -> CommitRecord:
-    for feature in (CODED, APART, REFERENCED, ANCHORS):
+    for feature in (CODED, APART, REFERENCED, ANCHORS, MIXED):
         if {feature, VIRTUAL} <= set(members["features"]):
             _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
     index = _member(members, "index", dict, where)

@@ -51,6 +51,7 @@ _TENSORS = pa.schema(
         pa.field("rank", pa.int32()),
     ]
 )
+_TENSORS_WITH_STEPS = _TENSORS.append(pa.field("step", pa.int64()))
 _GRIDS = pa.schema(
     [
         pa.field("cuts", pa.list_(_NUMBERS)),
@@ -103,7 +104,7 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
         tensors = sorted(contents.tensors, key=lambda t: t.name)
         grids, rows = _distinct_grids(tensors)
         cache.tensor_bytes = sum(t.nbytes for t in tensors if t.alias is None)
-        cache.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: _encode_grids(grids)}
+        cache.tables = {TENSORS: _encode_tensors(tensors, rows), GRIDS: _encode_grids(grids)}
     if cache.state is None:
         cache.state = _encode_state(contents)
     files = {
@@ -178,6 +179,14 @@ def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict
     }
 
 
+def _encode_tensors(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> bytes:
+    """tensors.arrow; the column of steps is there only if a tensor has one."""
+    columns = _tensor_columns(tensors, rows)
+    if all(t.step is None for t in tensors):
+        return to_file(columns, _TENSORS)
+    return to_file({**columns, "step": pa.array([t.step for t in tensors], pa.int64())}, _TENSORS_WITH_STEPS)
+
+
 def _encode_grids(grids: Sequence[Grid]) -> bytes:
     """grids.arrow; the column of anchors is there only if a chunk has one."""
     if all(grid.anchors is None for grid in grids):
@@ -219,9 +228,9 @@ def _encode_state(contents: Contents) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = False) -> Contents:
+def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = False, mixed: bool = False) -> Contents:
     """The contents that the index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
-    ``anchored``: whether chunks have anchors.
+    ``anchored``: whether chunks have anchors; ``mixed``: whether tensors have steps of their own.
 
     Raises:
         CorruptError: a file is not what the format says, or they contradict each other.
@@ -232,11 +241,12 @@ def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = Fal
     sources = decode_sources(files[SOURCES], where) if SOURCES in files else ()
     # Compared as bytes, not by digest: an equal key is the same table, so the result of all checks is the same too. A
     # job that lists or reloads its steps decodes the tables of 100,000 tensors once.
-    key = files[TENSORS], files[GRIDS], len(data_files) or len(sources), anchored
+    key = files[TENSORS], files[GRIDS], len(data_files) or len(sources), anchored, mixed
     tensors = _known.get(key)
     known = tensors is not None
     if tensors is None:
-        tensors = _decode_tensors(files[TENSORS], _GridTable(files[GRIDS], f"{where}/{GRIDS}", anchored=anchored), f"{where}/{TENSORS}")
+        grids = _GridTable(files[GRIDS], f"{where}/{GRIDS}", anchored=anchored)
+        tensors = _decode_tensors(files[TENSORS], grids, f"{where}/{TENSORS}", mixed=mixed)
     problem = find_problem(Contents(tensors=() if known else tensors, files=data_files, sources=sources))
     if problem is not None:
         _contradicts(problem, where)
@@ -248,7 +258,7 @@ def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = Fal
     return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks, sources=sources, extents=extents, rank_rows=rows)
 
 
-_known: Recent[tuple[bytes, bytes, int, bool], tuple[TensorEntry, ...]] = Recent(2)
+_known: Recent[tuple[bytes, bytes, int, bool, bool], tuple[TensorEntry, ...]] = Recent(2)
 """Tables of tensors that were decoded and checked, by their bytes: the steps of a job have equal ones."""
 
 
@@ -263,8 +273,8 @@ def _contradicts(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the index contradicts itself: {what}", where=where, hint=f"restore {', '.join(INDEX_NAMES)}, or `ckpt rebuild`")
 
 
-def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorEntry, ...]:
-    columns = from_file(data, _TENSORS, where)
+def _decode_tensors(data: bytes, grids: _GridTable, where: str, *, mixed: bool) -> tuple[TensorEntry, ...]:
+    columns = from_file(data, _TENSORS_WITH_STEPS if mixed else _TENSORS, where)
     names, dtypes, shapes, logicals, rows, aliases, ranks = (columns[n].to_pylist() for n in _TENSORS.names)
     # Sorted names are part of the format: a reader can look a name up by bisection, and equal sets of tensors give
     # equal bytes.
@@ -275,6 +285,7 @@ def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorE
     except FormatError as err:
         raise FormatError(err.message, where=where, hint="use a newer release of this software") from err
     at = {n: i for i, n in enumerate(names)}
+    steps = columns["step"].to_pylist() if mixed else [None] * len(names)
     tensors = []
     for i, name in enumerate(names):
         if (rows[i] == _ALIAS) != (aliases[i] is not None):
@@ -283,7 +294,16 @@ def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorE
         shape, logical = tuple(shapes[i]), None if logicals[i] is None else tuple(logicals[i])
         grid = grids.grid(rows[target], len(shape), name)
         tensors.append(
-            TensorEntry(name=name, dtype=known[dtypes[i]], shape=shape, grid=grid, logical=logical, alias=aliases[i], rank=ranks[i])
+            TensorEntry(
+                name=name,
+                dtype=known[dtypes[i]],
+                shape=shape,
+                grid=grid,
+                logical=logical,
+                alias=aliases[i],
+                rank=ranks[i],
+                step=steps[i],
+            )
         )
     return tuple(tensors)
 

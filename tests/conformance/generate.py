@@ -41,6 +41,7 @@ TENSORS = {
     "rank": pa.int32(),
 }
 GRIDS = {"cuts": pa.list_(INTS), "boxes": INTS, "files": pa.list_(pa.int32())}
+STEPS = {"step": pa.int64()}
 ANCHORS = {"anchors": pa.list_(pa.int32())}
 XOR = "xor-planes-zstd"
 RANKS = {"rank": pa.int32(), "length": pa.int64(), "digest": pa.uint64()}
@@ -66,6 +67,7 @@ class Tensor:
     logical: tuple[int, ...] | None = None
     alias: str | None = None
     rank: int | None = None
+    step: int | None = None
     codec: str | None = None
     data: bytes | None = None
     anchor: Tensor | None = None
@@ -182,16 +184,17 @@ def write(root: Path, c: Checkpoint) -> None:
             tables["grids"].setdefault("anchors", []).append(None if t.anchor is None else [t.anchor_file] * len(boxes))
         for name, value in (
             *(("name", t.name), ("dtype", t.dtype), ("shape", list(t.shape)), ("logical", t.logical and list(t.logical))),
-            *(("grid", grid), ("alias", t.alias), ("rank", t.rank)),
+            *(("grid", grid), ("alias", t.alias), ("rank", t.rank), ("step", t.step)),
         ):
-            tables["tensors"][name].append(value)
+            tables["tensors"].setdefault(name, []).append(value)
     anchored = any(t.anchor is not None for t in stored)
+    mixed = any(t.step is not None for t in c.tensors)
     c.tables(tables)
-    types = {"tensors": TENSORS, "grids": GRIDS | (ANCHORS if anchored else {}), "files": FILES}
+    types = {"tensors": TENSORS | (STEPS if mixed else {}), "grids": GRIDS | (ANCHORS if anchored else {}), "files": FILES}
     index = {f"{n}.arrow": arrow(tables[n], types[n], "zstd" if n == "tensors" else None) for n in tables}
     index["state.json"] = json.dumps({"state": c.state, "ranks": {} if c.apart else c.ranks}, ensure_ascii=False).encode()
     index |= _apart(c) if c.apart else {}
-    named = {"codecs": any(t.codec for t in stored), "ranks": c.apart is not None, "anchors": anchored}
+    named = {"codecs": any(t.codec for t in stored), "ranks": c.apart is not None, "anchors": anchored, "mixed-steps": mixed}
     features = [feature for feature, is_needed in named.items() if is_needed]
     commit(root, c, index, features, sum(len(t.raw()) for t in stored))
 
@@ -386,6 +389,12 @@ def accepted() -> dict[str, Checkpoint]:
         _difference("anchor of zstd", close, "zstd"),
         Tensor(name="whole", dtype="float32", shape=(60, 100), data=far),
     ]
+    experts = [Tensor(name="gate", dtype="float32", shape=(5, 4), parts=halves, cuts=[[0, 3, 5], [0, 4]])]
+    experts += [
+        Tensor(name=f"experts.{i}.w", dtype="bfloat16", shape=(3, 2), step=step, parts=[(((0, 3), (0, 2)), i % 3)])
+        for i, step in enumerate((None, 0, 300, 2**40))
+    ]
+    experts += [Tensor(name="tied", dtype="bfloat16", shape=(3, 2), step=300, alias="experts.2.w")]
     model = [Tensor(name=f"net.{n}", dtype="float32", shape=(2, 2)) for n in ("0.weight", "1.weight")]
     model += [Tensor(name="optim.state.net.0.weight.exp_avg", dtype="float32", shape=(2, 2))]
     groups = [{"params": ["net.0.weight", "net.1.weight"], "options": {"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}}]
@@ -410,6 +419,7 @@ def accepted() -> dict[str, Checkpoint]:
         "names": Checkpoint(tensors=names, state=named(names)),
         "values": Checkpoint(state=VALUES, ranks={"0": {"a": 1, "b.0": {"$tuple": [2]}}, "1": {"a": 2, "b.0": {"$tuple": []}}}),
         "codecs": Checkpoint(tensors=codecs, state=named(codecs)),
+        "mixed-steps": Checkpoint(tensors=experts, state=named(experts), files=[(0, 0), (1, 0), (1, 1)]),
         "anchors": Checkpoint(tensors=anchors, state=named(anchors), files=[(0, 0), (0, 1)]),
         "objects": Checkpoint(tensors=model, state=objects, ranks={"0": {"rng": [1, 2]}, "1": {"rng": [3, 4]}}),
         "members": Checkpoint(record=more, world_size=16384),
@@ -442,6 +452,7 @@ def expected(c: Checkpoint) -> dict[str, Any]:
     tensors = {}
     for t in c.tensors:
         tensors[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "logical": t.logical and list(t.logical), "alias": t.alias}
+        tensors[t.name] |= {"step": t.step} if t.step is not None else {}
         tensors[t.name] |= {"rank": t.rank, "bytes": len(t.raw()), "xxh3_128": xxh3_128_hexdigest(t.raw())}
     ranks = {r: {path: typed(node) for path, node in nodes.items()} for r, nodes in c.ranks.items()}
     return {"world_size": c.world_size, "tensors": tensors, "state": typed(c.state), "ranks": ranks}
@@ -551,6 +562,14 @@ def _of_difference() -> Checkpoint:
     return c
 
 
+def _mixed(step: int = 3, of_alias: int = 3, **hooks: Any) -> Checkpoint:
+    """The base with a tensor of an earlier step, and its alias."""
+    c = _with(**hooks)
+    for t in c.tensors:
+        t.step = step if t.name == "a" else of_alias if t.name == "tied" else None
+    return c
+
+
 def _without_128(header: dict[str, Any]) -> None:
     header["__metadata__"].pop("ckpt.digests128", None)
 
@@ -595,6 +614,11 @@ def _deep(depth: int) -> Any:
 def _swap(tables: Tables) -> None:
     for column in tables["tensors"].values():
         column[0], column[1] = column[1], column[0]
+
+
+def _no_steps(tables: Tables) -> None:
+    if "tensors" in tables:
+        tables["tensors"]["step"] = [None] * len(tables["tensors"]["name"])
 
 
 def _twice(tables: Tables) -> None:
@@ -693,6 +717,11 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "anchors-difference": ("15", "an anchor that is a difference itself", _of_difference()),
         "anchors-digest": ("15", "no XXH3-128 of what a difference stands for", _anchored(header=_without_128)),
         "anchors-feature": ("15", "differences without the feature", _anchored(record={"features": ["codecs"]})),
+        "mixed-negative": ("16", "a step below 0", _mixed(step=-1, of_alias=-1)),
+        "mixed-alias": ("16", "an alias of another step than its target", _mixed(of_alias=4)),
+        "mixed-without-steps": ("16", "the feature, and no tensor of an earlier step", _with(record={"features": ["mixed-steps"]})),
+        "mixed-null": ("16", "the feature, and steps that are all null", _mixed(tables=_no_steps)),
+        "mixed-and-extents": ("16", "mixed-steps and extents at once", _mixed(record={"features": ["mixed-steps", "extents"]})),
         "anchors-and-extents": ("15", "anchors and extents at once", _with(record={"features": ["codecs", "anchors", "extents"]})),
     }
 

@@ -39,13 +39,19 @@ def read_state(directory: str | Path) -> dict[str, Any]:
     return _read(Path(directory))[1]
 
 
-def _read(root: Path) -> tuple[dict[str, Any], Any]:
+def read_steps(directory: str | Path) -> dict[str, int]:
+    """The step of each tensor that is of an earlier one than its checkpoint."""
+    read(directory)
+    return {name: step for name, step in _read(Path(directory))[2].items() if step is not None}
+
+
+def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, int | None]]:
     raw = (root / "checkpoint.json").read_bytes()
     record = _json(raw)
     own, ident, made, index = record["digest"], record["id"], record["created"], {}
     assert xxh3_128_hexdigest(raw.replace(own.encode(), b"0" * 32)) == own, "commit record: digest"
     assert (record["format"], record["version"]) == ("ckpt", 1), "unknown format, version"
-    assert {*record["features"]} <= {"codecs", "ranks", "references", "anchors"}, "unknown feature"
+    assert {*record["features"]} <= {"codecs", "ranks", "references", "anchors", "mixed-steps"}, "unknown feature"
     assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
     names = ["tensors.arrow", "grids.arrow", "files.arrow", "state.json", *(APART if "ranks" in record["features"] else [])]
     for name, entry in ((n, record["index"][n]) for n in names):
@@ -53,7 +59,12 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
         must = {"path": f"index-{ident}/{name}", "size": len(raw), "digest": xxh3_128_hexdigest(raw)}.items()
         assert must <= entry.items(), f"{name}: is {must}, not {entry}"
     of_grids = GRIDS | ({"anchors": "list<int32>?"} if "anchors" in record["features"] else {})
-    rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", of_grids), ("files", FILES)))
+    of_tensors = TENSORS | ({"step": "int64?"} if "mixed-steps" in record["features"] else {})
+    rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", of_tensors), ("grids", of_grids), ("files", FILES)))
+    steps = {r["name"]: r.get("step") for r in rows}
+    assert all(s is None or s >= 0 for s in steps.values()), "tensors.arrow: steps"
+    assert any(s is not None for s in steps.values()) == ("mixed-steps" in record["features"]), "mixed-steps without steps"
+    assert all(r["alias"] is None or steps[r["name"]] == steps[r["alias"]] for r in rows), "an alias of another step"
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
     own = [not f["path"].startswith("../") for f in files]
     assert own == sorted(own, reverse=True) and all(own) == ("references" not in record["features"]), "files.arrow: references"
@@ -80,7 +91,7 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     assert said == {name: target[:2] for name, target in aliases.items()}, "an alias with a grid, or of another dtype or shape"
     state = _json(index["state.json"])
     assert state.keys() == {"state", "ranks"} and all(0 <= int(r) < record["world_size"] for r in state["ranks"]), "state.json: members"
-    return tensors | aliases, state
+    return tensors | aliases, state, steps
 
 
 def _rows_apart(index: dict[str, bytes], grids: list[dict[str, Any]], files: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -35,6 +35,11 @@ class Matched:
         """What goes into which target."""
         return list(map(TensorLoad._make, self.binding.targets.values()))
 
+    @property
+    def mixed_steps(self) -> dict[str, int]:
+        """The step of each tensor that this rank takes from an earlier one than the checkpoint's, by stored name."""
+        return {entry.name: entry.step for _, entry in self.binding.targets.values() if entry.step is not None}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Divided:

@@ -19,11 +19,13 @@ from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
 from ckpt.plan.part import StatePart
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
+from ckpt.policies.partial_experts import ExpertTurn
 from ckpt.tracing.progress_callback import ProgressCallback, reported
 from ckpt.tracing.spans import Spans, limit_for
 from ckpt.tracing.stall import Stall
 
-from .base.reuse import SaveBase, SeenVersions
+from .base.base_chunks import SaveBase
+from .base.reuse import SeenVersions
 from .leader import Tables
 from .meter import SaveMeter
 from .plan import Plans
@@ -80,6 +82,8 @@ class SaveOptions:
     """What this save may refer to."""
     reusable: bool = False
     """Whether digests of 128 bits are stored of what may stay as it is, so that later saves may refer to it."""
+    experts: ExpertTurn | None = None
+    """Which experts this save writes; None: it knows of none, and writes all that has changed."""
     placement: MirrorPlacement | None = None
     """Which ranks may write what others own, too, so that it need not be copied; see ``mirrors``."""
 

@@ -26,7 +26,7 @@ from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
 from ckpt.formats.journal import CheckpointJournal, files_of, removable_files, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, MIXED, REFERENCED
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
@@ -119,12 +119,15 @@ class Leader:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
             raise ConsistencyError(
                 f"the ranks save with different options: {each}",
-                hint="give merge_flat_shards=, codec=, only= and trainable= alike on every rank",
+                hint="give merge_flat_shards=, codec=, only=, trainable= and partial_experts= alike on every rank",
             )
         idle = set.intersection(*(set(row.get("idle", ())) for row in rows.values()))
         if idle:
             globs = ", ".join(map(repr, sorted(idle)))
             raise NamesError(f"only= has globs that no name of the state matches: {globs}", where=self.call.url, hint=_GLOBS)
+        if all(row.get("without_experts", False) for row in rows.values()):
+            text = "partial_experts= has names of experts, and no tensor of the state has such a name"
+            raise NamesError(text, where=self.call.url, hint=f"each expert needs tensors of its own; {_GLOBS}")
         return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
@@ -269,6 +272,7 @@ class OpenSave:
             APART: bool(contents.rows),
             REFERENCED: bool(references.files),
             ANCHORS: bool(references.anchors),
+            MIXED: bool(references.steps),
         }
         listed: list[str] = []
         record = write_index(
@@ -316,6 +320,7 @@ class OpenSave:
                 coded=coded,
                 referred=references.chunks,
                 anchors=references.anchors,
+                steps=references.steps,
                 with_128=with_128,
                 mirrors=mirrors,
             )

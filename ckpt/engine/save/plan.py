@@ -137,16 +137,33 @@ class Plans:
         self._kept = [*self._kept, made][-KEPT:]
         return made
 
-    def without(self, plan: RankPlan, numbers: Sequence[int], *, position: int, codec: str | None, has_128: bool) -> RankPlan:
-        """What is left of a plan that :meth:`plan` gave: the chunks of these numbers. ``has_128``: headers have digests of 128 bits."""
+    def without(
+        self,
+        plan: RankPlan,
+        numbers: Sequence[int],
+        *,
+        position: int,
+        codec: str | None,
+        has_128: bool,
+        stale: frozenset[str] = frozenset(),
+    ) -> RankPlan:
+        """What is left of a plan that :meth:`plan` gave: the chunks of these numbers. ``has_128``: headers have digests of 128 bits;
+        ``stale``: tensors of which no rank writes a chunk, so nobody exchanges or compares them."""
         for kept in self._reduced:
-            if kept.of is plan and kept.plan.has_128 == has_128 and kept.plan.numbers == numbers:
+            if kept.of is plan and kept.stale == stale and kept.plan.has_128 == has_128 and kept.plan.numbers == numbers:
                 return kept.plan
         specs = [plan.specs[n] for n in numbers]
         made = replace(plan, chunks=[plan.chunks[n] for n in numbers], numbers=numbers, has_128=has_128)
         made = replace(made, **_files_for(specs, position=position, codec=codec, has_128=has_128))
         made = replace(made, own_tensors=_own_tensors(made, split_tables(plan.key.infos, plan.key.aliases, plan.key.own)[1]))
-        self._reduced = [*self._reduced, _Reduced(plan, made)][-KEPT:]
+        if stale:
+            made = replace(
+                made,
+                sends=[f for f in plan.sends if f.name not in stale],
+                receives=[f for f in plan.receives if f.name not in stale],
+                replicated=[row for row in plan.replicated if row[0] not in stale],
+            )
+        self._reduced = [*self._reduced, _Reduced(plan, stale, made)][-KEPT:]
         return made
 
 
@@ -154,6 +171,7 @@ class _Reduced(NamedTuple):
     """A plan without some of the chunks ``of`` another one."""
 
     of: RankPlan
+    stale: frozenset[str]
     plan: RankPlan
 
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 from ckpt import tree
-from ckpt.adapters.collect import collect
+from ckpt.adapters.collect import Collected, collect
 from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.group import Group
@@ -131,13 +131,15 @@ def prepare(job: SaveJob, state: object) -> Prepared:
     reuse = NO_REUSE
     if options.reusable:
         with job.spans.span("hash"):
-            asked = job.cache.seen.candidates(collected.shard_table)
+            stale = _stale(collected, options)
+            candidates = job.cache.seen.candidates(collected.shard_table)
+            asked = {name: same for name, same in candidates.items() if name not in stale}
             settle_devices(devices_of(collected.shard_table.tensors[name] for name in asked), job.call.url)
-            reuse = find_reuse(options.base, backend, plan, source, asked, job.cache.seen, options.threads)
+            reuse = find_reuse(options.base, backend, plan, source, asked, job.cache.seen, options.threads, stale)
         has_128 = bool(reuse.digests)
-        if reuse.references or has_128:
+        if reuse.references or has_128 or stale:
             remaining = reuse.remaining(len(plan.chunks))
-            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128)
+            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128, stale=stale)
             source = ChunkSource(plan, collected.shard_table.tensors)
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
@@ -155,6 +157,14 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         else None,
         reuse=reuse,
     )
+
+
+def _stale(collected: Collected, options: SaveOptions) -> frozenset[str]:
+    """Tensors of experts whose turn it is not: they keep what the base has of them."""
+    if options.experts is None or options.base is None:
+        return frozenset()
+    shard_table = collected.shard_table
+    return options.experts.stale(shard_table.tensors.keys() - shard_table.own)
 
 
 def stage(prepared: Prepared) -> Capture:
@@ -228,6 +238,10 @@ def begin_row(prepared: Prepared) -> Row:
     if part is not None:
         row["options"] += f" {part.text()}"
         row["idle"] = collected.idle
+    experts = prepared.job.options.experts
+    if experts is not None:
+        row["options"] += f" {experts.text()}"
+        row["without_experts"] = not experts.matches(collected.shard_table.tensors)
     if collected.own and call.group.size > APART:
         own_row = encode_row(plan.own_tensors, collected.own)
         # No two ranks have the same row: most are too small to be worth messages of their own.
@@ -297,7 +311,9 @@ def write(begun: Begun) -> Written:
     anchored = writer.anchored if isinstance(writer, EncodedWriter) else {}
     if prepared.reuse.references or anchored:
         anchors = [(prepared.plan.chunks[n], file) for n, file in sorted(anchored.items())]
-        row["references"] = job.call.share(encode_references(prepared.reuse.rows, anchors, coded=prepared.reuse.coded))
+        row["references"] = job.call.share(
+            encode_references(prepared.reuse.rows, anchors, steps=prepared.reuse.steps, coded=prepared.reuse.coded)
+        )
     if not job.call.is_leader:
         row["spans"] = _row_of_spans(prepared)
     return Written(begun=begun, rank_bytes=sum(f.size for f in files), mirrored_bytes=sum(f.size for f in files[own:]), row=row)

@@ -21,7 +21,7 @@ from ckpt.catalog import DataFile
 from ckpt.engine.save.plan import RankPlan
 from ckpt.errors import CkptError
 
-from .reuse import BaseChunks
+from .base_chunks import BaseChunks
 
 log = logging.getLogger("ckpt")
 
@@ -54,7 +54,7 @@ class AnchorChunks:
         if not self._usable or spec.nbytes < SMALLEST:
             return None
         try:
-            anchor = self._chunks.anchor(plan, number)
+            anchor = self._chunks.stored_whole(plan, number)
             if anchor is None:
                 return None
             extent, file = anchor

@@ -26,6 +26,8 @@ class ReferenceRows:
     chunks: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     anchors: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     """The same of chunks' anchors."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """The training step of tensors whose chunks are of an earlier one."""
     coded: bool = False
     key: tuple[str, ...] = ()
     """Digests of the ranks' rows that this was made of."""
@@ -35,8 +37,9 @@ References = Iterable[tuple[Chunk, DataFile]]
 """Chunks, and the file that has each, or its anchor."""
 
 
-def encode_references(references: References, anchors: References, *, coded: bool) -> bytes:
-    """A rank's references, as the leader reads them. ``coded``: whether one of the chunks that are referred to is."""
+def encode_references(references: References, anchors: References, *, steps: Mapping[str, int], coded: bool) -> bytes:
+    """A rank's references, as the leader reads them. ``coded``: whether one of the chunks that are referred to is; ``steps``: see
+    ``ReferenceRows``."""
     files: dict[str, tuple[int, DataFile]] = {}
     rows: dict[str, dict[str, list[tuple[int, int]]]] = {"chunks": {}, "anchors": {}}
     for kind, pairs in zip(rows, (references, anchors), strict=True):
@@ -44,7 +47,7 @@ def encode_references(references: References, anchors: References, *, coded: boo
             at = files.setdefault(file.path, (len(files), file))[0]
             rows[kind].setdefault(chunk.name, []).append((chunk.number, at))
     file_rows = [[f.path, f.size, f.header, f.digest, f.rank] for _, f in files.values()]
-    return json.dumps({"files": file_rows, **rows, "coded": coded}, separators=(",", ":")).encode()
+    return json.dumps({"files": file_rows, **rows, "steps": dict(steps), "coded": coded}, separators=(",", ":")).encode()
 
 
 def join_references(key: tuple[str, ...], rows: Iterable[bytes]) -> ReferenceRows:
@@ -60,4 +63,11 @@ def join_references(key: tuple[str, ...], rows: Iterable[bytes]) -> ReferenceRow
             for name, of_rank in part[kind].items():
                 joined.setdefault(name, {}).update((chunk, numbers[file]) for chunk, file in of_rank)
     data_files = tuple(DataFile(path=p, size=s, header=h, digest=d, rank=r) for p, s, h, d, r in (files[path] for path in number))
-    return ReferenceRows(files=data_files, chunks=chunks, anchors=anchors, coded=any(part["coded"] for part in parts), key=key)
+    return ReferenceRows(
+        files=data_files,
+        chunks=chunks,
+        anchors=anchors,
+        steps={name: step for part in parts for name, step in part["steps"].items()},
+        coded=any(part["coded"] for part in parts),
+        key=key,
+    )

@@ -28,18 +28,18 @@ import torch
 import xxhash
 
 from ckpt.adapters.shard_table import ShardTable
-from ckpt.catalog import DataFile, Extent, TensorEntry, job_tensors
+from ckpt.catalog import DataFile
 from ckpt.concurrency.workers import run_tasks
 from ckpt.engine.save.plan import Chunk, RankPlan
 from ckpt.engine.save.tensor_source import ChunkSource
-from ckpt.errors import CkptError, ConflictError, FormatError, MismatchError, UsageError
-from ckpt.formats.native.catalog import NativeCatalog, open_native
-from ckpt.formats.native.coding.codecs import CODECS, WITHOUT_ANCHOR
-from ckpt.formats.native.datafiles.keys import chunk_key, coded_key
-from ckpt.formats.native.datafiles.references import rebased, split_url
+from ckpt.errors import CkptError, MismatchError
+from ckpt.formats.native.datafiles.references import split_url
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend, real_url
+from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
+
+from .base_chunks import BaseChunks, SaveBase
+from .partial import StaleChunks, find_stale
 
 log = logging.getLogger("ckpt")
 
@@ -47,16 +47,6 @@ GROUP = 64
 """Chunks that are hashed in one task."""
 TRIES = 2
 """A candidate that had changed so many times in a row is none any more."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveBase:
-    """The checkpoint whose chunks a save may refer to, a neighbour in the same run. ``id``: only that save of it counts. Not ``required``:
-    if it cannot be read, everything is written."""
-
-    url: str
-    id: str | None = None
-    required: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,6 +64,8 @@ class Reuse:
     chunks: BaseChunks | None = None
     """All of the base; None if there is none, or it cannot be read."""
     digests: Mapping[int, str] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Tensors of which an earlier step's bytes are referred to, and that step."""
     nbytes: int = 0
     """Of the chunks that are referred to."""
 
@@ -126,115 +118,6 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
-class BaseChunks:
-    """The chunks of a base, as a neighbour of it may refer to them."""
-
-    def __init__(self, base: SaveBase, backend: Backend) -> None:
-        """
-        Raises:
-            UsageError: it is no neighbour of what is saved.
-            ConflictError: it is not the save that it should be.
-            FormatError: it has no data files.
-            CkptError: it cannot be read.
-        """
-        here = open_backend(base.url)
-        run, self.name = split_url(here)
-        own_run, self.own_name = split_url(backend)
-        elsewhere = real_url(run) != real_url(own_run)
-        if elsewhere or self.name == self.own_name or here.link() is not None:
-            what = f"does not lie in {own_run}" if elsewhere else "is what this save replaces" if here.link() is None else "is a link"
-            hint = "name another step of the same run as base="
-            if elsewhere:
-                hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
-            raise UsageError(f"the base {base.url} {what}", where=backend.url, hint=hint)
-        catalog = open_native(here)
-        if not isinstance(catalog, NativeCatalog):
-            raise FormatError("a virtual checkpoint has no data files to refer to", where=base.url, hint="name another base")
-        if base.id is not None and catalog.record.id != base.id:
-            raise ConflictError("the base was replaced by another save", where=base.url, hint="save without a base, or name this one")
-        self.id = catalog.record.id
-        self.catalog = catalog
-        self._tensors = job_tensors(catalog)
-        self._numbers: dict[int, dict[tuple[object, ...], int]] = {}
-        self._rows: dict[int, DataFile] = {}
-
-    def entry(self, plan: RankPlan, number: int) -> TensorEntry | None:
-        """The base's tensor of this name, dtype and shape; None if it has none."""
-        spec = plan.specs[number]
-        entry = self._tensors.get(spec.name)
-        return entry if entry is not None and entry.alias is None and (entry.dtype, entry.shape) == (spec.dtype, spec.shape) else None
-
-    def lookup(self, plan: RankPlan, number: int) -> tuple[str, DataFile, bool] | None:
-        """XXH3-128 and file of the base's chunk of this name, box and dtype, and whether it is coded; None if it has none.
-
-        Raises:
-            CorruptError: the file is missing, or its header damaged.
-            ConflictError: it is a file of what this save replaces.
-        """
-        spec, entry = plan.specs[number], self.entry(plan, number)
-        if entry is None:
-            return None
-        chunk = self._number(entry, plan, number)
-        if chunk is None:
-            return None
-        row = entry.grid.file(chunk)
-        digests = self.catalog.header(row).strong_digests
-        keys = [chunk_key(spec.name, spec.box, spec.shape, spec.dtype)]
-        if self.catalog.coded:  # a difference is not referred to: it would need its anchor's file besides
-            keys += [coded_key(spec.name, spec.box, spec.shape, codec) for codec in CODECS if codec not in WITHOUT_ANCHOR]
-        for i, key in enumerate(keys):
-            if key in digests:
-                return digests[key], self._row(row), i > 0
-        return None
-
-    def unmatched(self, plan: RankPlan, number: int) -> str | None:
-        """Why nobody can say whether the base has a chunk that ``lookup`` does not find, if that is not as it should be: it has no such
-        tensor, or what was trained then stays as it is now."""
-        entry = self.entry(plan, number)
-        if entry is None:
-            return None
-        if self._number(entry, plan, number) is None:
-            return "it cuts them into other chunks, since its layout or number of ranks is another; the next save can refer to these"
-        return None if self.catalog.record.reusable else "it was saved without reusable=True; the next save can refer to these"
-
-    def anchor(self, plan: RankPlan, number: int) -> tuple[Extent, DataFile] | None:
-        """Where the base has the chunk of this name, box and dtype, and the file; None if it has none, or has it as a difference.
-
-        Raises:
-            CorruptError: the file is missing, or its header damaged.
-            ConflictError: it is a file of what this save replaces.
-        """
-        entry = self.entry(plan, number)
-        chunk = self._number(entry, plan, number) if entry is not None else None
-        if entry is None or chunk is None:
-            return None
-        extent = self.catalog.extents(entry, [chunk])[0]
-        return None if extent.anchor is not None else (extent, self._row(entry.grid.file(chunk)))
-
-    def _number(self, entry: TensorEntry, plan: RankPlan, number: int) -> int | None:
-        """Number of the chunk with the same box."""
-        name, own, box = plan.chunks[number]
-        grid, cuts = entry.grid, plan.assignments[name].cuts
-        if cuts is not None and grid.cuts is not None and len(cuts) == len(grid.cuts) and all(map(_same, cuts, grid.cuts)):
-            return own
-        if id(grid) not in self._numbers:
-            offsets, shapes = grid.all_boxes()
-            boxes = zip(map(tuple, offsets.tolist()), map(tuple, shapes.tolist()), strict=True)
-            self._numbers[id(grid)] = {at: i for i, at in enumerate(boxes)}
-        return self._numbers[id(grid)].get((box.offset, box.shape))
-
-    def _row(self, row: int) -> DataFile:
-        if row not in self._rows:
-            file = self.catalog.files[row]
-            path = rebased(file.path, self.name, self.own_name)
-            self._rows[row] = DataFile(path=path, size=file.size, header=file.header, digest=file.digest, rank=file.rank)
-        return self._rows[row]
-
-
-def _same(a: Sequence[int], b: Sequence[int]) -> bool:
-    return len(a) == len(b) and tuple(a) == tuple(b)
-
-
 def find_reuse(
     base: SaveBase | None,
     backend: Backend,
@@ -243,11 +126,12 @@ def find_reuse(
     asked: Mapping[str, bool],
     seen: SeenVersions,
     threads: int,
+    stale: frozenset[str] = frozenset(),
 ) -> Reuse:
-    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``).
+    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``stale``: tensors that the save does not write.
 
     Raises:
-        CkptError: the base is required, and it cannot be read, is none, or has nothing of this state.
+        CkptError: the base is required, and it cannot be read, is none, or has nothing of this state, or not what is ``stale``.
     """
     numbers = [n for n, c in enumerate(plan.chunks) if c.name in asked and c.box.numel and not plan.assignments[c.name].merged]
     digests: dict[int, str] = {}
@@ -262,6 +146,7 @@ def find_reuse(
             raise MismatchError(
                 "the base has none of this state's tensors: another name, dtype or shape each", where=base.url, hint="name another base"
             )
+        kept = find_stale(base, chunks, plan, stale) if stale else StaleChunks()
     except CkptError as err:
         if base.required:
             raise
@@ -269,15 +154,17 @@ def find_reuse(
         return Reuse(base=split_url(open_backend(base.url))[1], id=base.id or "", digests=digests)
     equal = {n: stored for n, stored in alike.items() if stored[0] == digests[n]}
     _note_unmatched(base, plan, chunks, [n for n in numbers if n not in alike])
+    references = {**{n: row for n, (_, row, _) in equal.items()}, **kept.references}
     return Reuse(
         base=chunks.name,
         id=chunks.id,
-        references={n: row for n, (_, row, _) in equal.items()},
-        rows=[(plan.chunks[n], row) for n, (_, row, _) in equal.items()],
-        coded=any(coded for _, _, coded in equal.values()),
+        references=references,
+        rows=[(plan.chunks[n], row) for n, row in references.items()],
+        coded=kept.coded or any(coded for _, _, coded in equal.values()),
         chunks=chunks,
         digests={n: digest for n, digest in digests.items() if n not in equal},
-        nbytes=sum(plan.specs[n].nbytes for n in equal),
+        steps=kept.steps,
+        nbytes=sum(plan.specs[n].nbytes for n in references),
     )
 
 
