@@ -21,7 +21,7 @@ from ckpt.formats.native.datafiles import datafile
 from ckpt.formats.native.datafiles.datafile import plan_data_files
 from ckpt.formats.native.paths import data_number
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Shard
+from ckpt.layout.placements import Interleaved, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.ownership import TensorSpec, assign
@@ -108,6 +108,20 @@ def test_all_who_write_a_file_have_its_bytes_and_make_it_alike(job: tuple[list[T
 def model(mesh: Mesh, *split: str) -> list[TensorSpec]:
     layout = TensorLayout(mesh, tuple(Shard(0, over) for over in split))
     return [TensorSpec(f"w{n}", DTYPES["float32"], (4096, 64), layout) for n in range(3)]
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_several_cells_of_one_rank_are_mirrored_in_the_order_of_their_owner() -> None:
+    layout = TensorLayout(Mesh.of({"pp": 2, "dp": 3}), (Interleaved(1, "pp", groups=2),))
+    tensors = [TensorSpec("w", DTYPES["float64"], (2, 3, 3), layout)]
+    mirrors = placed({rank: f"host{int(rank == 2)}" for rank in range(6)}, 1)
+    writers: dict[str, list[list[tuple[str, int]]]] = {}
+    for rank in range(6):
+        plan = plan_of(tensors, mirrors, rank)
+        for n, f in enumerate(plan.files):
+            writers.setdefault(f.path, []).append(chunks_in(plan, n))
+    assert {len(each) for each in writers.values()} == {1, 2}
+    assert all(chunks == several[0] for several in writers.values() for chunks in several)
 
 
 def on_hosts(ranks: int, per_host: int) -> dict[int, str]:

@@ -116,7 +116,8 @@ class MirrorPlacement:
         return [(number, codes[cell]) for number, cell in zip(numbers, cells, strict=True)]
 
     def mirrored_by(self, assignment: ChunkAssignment, rank: int) -> list[tuple[int, int, int]]:
-        """The chunks that ``rank`` writes for others: number, owner, and the code of all mirrors."""
+        """The chunks that ``rank`` writes for others, in the order of their numbers as their owners write them, also where a rank has
+        several cells of a tensor: number, owner, and the code of all mirrors."""
         if not self._has_mirrors(assignment):
             return []
         mirrored = []
@@ -128,7 +129,7 @@ class MirrorPlacement:
             numbers = np.flatnonzero((assignment.cell == cell) & np.isin(assignment.owners, list(of_owner)))
             owners = assignment.owners[numbers].tolist()
             mirrored += [(number, owner, of_owner[owner]) for number, owner in zip(numbers.tolist(), owners, strict=True)]
-        return mirrored
+        return sorted(mirrored)
 
     def codes(self, assignment: ChunkAssignment) -> IntArray:
         """The code of the mirrors of each chunk."""
