@@ -12,6 +12,7 @@ from . import settings
 from .coordination.group import Group, current_group
 from .errors import CkptError, UsageError
 from .layout.layout import Layout, check_layout
+from .settings.flags import check_flags
 from .text.urls import url_text
 from .tracing.progress_callback import ProgressCallback, callback_of
 from .view import View
@@ -93,6 +94,7 @@ def save(
     group = current_group(process_group)
     with _fails_together(group, "save", url):
         wait_for_pending_save(group)
+        check_flags(dry_run=dry_run)
         options = _save_options(
             *(group, url, layout),
             progress=progress,
@@ -263,17 +265,18 @@ def load(
     from .engine.load.options import LoadOptions
     from .engine.save.background import wait_for_pending_save
     from .io_backends.registry import is_file_system
-    from .plan.match import Selection
+    from .plan.match import Selection, rules_of_rename
     from .plan.part import StatePart
 
     group = current_group(process_group)
     with _fails_together(group, "load", url):
         wait_for_pending_save(group)
         check_layout(layout, group.ranks)
+        check_flags(strict=strict, cast=cast, dry_run=dry_run, **({} if exchange is None else {"exchange": exchange}))
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
         part = StatePart.of(only, trainable=trainable)
-        selection = Selection(only=part.only if part else (), rename=tuple((rename or {}).items()), trainable=trainable)
+        selection = Selection(only=part.only if part else (), rename=rules_of_rename(rename), trainable=trainable)
         options = LoadOptions(
             layout=layout,
             selection=selection,

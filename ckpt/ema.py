@@ -40,10 +40,13 @@ class Average(Compound):
             rounding.
 
     Raises:
-        UsageError: ``decay`` is not from 0 to 1, no parameter is trained, or FSDP version 1 keeps the parameters in flat ones.
+        UsageError: ``model`` is no module, ``decay`` is not from 0 to 1, no parameter is trained, or FSDP version 1 keeps the parameters in
+            flat ones.
     """
 
     def __init__(self, model: nn.Module, decay: Decay, *, dtype: torch.dtype | None = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"Average takes a module, not {type(model).__name__}", hint="Average(model, 0.999)")
         if not callable(decay):
             _checked(decay)
         if tensors_of(model).flat:
@@ -137,6 +140,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _checked(decay: float) -> float:
-    if not (math.isfinite(decay) and 0.0 <= decay <= 1.0):
-        raise UsageError(f"a decay is from 0 to 1, not {decay}", hint="0.999, for example")
+    if not (isinstance(decay, int | float) and math.isfinite(decay) and 0.0 <= decay <= 1.0):
+        raise UsageError(f"a decay is from 0 to 1, not {decay!r}", hint="0.999, for example")
     return decay

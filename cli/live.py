@@ -6,18 +6,18 @@ from dataclasses import asdict
 
 import click
 
+from ckpt.errors import UsageError
+
 from .console.output import Output, options
 from .console.parameters import OneOf
-
-_TIMEOUT = 10.0
 
 
 @click.command("live", short_help="Show the versions of a live state and who takes them.")
 @click.argument("what", type=OneOf(("status",)), metavar="status")
 @click.argument("address", metavar="ADDRESS")
-@click.option("--timeout", type=float, default=_TIMEOUT, show_default=True, metavar="SECONDS", help="Give up if nothing answers.")
+@click.option("--timeout", default="10s", metavar="TIME", show_default=True, help="Give up if nothing answers for TIME.")
 @options
-def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bool) -> None:
+def command(what: str, address: str, *, timeout: str, as_json: bool, quiet: bool) -> None:
     """Show which versions the source at ADDRESS keeps, which sink has which, from whom it took it, and who is late.
 
     The source's secret is CKPT_LIVE_SECRET, or is found by itself on the machine of its leader, in its account. With -q, print the step of
@@ -34,7 +34,10 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
     from ckpt.text import units
 
     output = Output(json=as_json, quiet=quiet)
-    status = ask_status(address, sink_secret(None, address), timeout)
+    patience = units.seconds(timeout)
+    if not patience:
+        raise UsageError(f"{timeout!r} is not a time with a unit", where="--timeout", hint="10s, 2min")
+    status = ask_status(address, sink_secret(None, address), patience)
     if as_json:
         output.document(asdict(status))
         return
@@ -69,7 +72,7 @@ def command(what: str, address: str, *, timeout: float, as_json: bool, quiet: bo
                 "" if last is None else f"{newest[last[0]]}: {units.size(last[1])} in {units.duration(last[2])}",
                 ", ".join(f"{who} {units.size(count)}" for who, count in sink.took_from.items()),
                 ", ".join(f"{why} {units.size(count)}" for why, count in sink.dense.items()),
-                sink.error or "",
+                (sink.error or "").partition("\n")[0],  # --json has all of it
             )
         )
     output.table(("SINK", ">RANKS", ">STEP", "STATE", "LAST TAKE", "FROM", "WHOLE", "~ERROR"), rows)

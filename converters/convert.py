@@ -131,6 +131,8 @@ def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[s
     Raises:
         UsageError: the memory is too small, or nothing can lie beside such a destination.
     """
+    if not isinstance(options.memory, int):
+        raise UsageError(f"memory= is a number of bytes, not {options.memory!r}", hint="memory=1 << 30")
     if options.memory < limits.LEAST_MEMORY:
         raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {limits.LEAST_MEMORY >> 20}MiB")
     if options.config is not None and (format.name != "hf" or format.one_file(url)):

@@ -59,6 +59,8 @@ _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
 _in_process: dict[str, Callable[[str], Backend]] = {}
 """Schemes whose URLs mean something in this process alone."""
+_URLS_ALONE = frozenset({"mem", "memory", "s3", "gs"})
+"""Schemes of which nobody means a directory, ``s3:bucket``."""
 _through_s3fs: set[str] = set()
 """Options that the log was told of."""
 
@@ -166,6 +168,9 @@ def _scheme(url: str) -> str:
     first, slash, _ = url.partition("/")
     if slash and first.endswith(":") and first != "file:":
         raise UsageError(f"{url!r} is a URL that lost a slash", hint=f"write {first}//…, or ./{first}/… for a directory of that name")
+    if first.partition(":")[0] in _URLS_ALONE and ":" in first:
+        scheme, _, rest = url.partition(":")
+        raise UsageError(f"{url!r} is a URL without its slashes", hint=f"write {scheme}://{rest}, or ./{url} for a directory of that name")
     return ""
 
 

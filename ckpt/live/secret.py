@@ -24,11 +24,13 @@ def given_secret(secret: str | bytes | None) -> bytes | None:
     """What the caller or ``CKPT_LIVE_SECRET`` says.
 
     Raises:
-        UsageError: it is empty.
+        UsageError: it is empty, or neither text nor bytes.
     """
     text = settings.live_secret() if secret is None else secret
     if text is None:
         return None
+    if not isinstance(text, str | bytes):
+        raise UsageError(f"secret= is text or bytes, not {type(text).__name__}")
     if not text:
         raise UsageError("an empty secret protects nothing", hint="give a long random one, or none: then a file in your account has it")
     return text.encode() if isinstance(text, str) else text

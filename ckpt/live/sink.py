@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt import settings
+from ckpt.adapters.state_scan import check_state
 from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.rows import Row
@@ -25,7 +26,8 @@ from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.load.setting import accept
 from ckpt.errors import DeadlineError, FormatError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.layout.layout import Layout, check_layout
-from ckpt.plan.match import Selection, globs_of_only
+from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
+from ckpt.settings.flags import check_flags
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.shm_pool import machine
@@ -105,6 +107,8 @@ class Sink:
             raise UsageError(
                 "a sink that takes in place has no copy to pass on", hint='relay=True needs switch="double"; any sink may take from relays'
             )
+        check_flags(relay=relay, strict=strict, cast=cast)
+        check_state(into)
         base = current_group(process_group)
         check_layout(layout, base.ranks)
         self.address = address
@@ -113,7 +117,7 @@ class Sink:
         self._in_place = switch == "in-place"
         self._options = LoadOptions(
             layout=layout,
-            selection=Selection(only=globs_of_only(only), rename=tuple((rename or {}).items())),
+            selection=Selection(only=globs_of_only(only), rename=rules_of_rename(rename)),
             strict=strict,
             cast=cast,
             verify="full",
@@ -133,6 +137,7 @@ class Sink:
         self._delta_base: str | None = None
         """the same where the source can tell what changed since."""
         self._torn: str | None = None
+        self._closed = False
         self._connected = False
         """Whether the ranks have tried to connect to each other, in their first take."""
         self.report: TakeReport | None = None
@@ -160,20 +165,28 @@ class Sink:
             progress: as for :func:`ckpt.load`: the bytes that this rank has of the version, and needs.
 
         Raises:
+            UsageError: ``newer_than`` is no version, or the sink is closed.
             DeadlineError: there is no such version in time, or nothing was heard of a rank or the source; nothing was changed.
             NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed.
             AccessError, NotFoundError, FormatError: the source has another secret or name, or it is something else.
             CorruptError, RankFailedError, ExchangeError: bytes were damaged, or a rank was lost, that no other rank had. Nothing was
                 changed, unless ``version`` raises TornError.
         """
+        if self._closed:
+            raise UsageError("the sink is closed", where=self.address, hint="make a new one")
+        if newer_than is not None and not isinstance(newer_than, Version):
+            raise UsageError(f"newer_than= is a version, not {newer_than!r}", where=self.address, hint="newer_than=sink.version")
+        if timeout is not None and (not isinstance(timeout, int | float) or not timeout >= 0):
+            raise UsageError(f"timeout= is a number of seconds, not {timeout!r}", where=self.address)
+        patience = self._options.timeout if timeout is None else timeout
         watcher = callback_of(progress=progress, leads=self._group.rank == self._group.leader, title=f"take {self.address}")
         meter = TakeMeter(Spans(on=settings.spans()))
         with reported(watcher, meter.counts):
-            return self._take_newest(newer_than, timeout, meter)
+            return self._take_newest(newer_than, patience, meter)
 
-    def _take_newest(self, newer_than: Version | None, timeout: float | None, meter: TakeMeter) -> Version:
+    def _take_newest(self, newer_than: Version | None, patience: float, meter: TakeMeter) -> Version:
         """Take the newest version; if it is dropped meanwhile, the one after it."""
-        began, patience = time.monotonic(), self._options.timeout if timeout is None else timeout
+        began = time.monotonic()
         for tries in range(_DROPS):
             call = self._group.call("take", self.address, self._options.timeout)
             if not self._connected:
@@ -216,6 +229,7 @@ class Sink:
 
     def close(self) -> None:
         """End the connection to the source. The state stays as it is."""
+        self._closed = True
         if self._group.links is not None:
             self._group.links.close()
         self._cache.mappings.close()

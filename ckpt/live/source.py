@@ -23,6 +23,7 @@ from weakref import finalize
 from ckpt import settings
 from ckpt.adapters.collect import collect
 from ckpt.adapters.shard_cache import ShardCache
+from ckpt.adapters.state_scan import check_state
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group, current_group
@@ -31,6 +32,7 @@ from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.save.job import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.layout.layout import Layout
+from ckpt.settings.flags import check_flags
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
 from ckpt.tracing.spans import Spans
 from ckpt.tracing.stall import Stall
@@ -88,7 +90,9 @@ class Source:
         timeout: float | None = None,
     ) -> None:
         if type(keep) is not int or keep < 1:
-            raise UsageError(f"keep={keep!r}: a source keeps one version at least")
+            raise UsageError(f"keep is how many versions a source keeps, at least 1, not {keep!r}")
+        check_flags(delta=delta, check_replicas=check_replicas)
+        check_state(state)
         self._state = state
         self._layout = layout
         self._keep = keep

@@ -32,6 +32,7 @@ from ckpt.engine.load.reader import changed
 from ckpt.engine.load.setting import run_each, set_all
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.errors import CorruptError, CoverageError
+from ckpt.live.naming.wording import worded
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.settings import limits
 from ckpt.tracing.spans import SpanTable
@@ -204,7 +205,7 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
         NamesError, ShapeError, MismatchError: it does not.
     """
     group, options = job.call.group, job.options
-    with job.call.phase("match"), gc_paused():
+    with job.call.phase("match"), worded(stored="the source"), gc_paused():
         with job.span("match"):
             catalog = cache.catalog_of(offered)
             binding = bind(

@@ -30,9 +30,7 @@ def split_host(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(
-            f"{address!r} is no address of a memory daemon", hint="write host:port, as `ckpt memory status --address` shows it"
-        )
+        raise UsageError(f"{address!r} is no address of a memory daemon", hint="write host:port, as `ckpt memory status --listen` shows it")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -139,8 +137,7 @@ class RemoteMemory:
 
     def _dial(self) -> Channel:
         try:
-            known = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-            addresses = list(dict.fromkeys((str(where[0]), self._port) for *_, where in known))
+            addresses = _addresses(self._host, self._port)
             return dial(addresses, self._secret.encode(), self._timeout, peer="the daemon", purpose=PURPOSE, alive=self._alive)
         except AccessError as err:
             raise AccessError(
@@ -148,3 +145,17 @@ class RemoteMemory:
                 where=f"mem://{self.address}",
                 hint="set CKPT_MEMORY_SECRET, the same on all machines, before their daemons start",
             ) from err
+
+
+def _addresses(host: str, port: int) -> list[tuple[str, int]]:
+    """
+    Raises:
+        StorageError: nobody knows the name.
+    """
+    try:
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as err:
+        raise StorageError(
+            f"the name of the machine is not known here: {err.strerror}", where=f"mem://{host}:{port}", hint="check it"
+        ) from err
+    return list(dict.fromkeys((str(where[0]), port) for *_, where in known))

@@ -46,6 +46,20 @@ def globs_of_only(only: str | Sequence[str] | None) -> tuple[str, ...]:
     return globs
 
 
+def rules_of_rename(rename: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """The rules of ``rename=``, in order.
+
+    Raises:
+        UsageError: it is no dict of names.
+    """
+    rules = tuple(rename.items()) if isinstance(rename, Mapping) else () if rename is None else None
+    if rules is None or not all(isinstance(name, str) for rule in rules for name in rule):
+        raise UsageError(
+            f"rename= takes a dict of names or globs, not {rename!r}", hint='rename={"model.*": "net.*"}, the checkpoint\'s name first'
+        )
+    return rules
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """What part of a checkpoint is meant, and under which names.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpt.errors import UsageError
+from ckpt.settings.flags import check_flags
 from ckpt.tree import Node
 
 from .match import globs_of_only
@@ -30,8 +30,7 @@ class StatePart:
         Raises:
             UsageError: a list of no globs, something that is no glob, or a ``trainable`` that is neither True nor False.
         """
-        if not isinstance(trainable, bool):
-            raise UsageError(f"trainable= is True or False, not {trainable!r}")
+        check_flags(trainable=trainable)
         globs = globs_of_only(only)
         return cls(only=globs, trainable=trainable) if globs or trainable else None
 

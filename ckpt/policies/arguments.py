@@ -9,14 +9,15 @@ from .save import SavePolicy
 
 
 def check_arguments(**given: object) -> None:
-    """Raise UsageError unless each argument is a policy of its side: ``save`` of when to save, every other of what to keep."""
+    """Raise UsageError unless each argument is a policy of its side: ``save`` and ``every`` of when to save, others of what to keep."""
     for name, value in given.items():
-        saves = name == "save"
+        saves = name in ("save", "every")
         if isinstance(value, SavePolicy if saves else KeepPolicy):
             continue
         wanted = "when to save" if saves else "what to keep"
         if isinstance(value, SavePolicy | KeepPolicy):
-            other, meant = ("what to keep", f"keep={value!r}, and save=EverySteps(500)") if saves else ("when to save", f"save={value!r}")
+            other = "what to keep" if saves else "when to save"
+            meant = f"keep={value!r}, and {name}=EverySteps(500)" if saves else f"save={value!r}"
             raise UsageError(f"{name}= says {wanted}, but {value!r} is a policy of {other}", hint=meant)
         number = isinstance(value, int) and not isinstance(value, bool) and value > 0
         call = "EverySteps" if saves else "Latest"

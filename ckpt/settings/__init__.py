@@ -143,7 +143,7 @@ def _positive(what: str, given: float | None, variable: str, default: float) -> 
     if text is None:
         return default
     try:
-        value = float(text)  # type: ignore[arg-type]
+        value = 0.0 if isinstance(given, str) else float(text)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         value = 0.0
     if not 0 < value < float("inf"):

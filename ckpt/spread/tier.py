@@ -62,8 +62,8 @@ class NodeLocal:
             raise UsageError(f"NodeLocal takes a directory or this machine's memory, not {self.directory!r}", hint=hint)
         if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 0:
             raise UsageError(f"copies is a number of other nodes, not {self.copies!r}", hint="1 survives the loss of any one node")
-        if self.pace is not None and not self.pace > 0:
-            raise UsageError(f"pace is bytes a second, not {self.pace!r}", hint="leave it out for no limit")
+        if self.pace is not None and (not isinstance(self.pace, int | float) or not self.pace > 0):
+            raise UsageError(f"pace is bytes a second, not {self.pace!r}", hint="pace=200e6; leave it out for no limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,10 @@ class Memory:
             hint = "every=EverySteps(1); save= takes all policies"
             raise UsageError(f"saves into memory follow from step numbers alone, and not from {self.every}", hint=hint)
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 2:
-            raise UsageError(f"memory keeps at least 2 steps, not {self.keep!r}", hint="while one is saved, the one before must be whole")
+            raise UsageError(
+                f"keep is how many steps stay in memory, at least 2, not {self.keep!r}",
+                hint="while one is saved, the one before must be whole",
+            )
         self.on_nodes("run")
 
     def on_nodes(self, root: str) -> NodeLocal:
@@ -162,8 +165,8 @@ class SpreadTier:
         self._know()
         if self._copies and len({*self.nodes.domains}) <= self._copies and self._group.rank == self._group.leader:
             domains = ", ".join(sorted({*self.nodes.domains}))
-            message = "not all copies can be made: copies=%d needs as many other failure domains, and all nodes of the job are in: %s"
-            log.warning(message, self._copies, domains)
+            message = "not all copies can be made: copies=%d needs %d failure domains, and the nodes of the job are in: %s (CKPT_DOMAIN)"
+            log.warning(message, self._copies, self._copies + 1, domains)
         if self._copies and (meeting.server is not None or self._group.size == 1):
             # The leader says when a step has all of its copies; never, if it cannot have them.
             says = self._group.rank == self._group.leader and len({*self.nodes.domains}) > self._copies

@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ckpt.adapters.state_scan import check_state
 from ckpt.api import load
 from ckpt.coordination.group import current_group
 from ckpt.engine.load.load import recorded
@@ -29,11 +30,13 @@ from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_number, step_url
 from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy
 from ckpt.policies.arguments import check_arguments
+from ckpt.settings.flags import check_flags
 from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
+from .arguments import check_memory, check_signals, metric_values, state_of
 from .bases import Bases, check_experts, codec_of
 from .begin_from import BeginFrom
 from .memory_stage import MemoryStage
@@ -69,7 +72,7 @@ class Checkpointer:
             (docs/local-tier.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/node-local.md).
         memory: saves into the memory of the job's machines, with copies on others (docs/node-local.md). With ``local``, what ``save`` asks
             for goes from there to the local tier, and on to ``root``.
-        local_keep: what stays there; the newest checkpoint and the one that is being published always do.
+        local_keep: what stays in ``local``, by default ``Latest(1)``; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
         on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
@@ -85,7 +88,8 @@ class Checkpointer:
         partial_experts: a save writes some of the experts of each layer, in turns, and keeps of the others what an earlier save wrote,
             although they have changed: smaller, and **not exact** (docs/guides/smaller-saves.md). What reads such a checkpoint needs
             ``mixed_steps=True``. It has ``reuse`` in it.
-        only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is loaded whole: it has the base.
+        only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is its base, and is loaded whole, at
+            every start.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
             :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
     """
@@ -113,7 +117,7 @@ class Checkpointer:
         signals: Sequence[int] = SIGNALS,
         local: str | os.PathLike[str] | NodeLocal | None = None,
         memory: Memory | None = None,
-        local_keep: KeepPolicy = Latest(1),  # noqa: B008  a value
+        local_keep: KeepPolicy | None = None,
         publish_timeout: float | None = None,
         on_event: Listener | Sequence[Listener] | None = None,
         alerts: bool | Alerts = True,
@@ -121,8 +125,11 @@ class Checkpointer:
         progress: bool | ProgressCallback | None = None,
     ) -> None:
         root = url_text(root)
-        check_arguments(save=save, keep=keep, local_keep=local_keep)
+        check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
         check_experts(partial_experts, anchor)
+        check_memory(memory, local, local_keep)
+        check_flags(reuse=reuse, run_log=run_log)
+        signals = check_signals(signals)
         options = SaveOptions.of(
             layout=layout,
             check_replicas=check_replicas,
@@ -162,7 +169,9 @@ class Checkpointer:
         if isinstance(local, NodeLocal):
             self._spread = SpreadTier(local, root, self.group, self.timeout)
             place = self._spread.url
-        self._tiers = Tiers(root, keep, place, local_keep, self._spread, newest_only=memory is not None and not staged)
+        self._tiers = Tiers(
+            root, keep, place, Latest(1) if local_keep is None else local_keep, self._spread, newest_only=memory is not None and not staged
+        )
         self._uploader: Uploader | None = None
         if local is not None:
             self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
@@ -209,7 +218,8 @@ class Checkpointer:
 
         ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
         another run, by its path, its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count
-        from it.
+        from it. With ``only`` or ``trainable``, the run's checkpoints are parts: then ``begin_from`` is their base, and is loaded at every
+        start, before the part.
 
         Raises:
             NotFoundError: ``step`` is not there; or ``begin_from`` is not.
@@ -218,6 +228,7 @@ class Checkpointer:
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
         """
+        check_state(state)
         if begin_from is not None and step is not None:
             raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
         if options.get("dry_run"):
@@ -279,7 +290,7 @@ class Checkpointer:
         Raises:
             CkptError: an earlier save failed, which is told once; if a save is due now, it is begun all the same. Or what
                 :func:`ckpt.save_async` raises.
-            UsageError: ``n`` is no int of at least 0.
+            UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number.
         """
         check_step(n)
         # The order of the three things below keeps ranks in step: decide, begin the save that is due, and only then
@@ -287,7 +298,7 @@ class Checkpointer:
         with self._schedule.timed(step=True):
             due = self._schedule.due(n)
             if due is None and self._memory is not None and self._memory.due(n) is not None:
-                failed, _ = self._begin(n, state() if callable(state) else state, metrics, publish=False)
+                failed, _ = self._begin(n, state_of(state), metrics, publish=False)
                 _raise(failed)
                 return True
             if due is None:
@@ -295,7 +306,7 @@ class Checkpointer:
                     _raise(self._ended())
                 return False
             log.info("step %d is saved: %s", n, due.reason)
-            failed, _ = self._begin(n, state() if callable(state) else state, metrics)
+            failed, _ = self._begin(n, state_of(state), metrics)
             if due.final:
                 ended, unpublished = self._ended(), self._published()
                 _raise(ended)
@@ -335,7 +346,7 @@ class Checkpointer:
         watcher = callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}")
         options = replace(
             self._bases.of(self._place(n), self._options),
-            metrics={k: float(v) for k, v in (metrics or {}).items()},
+            metrics=metric_values(metrics),
             earlier=earlier,
             progress=watcher,
         )

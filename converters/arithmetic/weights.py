@@ -51,6 +51,9 @@ def checked_weights(weights: Sequence[float] | None, schedule: str | None, count
         return schedule_weights("linear" if schedule is None else schedule, count)
     if schedule is not None:
         raise UsageError("a schedule gives the weights itself", hint="give either weights or a schedule")
+    given: object = weights
+    if isinstance(given, str):
+        raise UsageError(f"weights= are numbers, not {weights!r}", hint="weights=[0.25, 0.75]")
     if len(weights) != count:
         raise UsageError(f"{len(weights)} weights for {count} checkpoints", hint="one weight for each, in the same order")
     if not all(map(math.isfinite, weights)):

@@ -37,6 +37,10 @@ class MemBackend(ObjectsBackend):
             raise UsageError(
                 f"{url!r} is not a mem:// URL", hint="write mem://runs/a for this machine's memory, mem://host:port/runs/a for another's"
             )
+        if root.startswith("/"):
+            raise UsageError(
+                f"{url!r} has a slash too many", hint=f"write {SCHEME}{root.lstrip('/')}: there is no host, and no root directory"
+            )
         super().__init__(root)
         self._lock = threading.Lock()
         self._open: dict[str, MappedObject] = {}

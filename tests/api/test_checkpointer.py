@@ -252,6 +252,9 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
         ({"keep": 3}, "keep= is a policy of what to keep, not 3", "keep=Latest(3)"),
         ({"keep": EveryMinutes(5)}, "keep= says what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
         ({"local_keep": 2}, "local_keep= is a policy of what to keep, not 2", "local_keep=Latest(2)"),
+        ({"memory": True}, "memory= takes a ckpt.Memory, not True", "memory=ckpt.Memory(keep=2)"),
+        ({"local": ckpt.Memory()}, "local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", "memory=Memory("),
+        ({"memory": ckpt.Memory(), "local_keep": Latest(2)}, "local_keep= is for a local tier, and there is none", "ckpt.Memory(keep=2)"),
     ],
 )
 def test_what_is_no_policy_of_its_side(root: str, given: dict[str, Any], said: str, meant: str) -> None:
@@ -288,9 +291,39 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
         ({"layout": "tp"}, "layout must be a ckpt.Layout, not str"),
         ({"layout": ckpt.Layout({"tp": 2}, rules=[("*", ckpt.Replicate())])}, "is for 2 ranks"),
         ({"codec": "gzip"}, "gzip"),
+        ({"reuse": "no"}, "reuse= is True or False, not 'no'"),
+        ({"check_replicas": 1}, "check_replicas= is True or False, not 1"),
+        ({"timeout": "3"}, "timeout must be a positive number, not '3'"),
+        ({"signals": "SIGTERM"}, "signals= takes numbers of signals, not 'SIGTERM'"),
+        ({"signals": [70]}, r"signals= takes numbers of signals, not \[70\]"),
     ],
 )
 def test_a_mistake_in_the_arguments_is_found_before_the_first_save(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(CkptError, match=text):
         ckpt.Checkpointer(str(tmp_path), **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_in_a_call_is_named(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2)}
+    with ckpt.Checkpointer(str(tmp_path / "run"), save=EverySteps(1)) as c:
+        wrong: tuple[Any, ...] = (torch.nn.Linear(2, 1), [state], lambda: 3)
+        for given in wrong:
+            with pytest.raises(UsageError, match="the state must be a dict"):
+                c.step(1, given)
+        with pytest.raises(UsageError, match="the state must be a dict"):
+            c.restore("run")  # type: ignore[arg-type]
+        mistaken: tuple[Any, ...] = (0.3, {"loss": "low"})
+        for metrics in mistaken:
+            with pytest.raises(UsageError, match="metrics= are numbers by name"):
+                c.step(1, state, metrics=metrics)
+    assert ckpt.list_steps(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    "given", [{"every": 1}, {"every": Latest(1)}, {"keep": 1}, {"keep": Latest(2)}, {"pace": "200MB"}, {"copies": "1"}]
+)
+def test_a_mistake_in_what_memory_is_given(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(given))}") as raised:
+        ckpt.Memory(**given)
+    assert "every" not in given or "every=EverySteps(" in str(raised.value.hint)

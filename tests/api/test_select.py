@@ -365,3 +365,19 @@ def test_casting_the_state_of_optimizers(url: str) -> None:
     for mine, theirs in zip(state["model"].parameters(), saved["model"].parameters(), strict=True):
         now, then = state["optimizer"].state[mine], saved["optimizer"].state[theirs]
         assert described(now["exp_avg"]) == described(then["exp_avg"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"rename": "model.*"}, "rename= takes a dict of names or globs, not 'model"),
+        ({"rename": {"a": 1}}, "rename= takes a dict of names or globs"),
+        ({"strict": "no"}, "strict= is True or False, not 'no'"),
+        ({"cast": 1}, "cast= is True or False, not 1"),
+        ({"exchange": "off"}, "exchange= is True or False, not 'off'"),
+        ({"dry_run": "no"}, "dry_run= is True or False, not 'no'"),
+    ],
+)
+def test_arguments_of_another_type_are_named(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        ckpt.load("nothing/is/read", {"a": torch.zeros(1)}, **given)

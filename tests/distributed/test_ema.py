@@ -168,9 +168,11 @@ def test_averaged_weights_that_are_saved_in_the_background_are_whole(tmp_path: P
 
 def test_what_is_refused(tmp_path: Path) -> None:
     model = network()
-    for decay in (-0.1, 1.5, float("nan")):
+    for decay in (-0.1, 1.5, float("nan"), "0.9"):
         with pytest.raises(UsageError, match="a decay is from 0 to 1"):
-            Average(model, decay)
+            Average(model, decay)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="takes a module, not generator"):
+        Average(model.parameters(), 0.9)  # type: ignore[arg-type]
     ema = Average(model, lambda n: 2.0)
     with pytest.raises(UsageError, match="not 2"):
         ema.update()

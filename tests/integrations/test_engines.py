@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ckpt
-from ckpt.errors import CkptError, CoverageError, LayoutError, MismatchError, StateError, UsageError
+from ckpt.errors import CkptError, CoverageError, LayoutError, MismatchError, NamesError, StateError, UsageError
 from ckpt.integrations.engines import Recorded, record
 from tests.distributed.ranks import Ranks
 from tests.integrations.engine_zoo import Sizes, Tp, ZooModel
@@ -211,9 +211,23 @@ def load_into(layer: OneLayer, tensors: dict[str, Tensor], url: str, **options: 
 
 def test_what_nothing_fills_is_named() -> None:
     layer = OneLayer(copying, w=(6, 4), v=(2, 2))
-    with pytest.raises(CoverageError, match=r"does not fill 1 parameters\n  v: 4 of 4 elements"):
+    with pytest.raises(CoverageError, match=r"does not fill 1 parameter\n  v: 4 of 4 elements"):
         record(layer.load_weights, described({"w": W}), layer)
     assert record(layer.load_weights, described({"w": W}), layer, optional="v").unwritten == {"v": "v: 4 of 4 elements"}
+
+
+def test_arguments_in_another_order_are_named_and_a_url_is_opened(tmp_path: Path) -> None:
+    layer = OneLayer(copying, w=(6, 4))
+    ckpt.save(tmp_path / "w", {"w": W})
+    assert record(layer.load_weights, tmp_path / "w", layer).unused == ()
+    wrong: Any = layer
+    with pytest.raises(UsageError, match="load_weights is a function, not OneLayer"):
+        record(wrong, described({"w": W}), layer)
+    wrong = layer.load_weights
+    with pytest.raises(UsageError, match="the engine is a module, or a dict of parameters, not method"):
+        record(layer.load_weights, described({"w": W}), wrong)
+    with pytest.raises(NamesError, match=r"stage= has globs that match no tensor of the checkpoint: 'w\.\*'"):
+        record(layer.load_weights, described({"w": W}), layer, stage=["w.*", "w"])
 
 
 def test_a_part_that_nothing_fills_is_named() -> None:

@@ -95,6 +95,10 @@ def test_refuses_what_is_no_url(open_it: Callable[[Any], object]) -> None:
         open_it(str(Path("s3://bucket/run")))
     with pytest.raises(UsageError, match="lost a slash"):
         open_it(Path("s3://bucket/run"))
+    for url in ("mem:run", "s3:bucket/run"):
+        with pytest.raises(UsageError, match="without its slashes") as caught:
+            open_it(url)
+        assert url.replace(":", "://") in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

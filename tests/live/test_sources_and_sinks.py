@@ -393,8 +393,10 @@ def test_what_does_not_fit_is_said_at_once_and_changes_nothing() -> None:
             with pytest.raises(MismatchError) as caught:
                 sink.take()
             assert sink.version is None
-        for name in ("a: dtype", "b: shape", "d", "c"):
+        for name in ("the source does not fit the state", "a: dtype", "b: shape", "d", "c"):
             assert name in caught.value.message
+        table = CliRunner().invoke(cli, ["live", "status", source.address, "--timeout", "5s"]).stdout
+        assert "MismatchError: the source does not fit the state" in table and "a: dtype" not in table  # --json has all of it
         assert all(bool((t == 1).all()) for t in into.values())
         (seen,) = source.report().sinks
         assert seen.error is not None and "MismatchError" in seen.error
@@ -418,14 +420,29 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         source.publish(1).result()
         with Sink(source.address, state, timeout=2) as sink:
             assert sink.take().step == 1
+            with pytest.raises(UsageError, match="newer_than= is a version, not 1"):
+                sink.take(newer_than=1)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="timeout= is a number of seconds, not '5'"):
+                sink.take(timeout="5")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="the sink is closed"):
+            sink.take()
+        with pytest.raises(UsageError, match="the state must be a dict, not Tensor"):
+            Sink(source.address, state["t"])  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="'double' or 'in-place'"):
             Sink(source.address, state, switch="other")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="a step is a number"):
             source.publish(-1)
         with pytest.raises(UsageError, match="a step is a number"):
             source.publish(True)
-    with pytest.raises(UsageError, match="keeps one version at least"):
-        Source("tcp://127.0.0.1:0/a", state, keep=1.5)  # type: ignore[arg-type]
+    mistakes: list[tuple[str, dict[str, Any]]] = [
+        (r"keep is .* not 1\.5", {"keep": 1.5}),
+        ("delta= is True or False, not 'no'", {"delta": "no"}),
+        ("secret= is text or bytes, not int", {"secret": 7}),
+        ("the state must be a dict, not Tensor", {"state": state["t"]}),
+    ]
+    for message, given in mistakes:
+        with pytest.raises(UsageError, match=message):
+            Source("tcp://127.0.0.1:0/a", **{"state": state, **given})
     with pytest.raises(DeadlineError, match="cannot be reached"):
         Sink(source.address, state, timeout=2).take()
 

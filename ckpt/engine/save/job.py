@@ -20,6 +20,7 @@ from ckpt.layout.layout import Layout
 from ckpt.plan.part import StatePart
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.policies.partial_experts import ExpertTurn
+from ckpt.settings.flags import check_flags
 from ckpt.tracing.progress_callback import ProgressCallback, reported
 from ckpt.tracing.spans import Spans, limit_for
 from ckpt.tracing.stall import Stall
@@ -116,6 +117,7 @@ class SaveOptions:
             UsageError: there is no such codec, or a number cannot be.
         """
         check_choice(codec)
+        check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
         return cls(
             layout=layout,
             timeout=settings.timeout(timeout),

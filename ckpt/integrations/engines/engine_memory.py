@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.errors import StateError
+from ckpt.errors import StateError, UsageError
 from ckpt.layout.geometry import Box
 from ckpt.layout.strided import StridedView, boxes_of_view
 
@@ -56,6 +56,7 @@ class EngineMemory:
     """All parameters of an engine.
 
     Raises:
+        UsageError: ``into`` is neither a module nor a dict.
         StateError: one has no memory, or a memory of which it shows an element twice.
     """
 
@@ -64,8 +65,10 @@ class EngineMemory:
         if isinstance(into, torch.nn.Module):
             named = [(name, tensor, True) for name, tensor in into.named_parameters(remove_duplicate=False)]
             named += [(name, tensor, False) for name, tensor in into.named_buffers(remove_duplicate=False)]
-        else:
+        elif isinstance(into, Mapping):
             named = [(name, tensor, True) for name, tensor in into.items()]
+        else:
+            raise UsageError(f"the engine is a module, or a dict of parameters, not {type(into).__name__}")
         self.named = {name: tensor for name, tensor, _ in named}
         self.storages: dict[int, list[ParameterMemory]] = {}
         for name, tensor, required in sorted(named, key=lambda row: -row[1].numel()):

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ckpt import settings
-from ckpt.api import open as open_checkpoint
 from ckpt.errors import TornError
 from ckpt.live import Sink, Version
 
@@ -52,8 +51,7 @@ class EngineSink:
         secret: str | bytes | None = None,
         timeout: float | None = None,
     ) -> None:
-        names = checkpoint if isinstance(checkpoint, Mapping) else open_checkpoint(checkpoint)
-        self.recorded = record(load_weights, names, into, stage=stage, optional=optional, after=after)
+        self.recorded = record(load_weights, checkpoint, into, stage=stage, optional=optional, after=after)
         """What goes where."""
         self._timeout = settings.timeout(timeout)
         self._sink = Sink(

@@ -14,6 +14,7 @@ gives them as boxes, which a load reads straight into the engine's memory::
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from typing import Any, Protocol
 import torch
 
 from ckpt.adapters.sharded import Sharded
+from ckpt.api import open as open_checkpoint
 from ckpt.coordination.group import current_group
-from ckpt.errors import CoverageError, StateError, UsageError
+from ckpt.errors import CoverageError, NamesError, StateError, UsageError
 from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Boxes
@@ -124,7 +126,7 @@ class Recorded:
 
 def record(
     load_weights: LoadWeights,
-    checkpoint: Mapping[str, TensorDescription],
+    checkpoint: str | os.PathLike[str] | Mapping[str, TensorDescription],
     into: Parameters,
     *,
     stage: str | Sequence[str] = (),
@@ -139,21 +141,30 @@ def record(
     Args:
         load_weights: takes an iterable of names and whole tensors, as engines' do. Called here, and again by :meth:`Recorded.finish` if
             there is something to stage.
-        checkpoint: names, shapes and dtypes: ``ckpt.open(url)``, or a dict of tensors of the meta device.
+        checkpoint: names, shapes and dtypes: the URL of a checkpoint, ``ckpt.open(url)``, or a dict of tensors of the meta device.
         into: the engine's module, or its parameters by name.
         stage: globs of names that are to be staged whole, whatever the loader does with them.
         optional: globs of parameters that the checkpoint need not fill.
         after: called at the end of :meth:`Recorded.finish`: what the engine does with weights that are loaded.
 
     Raises:
+        UsageError: the arguments are something else, or in another order.
+        NamesError: a glob of ``stage`` matches no tensor.
         StateError: a parameter has no memory of its own, or the loader replaced it.
         CoverageError: a parameter is not filled, or not all of it.
         Exception: whatever ``load_weights`` raises.
     """
-    tensors = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in checkpoint.items()}
+    if not callable(load_weights) or isinstance(load_weights, torch.nn.Module):
+        raise UsageError(
+            f"load_weights is a function, not {type(load_weights).__name__}", hint="record(engine.load_weights, ckpt.open(url), engine)"
+        )
+    described = checkpoint if isinstance(checkpoint, Mapping) else open_checkpoint(checkpoint)
+    tensors = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in described.items()}
     if not tensors:
         raise UsageError("the checkpoint has no tensors", hint="give record() what ckpt.open(url) returns")
     memory = EngineMemory(into)
+    if idle := [glob for glob in several(stage) if not any(fnmatchcase(name, glob) for name in tensors)]:
+        raise NamesError(f"stage= has globs that match no tensor of the checkpoint: {', '.join(map(repr, idle))}")
     staged = {name: "asked for by stage=" for name in tensors if any(fnmatchcase(name, glob) for glob in several(stage))}
     recording = _recorded(load_weights, tensors, memory, staged)
     replaced = memory.replaced(into)
@@ -234,7 +245,8 @@ def _check_filled(left: Sequence[tuple[ParameterMemory, Sequence[Box]]], optiona
     if wanted:
         listed = [_missing(memory, boxes) for memory, boxes in wanted]
         more = f"\n  and {len(listed) - 20} more" if len(listed) > 20 else ""
+        count = f"{len(listed)} parameter{'s' * (len(listed) != 1)}"
         raise CoverageError(
-            f"load_weights does not fill {len(listed)} parameters\n  " + "\n  ".join(listed[:20]) + more,
-            hint="the checkpoint lacks them, or record(..., optional=[globs]) says that it may",
+            f"load_weights does not fill {count}\n  " + "\n  ".join(listed[:20]) + more,
+            hint="look whether the checkpoint has them; record(..., optional=[globs]) names parameters that need no value from it",
         )

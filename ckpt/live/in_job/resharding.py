@@ -47,7 +47,7 @@ from ckpt.live.holdings import Holdings
 from ckpt.live.naming.renaming import check_alike, in_other_names, views_of
 from ckpt.live.naming.wording import worded
 from ckpt.live.server import PieceServer
-from ckpt.plan.match import Selection, globs_of_only
+from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
 from ckpt.tracing.spans import Spans
 
@@ -126,7 +126,7 @@ def reshard(
     wait_for_pending_save(base)
     options = LoadOptions(
         layout=new_layout,
-        selection=Selection(only=globs_of_only(only), rename=tuple((rename or {}).items())),
+        selection=Selection(only=globs_of_only(only), rename=rules_of_rename(rename)),
         strict=strict,
         cast=cast,
         verify="full",
