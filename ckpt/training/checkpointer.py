@@ -256,9 +256,11 @@ class Checkpointer:
             part = self._options.part
             same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
             load_own = partial(load_one, **{**same_part, **options})
+            # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
+            base = load_origin(origin, self.group, self.timeout, load_one) if origin is not None and part is not None else None
             own = restored = load_nearest(self._first, self.group, self.timeout, load_own, step)
             if restored is None and origin is not None:
-                restored = load_origin(origin, self.group, self.timeout, load_one)
+                restored = base or load_origin(origin, self.group, self.timeout, load_one)
         except CkptError as err:
             self._reporter.restored(step, None, time.perf_counter() - began, None, err)
             raise

@@ -94,7 +94,7 @@ def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[
     call = group.call("restore", origin.location, timeout)
     step: int = call.map_reduce("begin", dict, lambda rows: origin.find_step())
     load(origin.location, **origin.load_options)
-    log.info("the run begins after step %d: %s", step, origin.location)
+    log.info("loaded step %d of %s, to begin from", step, origin.location)
     return LoadedCopy(step, origin.location, origin.location)
 
 

@@ -203,3 +203,20 @@ def test_a_run_of_parts(root: str) -> None:
     with ckpt.Checkpointer(root, trainable=True) as c:
         assert c.restore(state) == 3
     check_loaded(state, before, tensors(saved), lambda name: "base" not in name)
+
+
+def test_a_run_of_parts_loads_its_base_at_every_start(root: str) -> None:
+    """Without it, the second start would train over other frozen weights, and nobody would notice."""
+    base = job(0)
+    ckpt.save(f"{root}/base", {"model": base["model"]})
+    origin = ckpt.BeginFrom(f"{root}/base", step=0, strict=False)
+    for start in (0, 1):
+        state = job(start + 1)
+        with ckpt.Checkpointer(f"{root}/run", trainable=True) as c:
+            assert c.restore(state, begin_from=origin) == start
+            frozen = [name for name in tensors(state) if name.startswith("model.") and "base" in name]
+            assert frozen and all(torch.equal(tensors(state)[name], tensors(base)[name]) for name in frozen)
+            if start == 0:
+                c.save(1, state).result()
+                first = {name: t.clone() for name, t in tensors(state).items()}
+    assert all(torch.equal(t, first[name]) for name, t in tensors(state).items())
