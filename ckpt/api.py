@@ -272,7 +272,9 @@ def load(
     with _fails_together(group, "load", url):
         wait_for_pending_save(group)
         check_layout(layout, group.ranks)
-        check_flags(strict=strict, cast=cast, dry_run=dry_run, **({} if exchange is None else {"exchange": exchange}))
+        check_flags(
+            strict=strict, cast=cast, dry_run=dry_run, mixed_steps=mixed_steps, **({} if exchange is None else {"exchange": exchange})
+        )
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
         part = StatePart.of(only, trainable=trainable)
@@ -316,6 +318,7 @@ def open(
     url = url_text(url)
     from .formats.registry import open_catalog
 
+    check_flags(mixed_steps=mixed_steps)
     return View(open_catalog(url, sources=settings.sources(sources), mixed_steps=mixed_steps))
 
 
