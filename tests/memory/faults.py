@@ -26,8 +26,8 @@ from ckpt.errors import CkptError
 from ckpt.memory import client, connection
 from ckpt.policies import EverySteps, Latest
 
-TIMEOUT = 6.0
-"""Seconds without a sign of life, of the daemon, too."""
+TIMEOUT = float(os.environ.get("FAULTS_TIMEOUT", "6"))
+"""Seconds without a sign of life, of the daemon, too; a campaign on a busy machine needs more."""
 ROWS = 96
 
 PHASES = {
