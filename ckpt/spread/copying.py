@@ -30,6 +30,7 @@ from ckpt.maintenance.step_listing import Step, list_steps
 from ckpt.plan.redundancy.copies import NodeCopy, is_complete, missing_copies
 
 from .backend import SpreadBackend
+from .copies_seen import forget_copies
 from .nodes import NodeSet
 
 log = logging.getLogger("ckpt")
@@ -144,6 +145,7 @@ class NodeCopier:
                 self._incomplete.pop(id, None)
                 continue
             if not is_complete(SpreadFiles.of(step.url).holders(self._nodes), self._nodes.domains, self._nodes.copies, self._nodes.backups):
+                forget_copies(self._nodes, step.url, id)
                 continue
             self._incomplete.pop(id, None)
             if self._completed is not None and step.number is not None:

@@ -16,7 +16,7 @@ import xxhash
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.coordination.step_agreement import own_store
-from ckpt.errors import UsageError
+from ckpt.errors import CkptError, UsageError
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.maintenance.step_listing import Step
 from ckpt.plan.redundancy.domains import backups_in
@@ -27,6 +27,7 @@ from ckpt.policies.arguments import check_arguments
 from ckpt.text.urls import url_text
 
 from .backend import ROOT
+from .copies_seen import note_copies
 from .copying import Completed, NodeCopier
 from .losses import loss
 from .meeting import JobNodes, is_memory, meet, own_node
@@ -217,6 +218,11 @@ class SpreadTier:
     # ---- copies
 
     def _completed(self, step: int, url: str, id: str, seconds: float) -> None:
+        if self.in_memory:
+            try:
+                note_copies(self.nodes, url, id)
+            except CkptError as err:  # for people alone
+                log.debug("that step %d has all of its copies was not noted: %s", step, err)
         self.copied(step, url, id, seconds)
 
     def add(self, after: Future[Any] | None = None) -> None:

@@ -76,13 +76,15 @@ def _serve(output: Output, budget: int | None, *, replace: bool) -> None:
 
 def _status(output: Output, *, listen: bool) -> None:
     from ckpt.memory import client
+    from ckpt.spread.copies_seen import copies_seen
 
     daemon = client.connect(start=False)
     if listen:
         daemon.address()
     status = daemon.status()
+    copies = {path: copies_seen(f"mem://{path}") for path in status["by_checkpoint"]}
     if output.json:
-        output.document(status)
+        output.document({**status, "copies": copies})
         return
     used = sum(status[kind] for kind in ("objects", "lent", "dropped", "spare"))
     output.line(
@@ -91,12 +93,13 @@ def _status(output: Output, *, listen: bool) -> None:
     )
     if status["addresses"]:
         output.line("listens at " + ", ".join(f"{host}:{port}" for host, port in status["addresses"]) + f"; {status['peers']} peers")
-    rows = [(units.size(size), f"mem://{path}") for path, size in sorted(status["by_checkpoint"].items())]
+    words = {True: "complete", False: "incomplete", None: ""}
+    rows = [(units.size(size), words[copies[path]], f"mem://{path}") for path, size in sorted(status["by_checkpoint"].items())]
     for kind, meaning in (("lent", "saves in progress"), ("dropped", "dropped, still read"), ("spare", "spare, to be filled again")):
         if status[kind]:
-            rows.append((units.size(status[kind]), meaning))
+            rows.append((units.size(status[kind]), "", meaning))
     if rows:
-        output.table((">SIZE", "WHAT"), rows)
+        output.table((">SIZE", "COPIES", "WHAT"), rows)
     for pull in status["pulls"]:
         if pull["state"] != "complete":
             error: dict[str, Any] = pull["error"] or {}

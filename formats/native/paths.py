@@ -26,9 +26,11 @@ SPANS = "spans.json"
 
 PROGRESS = "progress.json"
 """Lies beside the index of a save that goes on (``progress``)."""
+COPIES = "copies.json"
+"""Lies beside the index of a checkpoint in memory of which all second copies were seen on other machines (``spread.copies_seen``)."""
 CLEARING = "clearing"
 """Lies beside the index while somebody clears away a save that was not committed (``clearing``)."""
-_BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, *RANK_NAMES, SPANS, PROGRESS, CLEARING)
+_BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, *RANK_NAMES, SPANS, PROGRESS, COPIES, CLEARING)
 
 _OF_A_SAVE = re.compile(
     rf"index-([0-9a-z]{{16}})/(?:{'|'.join(map(re.escape, _BESIDE_INDEX))})|data/([0-9a-z]{{16}})-\d{{5,}}(?:-\d+)?\.safetensors"

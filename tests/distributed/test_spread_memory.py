@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
+from ckpt.cli.main import cli
 from ckpt.memory import client
 from ckpt.policies import EverySteps
 from tests.distributed.ranks import Lost, Ranks
@@ -62,7 +67,9 @@ def daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[cl
         yield [stack.enter_context(daemon_in(tmp_path / f"daemon{n}")) for n in range(3)]
 
 
-def test_all_trainers_die_and_then_a_machine(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:
+def test_all_trainers_die_and_then_a_machine(
+    ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed after step 2; resumed in another layout from what the daemons have; then a machine is gone, and two ranks go on."""
     lost = ranks.run(3, train_and_die, str(tmp_path), allow_death=True)
     assert all(isinstance(one, Lost) and one.exitcode == -signal.SIGKILL for one in lost), lost
@@ -72,6 +79,10 @@ def test_all_trainers_die_and_then_a_machine(ranks: Ranks, tmp_path: Path, daemo
     results = ranks.run(3, resume, str(tmp_path), [0, 1, 2], 1)
     assert [start for start, _ in results] == [2] * 3
     assert all("only this job can open: memory of this host" in text and text.endswith("root 0 B") for _, text in results), results
+    for daemon in daemons:
+        monkeypatch.setenv("CKPT_MEMORY_DIR", str(daemon.folder))
+        status = json.loads(CliRunner().invoke(cli, ["memory", "status", "--json"]).stdout)
+        assert list(status["copies"].values()) == [True] * 2 and "complete" in CliRunner().invoke(cli, ["memory", "status"]).stdout
     daemons[1].stop()
     results = ranks.run(2, resume, str(tmp_path), [0, 2], 0)
     assert [start for start, _ in results] == [2] * 2
@@ -122,3 +133,105 @@ def three_steps(folder: str) -> tuple[list[int | None], list[str | None]]:
         for n in range(1, 4):
             c.step(n, state_of(n, 0))
     return [s.number for s in ckpt.list_steps(f"{folder}/root")], [e.reason for e in events if e.kind == "alert"]
+
+
+# ----------------------------------------------------------------------------------------------------- more than one machine is lost
+
+
+def one_published_one_not(folder: str) -> None:
+    """Step 2 is at the root and in memory, step 3 only in memory, with all copies; then everybody dies."""
+    c = on_machine(folder, dist.get_rank(), save=EverySteps(2))
+    for n in range(1, 4):
+        c.step(n, state_of(n, 0))
+        assert c.handle is not None
+        c.handle.result()
+        if n == 2:
+            c.wait()
+    assert c._spread is not None and c._spread.finish() == ()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_machine(folder: str, machine: int, **options: Any) -> ckpt.Checkpointer:
+    socket.gethostname = lambda: f"machine{machine}"
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
+    return ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), timeout=20, **options)
+
+
+def restore_on(folder: str, machines: Sequence[int]) -> tuple[int | None, dict[str, int]]:
+    with on_machine(folder, machines[dist.get_rank()], save=EverySteps(100)) as c:
+        state = state_of(-1, 0)
+        start = c.restore(state)
+        assert start is not None and state["n"] == start and torch.equal(state["w"].full_tensor(), whole_of(start))
+        assert c.restored_from is not None
+        return start, dict(c.restored_from.sources)
+
+
+def files_of(daemon: client.MemoryClient, step: int) -> dict[str, int]:
+    """Bytes of the data files that a daemon has, by path."""
+    return {k.path: k.size for k in daemon.list() if f"step-{step:08d}/data/" in k.path}
+
+
+def writers_of(daemon: client.MemoryClient) -> set[int]:
+    """The ranks whose parts of sharded tensors a daemon has."""
+    return {int(match[1]) for path in files_of(daemon, 3) if (match := re.search(r"data/[0-9a-z]+-(\d+)\.safetensors$", path))}
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["a holder of each is left", "both holders are gone"])
+def test_half_of_the_machines_are_gone(tmp_path: Path, *, together: bool) -> None:
+    """If one has all that is left of another that is gone, too, step 3 is lost; of step 2 only what is missing comes from the root."""
+    with ExitStack() as stack:
+        daemons = [stack.enter_context(daemon_in(tmp_path / f"daemon{n}")) for n in range(4)]
+        four = Ranks(4)
+        four.run(4, one_published_one_not, str(tmp_path), allow_death=True)
+        holders = [writers_of(d) for d in daemons]
+        assert all(n in held and len(held) == 2 for n, held in enumerate(holders)), holders
+        (second,) = [n for n in range(1, 4) if 0 in holders[n]]
+        gone = {0, second if together else next(n for n in range(1, 4) if n != second and n not in holders[0])}
+        files = [files_of(d, 2) for d in daemons]
+        for n in gone:
+            daemons[n].stop()
+        left = [n for n in range(4) if n not in gone]
+        lost = {path: size for n in gone for path, size in files[n].items()}
+        missing = sum(size for path, size in lost.items() if not any(path in files[n] for n in left))
+        ended = four.run(2, restore_on, str(tmp_path), left)
+    at_root = sum(sources["root"] for _, sources in ended)
+    assert [start for start, _ in ended] == [2 if together else 3] * 2
+    assert sum(sum(sources.values()) for _, sources in ended) > 64 * 50 * 4
+    assert (missing > 0) == together and missing <= at_root <= 1.02 * missing, (at_root, missing)
+
+
+# ------------------------------------------------------------------------------------------------------------- clocks
+
+
+def train_by_clock(folder: str, machines: Sequence[int], days: dict[int, float], back_to: int | None, steps: range, salt: int) -> None:
+    machine = machines[dist.get_rank()]
+    now, now_ns, ahead = time.time, time.time_ns, days[machine] * 86400
+    time.time, time.time_ns = lambda: now() + ahead, lambda: now_ns() + int(ahead * 1e9)
+    with on_machine(folder, machine, save=EverySteps(100)) as c:
+        if back_to is not None:
+            assert c.restore(state_of(-1, 0), step=back_to) == back_to
+        for n in steps:
+            c.step(n, state_of(n + salt, 0))
+
+
+def contents_of(folder: str, machines: Sequence[int]) -> list[int]:
+    """What steps 4 and 3 have."""
+    found = []
+    with on_machine(folder, machines[dist.get_rank()], save=EverySteps(100)) as c:
+        for step in (None, 3):
+            state = state_of(-1, 1)
+            assert c.restore(state, step=step) == (step or 4)
+            assert torch.equal(state["w"].full_tensor(), whole_of(state["n"]))
+            found.append(state["n"])
+    return found
+
+
+def test_clocks_are_days_apart(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:
+    """The leader of the second life is five days behind that of the first one, goes back a step and trains another way. Nobody gets the
+    first life's steps any more."""
+    days = {0: 3.0, 1: 0.0, 2: -2.0}
+    ranks.run(3, train_by_clock, str(tmp_path), [0, 1, 2], days, None, range(1, 4), 0)
+    ranks.run(3, train_by_clock, str(tmp_path), [2, 0, 1], days, 2, range(3, 5), 100)
+    daemons[0].stop()
+    assert ranks.run(2, contents_of, str(tmp_path), [1, 2]) == [[104, 103]] * 2
