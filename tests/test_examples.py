@@ -21,6 +21,7 @@ import torch
 
 import ckpt
 from tests.distributed.ranks import Ranks
+from tests.memory.daemons import daemon_in
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 
@@ -306,6 +307,55 @@ def test_ranks_change_in_memory_as_through_a_checkpoint(tmp_path: Path) -> None:
     assert [losses for losses, _ in live] == [losses for losses, _ in stored]
     assert [len(losses) for losses, _ in live] == [9, 9, 9, 6, 3, 3]  # a rank that rests sees no losses
     assert len(set(live[0][0])) == 9 and sum(sent for _, sent in live) > 300_000
+
+
+def test_a_rank_is_lost_and_the_losses_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, of which one is killed, then new jobs of three and of four: the losses of a run through storage that had the same."""
+    four = Ranks(4)
+    with daemon_in(tmp_path / "daemon"):
+        folder = {"CKPT_MEMORY_DIR": str(tmp_path / "daemon")}
+        for size, last, kill_at in ((4, 6, 4), (4, 6, None), (3, 9, None), (4, 12, None)):
+            four.run(size, lost_rank, folder, str(tmp_path / "memory"), last, kill_at, allow_death=kill_at is not None)
+    for size, last in ((4, 6), (3, 9), (4, 12)):
+        four.run(size, lost_rank, {}, str(tmp_path / "storage"), last, None)
+    memory, storage = (losses_of(tmp_path / f"{run}.log") for run in ("memory", "storage"))
+    assert memory == storage and len(memory) == 12 and len(set(memory.values())) == 12
+    lives = [line for line in (tmp_path / "memory.log").read_text().splitlines() if line.startswith("life")]
+    assert [line.partition(" from ")[0] for line in lives] == ["life on 4 ranks", "life on 4 ranks", "life on 3 ranks", "life on 4 ranks"]
+    assert all("memory of this host" in line and line.endswith("root 0 B") for line in lives[1:]), lives
+
+
+def lost_rank(environment: dict[str, str], run: str, last: int, kill_at: int | None) -> None:
+    os.environ.update(environment)
+    example("lost_rank").train(run, last, kill_at, memory=bool(environment))
+
+
+def losses_of(log: Path) -> dict[int, str]:
+    """By step, to the last bit; no step was trained twice."""
+    rows = [line.removeprefix("step ").split(": ") for line in log.read_text().splitlines() if line.startswith("step ")]
+    assert len({step for step, _ in rows}) == len(rows), rows
+    return {int(step): loss for step, loss in rows}
+
+
+@pytest.mark.slow
+def test_a_rank_is_lost_under_torchrun(tmp_path: Path) -> None:
+    """As the example's docstring has it; a rank that torchrun starts again goes on with the losses of a run that nobody killed."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CKPT_MEMORY_DIR": str(tmp_path / "daemon")}
+    jobs = [
+        (4, ["memory", "--steps", "8", "--kill-at", "5"]),
+        (3, ["memory", "--steps", "10"]),
+        (4, ["storage", "--steps", "8", "--no-memory"]),
+        (3, ["storage", "--steps", "10", "--no-memory"]),
+    ]
+    with daemon_in(tmp_path / "daemon"):
+        for size, (run, *rest) in jobs:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "--max-restarts=1"]
+            command = [sys.executable, *launcher, str(EXAMPLES / "lost_rank.py"), str(tmp_path / run), *rest]
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done.stderr
+    memory, storage = (losses_of(tmp_path / f"{run}.log") for run in ("memory", "storage"))
+    assert memory == storage and len(set(memory.values())) == 10
+    assert (tmp_path / "memory.log").read_text().count("life on 4 ranks") == 2
 
 
 def test_engines_come_and_go_while_a_trainer_publishes(tmp_path: Path) -> None:
