@@ -81,6 +81,15 @@ class Bed:
         """Its process 1, as seen from outside."""
         return self._running[host].pid
 
+    def limit(self, mbit: int) -> None:
+        """So fast is each host's link from now on, in both directions."""
+        assert self._switch is not None
+        for i, host in enumerate(self.hosts):
+            for card in host.cards:
+                for end, device in ((self._running[i], card.name), (self._switch, _port(card, i))):
+                    shape = f"tc qdisc replace dev {device} root tbf rate {mbit}mbit burst 256kb latency 400ms"
+                    subprocess.run(["nsenter", "-t", str(end.pid), "-n", *shape.split()], check=True, capture_output=True, timeout=30)
+
     # ---- a host
 
     def start(self, i: int) -> None:

@@ -16,9 +16,10 @@ import ckpt
 from ckpt import Flat, GlobalShape, Layout, Replicate, Shard
 from ckpt.policies import OnPreemption
 
-PHASES = ("begin", "write", "written", "commit", "committed", "match", "read", "exchange")
+PHASES = ("begin", "write", "written", "commit", "committed", "match", "read", "exchange", "copy")
 """Of a save: before its begin, before the data are written, when they are; on the leader before index and record are written, and after.
-Of a load: before states are matched, and before data are read. Of both: when ranks begin to exchange bytes."""
+Of a load: before states are matched, and before data are read. Of both: when ranks begin to exchange bytes.
+Of a second copy: when all bytes of a file were sent, and it is not there yet."""
 
 ROWS, FLAT = (24, 1024), (173, 129)
 
@@ -95,6 +96,7 @@ def stop_at(phase: str, folder: Path, rank: int) -> None:
     import ckpt.engine.load.load as load
     import ckpt.engine.save.leader as leader
     import ckpt.engine.save.save as save
+    import ckpt.spread.remote_node as remote_node
     import ckpt.transport.exchange as exchange
 
     def wait() -> None:
@@ -113,6 +115,7 @@ def stop_at(phase: str, folder: Path, rank: int) -> None:
         "match": (load, "match", False),
         "read": (load, "read", False),
         "exchange": (exchange.Exchange, "start", True),
+        "copy": (remote_node.RemoteWriter, "_make_durable", False),
     }
     owner, name, after = places[phase]
     inner: Callable[..., Any] = getattr(owner, name)

@@ -335,6 +335,27 @@ class TestStrangers:
         thread.join()
         listening.close()
 
+    def test_a_daemon_of_an_older_protocol(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A real one: the training loop is refused by name, and the daemon can be ended, which frees its memory."""
+        monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
+        code = f"""
+from ckpt.memory import messages
+messages.PROTOCOL = 0
+from pathlib import Path
+from ckpt.memory.running import serve
+serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flush=True))
+"""
+        old = start(code)
+        try:
+            assert old.stdout is not None and old.stdout.readline() == "listens\n"
+            with pytest.raises(FormatError, match=r"(?s)speaks version 0 of the protocol, this release 1.*ckpt memory stop --yes"):
+                ckpt.Checkpointer(str(tmp_path / "run"), memory=ckpt.Memory()).step(1, {"w": torch.ones(3)})
+            client.end_daemon(tmp_path / "memory")
+            assert old.wait(20) == 0
+        finally:
+            old.kill()
+            old.communicate()
+
     def test_nonsense_is_refused_and_others_are_served(self, daemon: MemoryClient) -> None:
         asked = ("get", "lend", "put_bytes", "pull", "delete")
         wrong = [

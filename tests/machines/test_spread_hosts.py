@@ -1,0 +1,83 @@
+"""A host is cut off in the middle of a second copy: nobody hangs, what other hosts have is restored whole, and the copy is made later."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt import Layout, Replicate, Shard
+from ckpt.memory import client
+from ckpt.policies import EverySteps
+from ckpt.spread.copies_seen import copies_seen
+from tests.machines import work
+from tests.machines.bed import Bed
+from tests.machines.jobs import Job
+
+pytestmark = pytest.mark.alone
+
+TIMEOUT, MARGIN = 3.0, 4.0
+
+
+def state_of(n: int) -> dict[str, Any]:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return {"w": torch.randn(240, 100, generator=torch.Generator().manual_seed(n)).chunk(world)[rank].clone(), "n": n}
+
+
+def begin(folder: str) -> ckpt.Checkpointer:
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/{os.uname().nodename}"
+    layout = Layout({"dp": int(os.environ["WORLD_SIZE"])}, [("w", Shard(0, "dp")), ("*", Replicate())])
+    return ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), save=EverySteps(100), timeout=TIMEOUT, layout=layout)
+
+
+def save_twice(folder: str) -> tuple[bool, tuple[int, ...], float]:
+    """Rank 1 waits in the copy of step 2 until its host is cut off. Whether the copies of this host ended, what lacks some, and seconds."""
+    c = begin(folder)
+    for n in (1, 2):
+        if n == 2 and os.environ["RANK"] == "1":
+            work.stop_at("copy", Path.cwd(), 1)
+        c.step(n, state_of(n))
+        assert c.handle is not None and c._spread is not None and c._spread._copier is not None
+        c.handle.result()
+        if n == 1:
+            assert c._spread.finish() == ()
+    began = time.monotonic()
+    return c._spread._copier.finish(60), c.uncopied, time.monotonic() - began
+
+
+def restore(folder: str) -> tuple[int | None, tuple[int, ...], bool | None, int]:
+    """The step, what lacks copies, whether its copies were seen, and bytes of this host's daemon that a save has borrowed."""
+    c = begin(folder)
+    state = state_of(0)
+    state["w"].zero_()
+    start = c.restore(state)
+    assert c._spread is not None and state["n"] == start and torch.equal(state["w"], state_of(start or 0)["w"])
+    uncopied = c._spread.finish()
+    daemon = client.connect()
+    (run,) = {known.path.split("/")[0] for known in daemon.list()}
+    return start, uncopied, copies_seen(f"mem://{run}/step-{start:08d}"), daemon.status()["lent"]
+
+
+def test_cut_off_in_the_middle_of_a_copy(bed: Bed, tmp_path: Path) -> None:
+    try:
+        with Job(bed, save_twice, str(tmp_path), hosts=(0, 1, 2)) as job:
+            job.await_file("1.there")
+            time.sleep(0.5)  # the others have given their copies
+            bed.cut(1)
+            job.go_on()
+            ended = job.results(60)
+        assert [finished for finished, *_ in ended] == [True] * 3
+        assert [uncopied for _, uncopied, _ in ended] == [(), (2,), ()]
+        assert ended[1][2] < TIMEOUT + MARGIN and max(seconds for *_, seconds in ended) < 3 * (TIMEOUT + MARGIN), ended
+        with Job(bed, restore, str(tmp_path), hosts=(0, 2)) as job:  # what is left of step 2 is not all of it
+            assert job.results() == [(1, (), True, 0)] * 2
+        bed.mend()
+        with Job(bed, restore, str(tmp_path), hosts=(0, 1, 2)) as job:
+            assert job.results() == [(2, (), True, 0)] * 3
+    finally:
+        bed.mend()

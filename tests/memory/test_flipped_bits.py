@@ -1,0 +1,79 @@
+"""A bit that flips on the wire between machines: what arrives is right, or there is an error by name, and nothing wrong is kept."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.io_backends import Backend, PosixBackend
+from ckpt.memory import client
+from ckpt.memory.client import MemoryClient
+from ckpt.spread.copying import NodeCopier
+from ckpt.spread.node_server import NodeServer
+from ckpt.spread.nodes import NodeSet, StorageNode
+from ckpt.spread.remote_node import NodeConnections, RemoteNode
+from ckpt.spread.runs import forget, know, run_url
+from tests.memory.daemons import daemon_in
+from tests.memory.flipping import flipping
+from tests.memory.test_pulling import await_pulls
+
+MIB = 1 << 20
+
+
+def test_between_daemons(daemon: MemoryClient, tmp_path: Path) -> None:
+    """A fetch fails, and the next one brings the right bytes; a load reads once more."""
+    wanted = torch.arange(2 * MIB)
+    ckpt.save("mem://run/step-00000001", {"w": wanted})
+    (data,) = [known.path for known in daemon.list() if "/data/" in known.path]
+    with daemon_in(tmp_path / "other") as other, flipping(daemon.addresses()[0], 9 * MIB, up=False) as proxy:
+        address = f"127.0.0.1:{proxy.address[1]}"
+        other.pull(address, [data], secret=daemon.secret())
+        (row,) = await_pulls(other)
+        assert (row["state"], row["error"]["type"], proxy.flipped) == ("failed", "CorruptError", 1)
+        assert list(other.list()) == [] and other.status()["lent"] == 0
+        other.pull(address, [data], secret=daemon.secret())
+        assert [(row["state"], row["path"]) for row in await_pulls(other)] == [("complete", data)]
+        proxy.armed = True
+        client.trust(address, daemon.secret())
+        state = {"w": torch.zeros_like(wanted)}
+        ckpt.load(f"mem://{address}/run/step-00000001", state)
+        assert torch.equal(state["w"], wanted) and proxy.flipped == 2
+
+
+def below(path: Path, prefix: str) -> Backend:
+    return PosixBackend(str(path / prefix))
+
+
+def test_in_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other node refuses it, and has no part of the file; the next round copies it."""
+    (tmp_path / "b").mkdir()
+    server = NodeServer(PosixBackend(str(tmp_path / "b")), b"secret", 10)
+    with flipping(server.addresses[0], 3 * MIB, up=True) as proxy:
+        to_b = NodeConnections("b", [proxy.address], b"secret", 10, same_network=True)
+        nodes = [
+            StorageNode(name="a", domain="a", below=partial(below, tmp_path / "a")),
+            StorageNode(name="b", domain="b", below=partial(RemoteNode, to_b)),
+        ]
+        run = NodeSet(url=run_url("flipped"), nodes=nodes, own=0, copies=1)
+        know(run)
+        proxy.armed = False
+        ckpt.save(f"{run.url}/step-1", {"w": torch.rand(2 * MIB)})
+        proxy.armed = True
+        copier = NodeCopier(run, None)
+        with caplog.at_level(logging.WARNING):
+            copier.add()
+            assert copier.finish(60)
+        assert (copier.uncopied, proxy.flipped) == ((1,), 1) and "damaged on the way" in caplog.text
+        assert list((tmp_path / "b").rglob("data/*")) == []
+        copier.add()
+        assert copier.finish(60) and copier.uncopied == ()
+        forget(run)
+        to_b.close()
+    server.close()
+    (copy,) = (tmp_path / "b").rglob("data/*")
+    assert copy.read_bytes() == (tmp_path / "a" / copy.relative_to(tmp_path / "b")).read_bytes()
