@@ -229,7 +229,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
         rows=tuple(rows.values()),
         removable=tuple(rows[url] for url in going),
         orphans=tuple(orphans),
-        referrers={info.step: info.referred_by for info in facts},
+        referrers={info.step: info.users for info in facts},
     )
 
 

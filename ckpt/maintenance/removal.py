@@ -120,13 +120,15 @@ def _remove_named(root: Backend, name: str, step: Step | None, referrers: Callab
     return True
 
 
-def infos(steps: Sequence[Step]) -> list[StepInfo]:
-    """What keeping policies know of the checkpoints of a run; those without a step number are left out.
+def infos(steps: Sequence[Step], *, bases: bool = True) -> list[StepInfo]:
+    """What keeping policies know of the checkpoints of a run; those without a step number are left out. ``bases``: whether what lies below
+    parts of a state is here, so that it has to stay.
 
     What a virtual checkpoint of the run points into is referred to by it; if that has no step number, it counts as a tag. So does one
     of which nobody can say what it refers to: it keeps all that others may refer to.
     """
     using = _users(steps)
+    over = _parts(steps) if bases else {}
     unsure = [s for s in steps if s.references_unknown]
     return [
         StepInfo(
@@ -141,11 +143,24 @@ def infos(steps: Sequence[Step]) -> list[StepInfo]:
                 ]
             ),
             referred_by=tuple(v.number for v in using.get(s.url, ()) if v.number is not None),
+            base_of=tuple(over.get(s.url, ())),
             committed=s.committed,
         )
         for s in steps
         if s.number is not None
     ]
+
+
+def _parts(steps: Sequence[Step]) -> dict[str, list[int]]:
+    """The URL of a whole checkpoint → the steps after it, up to the next whole one, that are parts: with it a restart has all of the state."""
+    over: dict[str, list[int]] = {}
+    base: Step | None = None
+    for number, s in sorted(((s.number, s) for s in steps if s.committed and s.number is not None), key=lambda item: item[0]):
+        if s.part is None:
+            base = s
+        elif base is not None:
+            over.setdefault(base.url, []).append(number)
+    return over
 
 
 def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:

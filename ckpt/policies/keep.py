@@ -35,6 +35,8 @@ class StepInfo:
     tags: frozenset[str] = frozenset()
     referred_by: tuple[int, ...] = ()
     """Steps that exist and whose checkpoints use bytes of this one."""
+    base_of: tuple[int, ...] = ()
+    """Steps that exist, are parts of a state, and came after this one, the last whole checkpoint before them: a restart loads it first."""
     committed: bool = True
 
     def __post_init__(self) -> None:
@@ -45,8 +47,13 @@ class StepInfo:
                 raise UsageError(f"metric {name!r} of step {self.step} is no float: {value!r}", hint="float(x) makes one of a tensor")
         if not isinstance(self.tags, frozenset):
             raise UsageError(f"the tags of step {self.step} are a frozenset, not {self.tags!r}")
-        for step in self.referred_by:
+        for step in self.users:
             check_whole(step, f"a step that refers to step {self.step}", 0)
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """Steps that are not whole without this one."""
+        return (*self.referred_by, *self.base_of)
 
 
 class KeepPolicy(Policy, ABC):

@@ -1,6 +1,7 @@
 """What may be removed: a keeping policy, and the rules that no policy can turn off.
 
-Never removed are the highest committed step, the one that was written last, what is tagged, and what a kept or unknown checkpoint uses.
+Never removed are the highest committed step, the one that was written last, what is tagged, what a kept or unknown checkpoint uses, and
+the last whole checkpoint before a kept part.
 What is not committed is left alone: whether it is an orphan or belongs to a save in progress is not for a policy to say.
 """
 
@@ -71,6 +72,7 @@ def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime) -> Ver
     kept = _with_what_they_use(committed, {step for step, why in reasons.items() if why})
     for s in committed:
         reasons[s.step] += _references([r for r in s.referred_by if r != s.step and (r in kept or r not in reasons)])
+        reasons[s.step] += _parts([r for r in s.base_of if r != s.step and (r in kept or r not in reasons)])
     verdicts = tuple(_verdict(step, reasons.get(step)) for step in explained)
     return Verdicts(verdicts, _users_first([s for s in committed if s.step not in kept]))
 
@@ -88,7 +90,7 @@ def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[in
     known = {s.step for s in committed}
     used: dict[int, list[int]] = {}
     for s in committed:
-        for referrer in s.referred_by:
+        for referrer in s.users:
             used.setdefault(referrer, []).append(s.step)
     # The transitive closure of "uses bytes of": a kept checkpoint needs those that it refers to, and these need
     # theirs.
@@ -102,12 +104,20 @@ def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[in
 
 
 def _references(referrers: Iterable[int]) -> list[str]:
-    steps = sorted(set(referrers))
+    return _of_steps(referrers, "refers to it", "refer to it")
+
+
+def _parts(parts: Iterable[int]) -> list[str]:
+    return _of_steps(parts, "is a part, and may lie over it", "are parts, and may lie over it")
+
+
+def _of_steps(users: Iterable[int], one: str, several: str) -> list[str]:
+    steps = sorted(set(users))
     if len(steps) < 2:
-        return [f"step {step} refers to it" for step in steps]
+        return [f"step {step} {one}" for step in steps]
     named = ", ".join(map(str, steps[:_NAMED]))
     more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
-    return [f"steps {named}{more} refer to it"]
+    return [f"steps {named}{more} {several}"]
 
 
 def _verdict(step: int, reasons: list[str] | None) -> Verdict:
@@ -122,7 +132,7 @@ def _users_first(steps: Sequence[StepInfo]) -> tuple[int, ...]:
     """All ``steps``, each after those that refer to it; where that leaves a choice, the lower one first."""
     # A depth-first search without recursion, since chains of references may be thousands long. A step is listed after
     # all that refer to it: wherever removing stops, nothing that remains refers to something that is gone.
-    referrers = {s.step: iter(sorted(r for r in s.referred_by if r != s.step)) for s in steps}
+    referrers = {s.step: iter(sorted(r for r in s.users if r != s.step)) for s in steps}
     order: dict[int, None] = {}
     begun: set[int] = set()
     for first in sorted(referrers):

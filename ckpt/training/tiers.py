@@ -265,7 +265,7 @@ class Tiers:
             self.retain_root()
             return
         with self.lock:
-            _remove(self._removable, self._known_removable, self.local_keep, self.busy, self.removed)
+            _remove(self._removable, self._known_removable, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
 
     def retain_after_save(self) -> None:
         """As :meth:`retain`, when a save has ended and none is going on. Once it also frees what earlier lives of the job have left in
@@ -348,16 +348,24 @@ def _levels(near: Iterator[tuple[int, list[Step]]], far: Iterator[tuple[int, lis
         root = next(far, None) if there else root
 
 
-def _remove(root: str, known: KnownSteps, keep: KeepPolicy, busy: str | None, removed: Callable[[int, str, str | None], object]) -> None:
+def _remove(
+    root: str,
+    known: KnownSteps,
+    keep: KeepPolicy,
+    busy: str | None,
+    removed: Callable[[int, str, str | None], object],
+    *,
+    bases: bool = True,
+) -> None:
     if keep == All():
         return
     try:
         committed = [s for s in _checked(known.list(), root) if s.committed]
         steps = {s.number: s for s in _numbered(committed)}
         # What is not judged, having no number or that of another, stays: and so has to what it uses.
-        facts = infos([s if steps.get(s.number) is s else replace(s, number=None) for s in committed])
+        facts = infos([s if steps.get(s.number) is s else replace(s, number=None) for s in committed], bases=bases)
         going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
-        referrers = {info.step: info.referred_by for info in facts}
+        referrers = {info.step: info.users for info in facts}
         for step in remove_steps(root, going, referrers, busy, known.list):
             if step.link is None and step.number is not None:
                 log.info("step %d is removed from %s", step.number, root)

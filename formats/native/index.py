@@ -30,6 +30,7 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.layout.geometry import Cuts
+from ckpt.plan.part import StatePart
 
 from .checks import find_problem
 from .extents import decode_extents, decode_sources, encode_extents
@@ -87,6 +88,8 @@ class IndexCache:
     tensor_bytes: int = 0
     values: Hashable = None
     state: bytes | None = None
+    part: StatePart | None = None
+    """What the state says of a part."""
 
 
 def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[str, bytes]:

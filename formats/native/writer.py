@@ -59,7 +59,8 @@ def write_index(
     """
     check_no_link(journal.backend)
     cache = IndexCache() if cache is None else cache
-    part = part_in(contents.state)
+    if cache.state is None or contents.state is not None:  # else the contents leave the state to the cache
+        cache.part = part_in(contents.state)
     files = encode_index(contents, cache)
     record = _record(files, cache.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
@@ -69,7 +70,7 @@ def write_index(
         lost=lost,
         reusable=reusable,
         inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)),
-        part=None if part is None else part.text()[:PART_LIMIT],
+        part=None if cache.part is None else cache.part.text()[:PART_LIMIT],
     )
     try:
         for name, data in files.items():

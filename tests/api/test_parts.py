@@ -17,6 +17,7 @@ from ckpt.ema import Average
 from ckpt.errors import NamesError, StateError, UsageError
 from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.maintenance.step_listing import list_steps
+from ckpt.policies import Latest
 
 
 class Adapted(nn.Module):
@@ -121,6 +122,13 @@ def test_a_part_says_that_it_is_one(url: str) -> None:
     assert ckpt.load(url, state, strict=False).unexpected == ()
 
 
+def test_a_part_with_the_values_of_the_one_before_says_that_it_is_one(root: str) -> None:
+    model = job()["model"]
+    for n, trainable in enumerate((True, True, False, True, True)):
+        ckpt.save(f"{root}/step-{n}", {"model": model}, trainable=trainable)
+    assert [s.part is not None for s in list_steps(root)] == [True, True, False, True, True]
+
+
 def test_commands_say_that_a_checkpoint_is_a_part(root: str) -> None:
     ckpt.save(f"{root}/step-1", job(0))
     ckpt.save(f"{root}/step-2", job(0), only=["*lora*", "step"], trainable=True)
@@ -220,3 +228,26 @@ def test_a_run_of_parts_loads_its_base_at_every_start(root: str) -> None:
                 c.save(1, state).result()
                 first = {name: t.clone() for name, t in tensors(state).items()}
     assert all(torch.equal(t, first[name]) for name, t in tensors(state).items())
+
+
+def test_a_run_keeps_the_whole_checkpoint_below_its_parts(root: str) -> None:
+    """Nothing else in the run has the frozen weights, though no policy keeps it."""
+    state = job(0)
+    with ckpt.Checkpointer(root, keep=Latest(1)) as c:
+        for n in (1, 2):
+            c.save(n, state).result()
+    with ckpt.Checkpointer(root, keep=Latest(2), trainable=True) as c:
+        for n in (3, 4, 5):
+            c.save(n, state).result()
+    assert [s.number for s in list_steps(root)] == [2, 4, 5]
+    collected = CliRunner().invoke(cli, ["gc", root, "--keep", "latest=1", "--yes"]).output
+    assert "step 5 is a part, and may lie over it" in collected
+    assert [s.number for s in list_steps(root)] == [2, 5]
+    resumed = job(1)
+    with ckpt.Checkpointer(root, trainable=True) as c:
+        ckpt.load(c.url(2), resumed)
+        assert c.restore(resumed) == 5
+    check_loaded(resumed, {}, tensors(state), lambda name: True)
+    with ckpt.Checkpointer(root, keep=Latest(1)) as c:
+        c.save(6, state).result()
+    assert [s.number for s in list_steps(root)] == [6]

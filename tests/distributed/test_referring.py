@@ -230,3 +230,14 @@ def test_ranks_leave_out_the_same_experts_without_talking(ranks: Ranks, tmp_path
         taken_over = {} if step == 1 else {n: max(1, step - (written - n) % 3) for n in range(3) if n != written}
         assert steps == {f"{kind}.experts.{n}.w": of for kind in ("own", "flat", "same") for n, of in taken_over.items()}
     assert sent[0] > 0 and sent[1:] == [sent[0] // 3] * 3
+
+
+def save_replicas(url: str, base: str | None = None) -> int:
+    return ckpt.save(url, {name: torch.full((9000,), float(ord(name))) for name in "abc"}, base=base, reusable=True).reused_bytes
+
+
+def test_fewer_ranks_refer_to_files_of_ranks_that_they_have_not(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, save_replicas, str(tmp_path / "step-1"))
+    assert sum(ranks.run(1, save_replicas, str(tmp_path / "step-2"), str(tmp_path / "step-1"))) == 3 * 36_000
+    assert max(file.rank for file in open_catalog(str(tmp_path / "step-2")).files) > 0
+    holds(tmp_path / "step-2", {name: torch.full((9000,), float(ord(name))) for name in "abc"})

@@ -85,7 +85,8 @@ def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, int | None]]:
     assert bool(coded) == ("codecs" in record["features"]), f"features {record['features']}, but coded are {coded}"
     assert any("#xor-" in k for k in coded) == ("anchors" in record["features"]), f"features {record['features']}, but coded are {coded}"
     assert record["tensor_bytes"] == sum(len(t[2]) for t in tensors.values()), "commit record: tensor_bytes"
-    assert all(0 <= (r["rank"] or 0) < record["world_size"] for r in [*rows, *files]), "a rank is not below world_size"
+    ours = [*rows, *(file for file, mine in zip(files, own, strict=True) if mine)]
+    assert all(0 <= (r["rank"] or 0) < record["world_size"] for r in ours), "a rank is not below world_size"
     aliases = {r["name"]: tensors[r["alias"]] for r in rows if r["alias"] is not None}  # KeyError: an alias of an alias, or of nothing
     said = {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in aliases and r["grid"] == -1}
     assert said == {name: target[:2] for name, target in aliases.items()}, "an alias with a grid, or of another dtype or shape"

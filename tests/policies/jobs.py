@@ -68,6 +68,7 @@ def runs(draw: st.DrawFn, max_size: int = 8) -> list[StepInfo]:
             metrics=draw(st.dictionaries(st.sampled_from(["loss", "acc"]), value)),
             tags=draw(st.frozensets(st.sampled_from(["best", "release-1", "x"]), max_size=2)) if draw(st.integers(0, 4)) == 0 else (),
             referred_by=tuple(draw(st.lists(st.sampled_from([*numbers, 99]), max_size=2))) if draw(st.booleans()) else (),
+            base_of=tuple(draw(st.lists(st.sampled_from(numbers), max_size=2))) if draw(st.integers(0, 4)) == 0 else (),
             committed=draw(st.integers(0, 4)) > 0,
         )
         for number in numbers

@@ -42,7 +42,7 @@ def test_kept_is_just_what_has_a_cause(keep: KeepPolicy, steps: list[StepInfo], 
         expected.add(max(committed))
         expected.add(max(committed.values(), key=lambda s: (s.created, s.step)).step)
     for _ in steps:  # so often that the longest chain of references is through
-        held = {step for step, s in committed.items() if any(r in expected or r not in committed for r in s.referred_by if r != step)}
+        held = {step for step, s in committed.items() if any(r in expected or r not in committed for r in s.users if r != step)}
         expected |= held
     assert set(retention(keep, steps, now).kept) == expected
 
@@ -69,7 +69,7 @@ def test_time_alone_never_removes_what_a_good_clock_kept(keep: KeepPolicy, steps
 @given(any_of(keeping), runs(), nows)
 def test_removal_may_stop_anywhere(keep: KeepPolicy, steps: list[StepInfo], now: datetime) -> None:
     """No prefix of the removals leaves a checkpoint without bytes that it uses, unless two use each other."""
-    referrers = {s.step: set(s.referred_by) - {s.step} for s in steps}
+    referrers = {s.step: set(s.users) - {s.step} for s in steps}
 
     def users(step: int) -> set[int]:
         found: set[int] = set()
@@ -114,6 +114,19 @@ def test_what_is_said() -> None:
         4500: "left: not committed",
     }
     assert retention(Latest(3) | EverySteps(1000), steps, NOW).removed == (500, 2300, 2200, 2500)
+
+
+def test_the_last_whole_checkpoint_before_a_part_that_is_kept() -> None:
+    steps = [info(1, base_of=(2,)), info(2), info(3, base_of=(4, 5, 6)), info(4), info(5), info(6)]
+    assert told(Latest(2), steps) == {
+        1: "removed: no rule keeps it",
+        2: "removed: no rule keeps it",
+        3: "kept: steps 5, 6 are parts, and may lie over it",
+        4: "removed: no rule keeps it",
+        5: "kept: Latest(2)",
+        6: "kept: newest; Latest(2)",
+    }
+    assert retention(Latest(2), steps, NOW).removed == (2, 1, 4)
 
 
 def test_only_the_newest() -> None:
