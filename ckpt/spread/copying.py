@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.paths import data_prefix
+from ckpt.formats.native.writer import committed_id
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.maintenance.copy_files import FileCopy
@@ -62,6 +64,14 @@ class SpreadFiles:
             path: {node for node, size in self.sizes.get(path, {}).items() if size == f.size and node in job}
             for path, f in self.files.items()
         }
+
+
+def _is_there(step: Step) -> bool:
+    """Whether a step that was listed is still committed; also if nobody can say."""
+    try:
+        return committed_id(open_backend(step.url)) == step.id
+    except CkptError:
+        return True
 
 
 class NodeCopier:
@@ -119,9 +129,12 @@ class NodeCopier:
             if self._completed is not None and step.id is not None:
                 self._incomplete.setdefault(step.id, (step, time.monotonic()))
             try:
-                self._copy_step(step.url)
+                self._copy_step(step)
                 self._complete.add(step.id)
             except CkptError as err:
+                if not _is_there(step):
+                    log.debug("%s was removed while it was copied: %s", step.url, err)
+                    continue
                 if step.number is not None:
                     failed.append(step.number)
                 log.warning("%s: not every file could be copied to another node: %s", step.url, err)
@@ -152,17 +165,25 @@ class NodeCopier:
                 self._completed(step.number, step.url, id, time.monotonic() - since)
         return bool(self._incomplete)
 
-    def _copy_step(self, url: str) -> None:
-        there = SpreadFiles.of(url)
+    def _copy_step(self, step: Step) -> None:
+        there = SpreadFiles.of(step.url)
         backend, files = there.backend, there.files
+        made: list[NodeCopy] = []
         failed: CkptError | None = None
         for copy in missing_copies(there.holders(self._nodes), self._nodes.domains, self._nodes.copies, self._nodes.backups):
             if copy.source != self._nodes.own:
                 continue
             try:
                 self._copy(backend, copy, files[copy.path], replace=copy.target in there.sizes.get(copy.path, {}))
+                made.append(copy)
             except CkptError as err:  # the others are copied all the same
                 failed = failed or err
+        # Whoever removes a step deletes its record first, and then lists its files. So he has seen a copy that was there before
+        # this look, and what came later is deleted here. No other save has a file of these names.
+        if made and not _is_there(step):
+            for copy in made:
+                with suppress(CkptError):
+                    backend.node(copy.target).delete(copy.path)
         if failed is not None:
             raise failed
 
