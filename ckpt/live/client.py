@@ -30,6 +30,7 @@ from ckpt.errors import (
     RankFailedError,
 )
 from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
+from ckpt.text.urls import address_text
 from ckpt.tracing.spans import Spans
 from ckpt.transport.endpoints import network
 from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
@@ -77,8 +78,8 @@ class Holder:
     witness: Holder | None = None
 
     def __str__(self) -> str:
-        host, port = self.addresses[0] if self.addresses else ("nowhere", 0)
-        return f"relay {self.relay} ({host}:{port})" if self.relay else f"rank {self.rank} ({host}:{port})"
+        at = address_text(*self.addresses[0]) if self.addresses else "nowhere"
+        return f"relay {self.relay} ({at})" if self.relay else f"rank {self.rank} ({at})"
 
 
 class PieceClient:

@@ -15,6 +15,7 @@ from ckpt.coordination.remote_errors import error_of
 from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, StorageError, UsageError, error_to_json
 from ckpt.settings import limits
+from ckpt.text.urls import address_text
 from ckpt.transport.tcp import close_when_forked
 
 from .connections import ConnectionServer
@@ -64,8 +65,7 @@ def listen_at(address: str) -> socket.socket:
 def with_port(address: str, port: socket.socket) -> str:
     """The address with the port that it really is."""
     host, _, name = split_address(address)
-    spelled = f"[{host}]" if ":" in host else host
-    return f"tcp://{spelled}:{port.getsockname()[1]}/{name}"
+    return f"tcp://{address_text(host, port.getsockname()[1])}/{name}"
 
 
 def _reached_at(address: str) -> list[tuple[str, int]]:

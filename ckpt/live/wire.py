@@ -26,6 +26,7 @@ from typing import Any
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
 from ckpt.text.printable import printable
+from ckpt.text.urls import address_text
 from ckpt.transport.endpoints import from_here
 from ckpt.transport.tcp import prepare
 
@@ -295,15 +296,10 @@ def _connected(addresses: Sequence[Address], timeout: float, peer: str, alive: C
                 outcomes[host, port] = str(err)
         refused = outcomes and all("refused" in outcome for outcome in outcomes.values())
         if time.monotonic() >= end or (refused and patience > 4 * _FIRST_TRY) or not addresses:
-            tried = ", ".join(f"{_spelled(address)}: {outcome}" for address, outcome in outcomes.items()) or "no address"
+            tried = ", ".join(f"{address_text(*address)}: {outcome}" for address, outcome in outcomes.items()) or "no address"
             raise DeadlineError(
                 printable(f"{peer} cannot be reached ({tried})"),
                 hint="look whether it runs, and whether its addresses lead there (CKPT_SOCKET_IFNAME chooses interfaces)",
             )
         patience *= 2
         time.sleep(min(0.05 * patience, max(0.0, end - time.monotonic())))
-
-
-def _spelled(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

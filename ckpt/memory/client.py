@@ -12,6 +12,7 @@ from pathlib import Path
 from weakref import finalize
 
 from ckpt.errors import NotFoundError, StorageError
+from ckpt.text.urls import address_text
 from ckpt.transport.idle_connections import IdleConnections
 
 from . import place
@@ -246,8 +247,7 @@ class MemoryClient:
         Raises:
             UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
         """
-        host, port = self.addresses()[0]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_text(*self.addresses()[0])
 
     def addresses(self) -> Sequence[tuple[str, int]]:
         """All of them, the most likely first."""

@@ -15,3 +15,8 @@ def url_text(url: str | os.PathLike[str]) -> str:
     if isinstance(url, os.PathLike) and not hasattr(url, "storage_options"):
         return os.fspath(url)
     return url  # type: ignore[return-value]  # refused with a message when it is opened
+
+
+def address_text(host: str, port: int) -> str:
+    """``host:port``, as URLs have it: with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from ckpt.text.urls import address_text
+
 from .endpoints import EXHAUSTED
 from .sockets import Outgoing, Sending
 from .tcp import prepare
@@ -45,7 +47,7 @@ class Dial:
 
     def __str__(self) -> str:
         """Each address and what happened there."""
-        return ", ".join(f"{_spelled(address)}: {outcome}" for address, outcome in self.outcomes.items()) or "no address"
+        return ", ".join(f"{address_text(*address)}: {outcome}" for address, outcome in self.outcomes.items()) or "no address"
 
 
 class Dialer:
@@ -133,8 +135,3 @@ class Dialer:
 
 def _why(err: OSError) -> str:
     return os.strerror(err.errno) if err.errno is not None else str(err)
-
-
-def _spelled(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

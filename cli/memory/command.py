@@ -11,6 +11,7 @@ from ckpt.cli.console.output import Output, options
 from ckpt.cli.console.parameters import URL, OneOf
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import units
+from ckpt.text.urls import address_text
 
 _NAMED = 4
 
@@ -92,7 +93,8 @@ def _status(output: Output, *, listen: bool) -> None:
         f"{units.size(used)} of {units.size(status['budget'])} in use, {status['clients']} clients"
     )
     if status["addresses"]:
-        output.line("listens at " + ", ".join(f"{host}:{port}" for host, port in status["addresses"]) + f"; {status['peers']} peers")
+        listens = ", ".join(address_text(host, port) for host, port in status["addresses"])
+        output.line(f"listens at {listens}; {status['peers']} peers")
     words = {True: "complete", False: "incomplete", None: ""}
     rows = [(units.size(size), words[copies[path]], f"mem://{path}") for path, size in sorted(status["by_checkpoint"].items())]
     for kind, meaning in (("lent", "saves in progress"), ("dropped", "dropped, still read"), ("spare", "spare, to be filled again")):
@@ -108,8 +110,11 @@ def _status(output: Output, *, listen: bool) -> None:
 
 def _drop(output: Output, url: str | None) -> None:
     from ckpt.io_backends.mem.backend import MemBackend
+    from ckpt.io_backends.mem.remote import is_remote
     from ckpt.memory import client
 
+    if url is not None and is_remote(url):
+        raise UsageError("this is the memory of another machine", where=url, hint="run `ckpt memory drop` there")
     prefix = "" if url is None else MemBackend(url).url.removeprefix("mem://")
     if url is not None and not prefix:
         raise UsageError("this URL is everything", where=url, hint="give --all if that is meant")

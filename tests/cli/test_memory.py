@@ -63,7 +63,18 @@ def test_status(run: str) -> None:
     assert "mem://runs/a/step-00000002" in text and f"{status['addresses'][0][0]}:{status['addresses'][0][1]}" in text
 
 
-@pytest.mark.parametrize("args", [["drop"], ["drop", "mem://"], ["drop", "mem://a", "--all"], ["status", "mem://a"], ["stop"], ["sleep"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["drop"],
+        ["drop", "mem://"],
+        ["drop", "mem://a", "--all"],
+        ["drop", "mem://other:4000/runs/a"],
+        ["status", "mem://a"],
+        ["stop"],
+        ["sleep"],
+    ],
+)
 def test_nothing_is_lost_by_mistake(args: list[str]) -> None:
     assert command("memory", *args).exit_code == 2
     assert len(document("memory", "status", "--json")["by_checkpoint"]) == 2
