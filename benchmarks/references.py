@@ -1,6 +1,7 @@
 """``python -m benchmarks.references DIRECTORY``: what a save with references costs, in one process, contestants in turns.
 
-*frozen*: a frozen model and a small adapter with AdamW; the second save of ``base=`` against a whole save. *full*: everything is trained; a
+*frozen*: a frozen model and a small adapter with AdamW; the second save of ``base=`` against a whole save. *trusted*: the same with
+``TrustFrozen``, so that no frozen tensor is hashed. *full*: everything is trained; a
 save with ``base=`` against one without. *load*, *verify*: of the checkpoint with references against a whole one of the same state. Ratios
 within one run count: medians of the seconds of CPU, and bytes.
 """
@@ -12,6 +13,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,12 +22,16 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.coordination.group import current_group
+from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
+from ckpt.policies import TrustFrozen
 from ckpt.text import units
 
 from .measure import cost_of
 
-MARKS = {"bytes": 1.05, "frozen": 0.05, "full": 1.01, "load": 1.05, "verify": 1.05}
+MARKS = {"bytes": 1.05, "frozen": 0.05, "trusted": 0.05, "full": 1.01, "load": 1.05, "verify": 1.05}
 """Most that each ratio may be."""
 WIDTH = 2048
 
@@ -55,6 +61,12 @@ def job(layers: int, *, frozen: bool) -> tuple[dict[str, Any], Callable[[], None
     return {"model": model, "optimizer": optimizer}, step
 
 
+def save_trusting(url: Path, state: dict[str, Any], base: Path) -> object:
+    """A save with ``base=`` that trusts all frozen tensors, as those of a ``Checkpointer`` do between two that hash them."""
+    options = replace(SaveOptions.of(base=str(base)), trust=TrustFrozen(hash_every=10_000))
+    return save_state(str(url), state, current_group(), options)
+
+
 def stored(directory: Path) -> int:
     """Bytes of all files of a checkpoint's own."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
@@ -68,16 +80,22 @@ def measure(root: Path, layers: int, repeat: int) -> dict[str, float]:
         state, step = job(layers, frozen=kind == "frozen")
         ckpt.save(root / "first", state, reusable=True)
         ckpt.save(root / "second", state, base=root / "first")  # what stays as it is, is known from here on
-        cpu: dict[str, list[float]] = {"whole": [], "based": []}
+        ways: dict[str, Callable[[Path], object]] = {
+            "whole": lambda url, state=state: ckpt.save(url, state),
+            "based": lambda url, state=state: ckpt.save(url, state, base=root / "first"),
+            "trusted": lambda url, state=state: save_trusting(url, state, root / "first"),
+        }
+        save_trusting(root / "trusted", state, root / "first")  # knows the digests from here on
+        cpu: dict[str, list[float]] = {way: [] for way in ways if way != "trusted" or kind == "frozen"}
         for _ in range(repeat):
             step()
             for way in cpu:
                 gc.collect()
                 shutil.rmtree(root / way, ignore_errors=True)
-                base = {"base": root / "first"} if way == "based" else {}
-                cpu[way].append(cost_of(lambda url=root / way, state=state, base=base: {"report": ckpt.save(url, state, **base)}).cpu)
+                cpu[way].append(cost_of(lambda url=root / way, save=ways[way]: {"report": save(url)}).cpu)
         ratios[kind] = median(cpu["based"]) / median(cpu["whole"])
         if kind == "frozen":
+            ratios["trusted"] = median(cpu["trusted"]) / median(cpu["whole"])
             tensors = [*state["model"].adapters, *(t for s in state["optimizer"].state.values() for t in s.values())]
             ratios["bytes"] = stored(root / "based") / sum(t.nbytes for t in tensors)
             ratios |= readings(root, state, repeat)

@@ -152,7 +152,8 @@ def infos(steps: Sequence[Step], *, bases: bool = True) -> list[StepInfo]:
 
 
 def _parts(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """The URL of a whole checkpoint → the steps after it, up to the next whole one, that are parts: with it a restart has all of the state."""
+    """The URL of a whole checkpoint → the steps after it, up to the next whole one, that are parts: with it a restart has all of the
+    state."""
     over: dict[str, list[int]] = {}
     base: Step | None = None
     for number, s in sorted(((s.number, s) for s in steps if s.committed and s.number is not None), key=lambda item: item[0]):

@@ -15,6 +15,7 @@ from .paying import EveryBudget, EveryOptimal
 from .retention import Verdict, Verdicts, retention
 from .save import AtSteps, EveryMinutes, Moment, OnPreemption, SavePolicy
 from .spelling import KEEP_RULES, from_json, parse_keep, to_json
+from .trust_frozen import TrustFrozen
 
 __all__ = [
     "KEEP_RULES",
@@ -38,6 +39,7 @@ __all__ = [
     "SavePolicy",
     "StepInfo",
     "Tagged",
+    "TrustFrozen",
     "Verdict",
     "Verdicts",
     "Within",

@@ -21,6 +21,7 @@ from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
 from ckpt.formats.native.coding.xor_planes import XOR_PLANES
 from ckpt.policies.anchor import Anchor
 from ckpt.policies.partial_experts import ExpertTurn, PartialExperts
+from ckpt.policies.trust_frozen import TrustFrozen
 
 
 @dataclass(eq=False)
@@ -105,3 +106,15 @@ def check_experts(experts: object, anchor: Anchor | None) -> None:
 
 
 _PARTIAL = "partial_experts=ckpt.policies.PartialExperts(experts=64, per_save=8)"
+
+
+def trust_of(reuse: object) -> TrustFrozen | None:
+    """
+    Raises:
+        UsageError: ``reuse`` is neither True nor False nor such a policy.
+    """
+    if isinstance(reuse, bool):
+        return None
+    if not isinstance(reuse, TrustFrozen):
+        raise UsageError(f"reuse= is True, False or a TrustFrozen, not {reuse!r}", hint="reuse=ckpt.policies.TrustFrozen(hash_every=10)")
+    return reuse

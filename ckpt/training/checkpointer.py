@@ -28,7 +28,7 @@ from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_number, step_url
-from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy
+from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy, TrustFrozen
 from ckpt.policies.arguments import check_arguments
 from ckpt.settings.flags import check_flags
 from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
@@ -37,7 +37,7 @@ from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
 from .arguments import check_memory, check_signals, metric_values, state_of
-from .bases import Bases, check_experts, codec_of
+from .bases import Bases, check_experts, codec_of, trust_of
 from .begin_from import BeginFrom
 from .memory_stage import MemoryStage
 from .preemption import SIGNALS
@@ -82,7 +82,8 @@ class Checkpointer:
             and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
         reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
             (docs/guides/lora-frozen-ema.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
-            refer to stays as long as they do. Not with ``local``.
+            refer to stays as long as they do. Not with ``local``. A :class:`ckpt.policies.TrustFrozen`: the same, and frozen tensors that
+            torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
         anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
             than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
         partial_experts: a save writes some of the experts of each layer, in turns, and keeps of the others what an earlier save wrote,
@@ -108,7 +109,7 @@ class Checkpointer:
         check_replicas: bool = True,
         merge_flat_shards: bool = True,
         codec: str | None = None,
-        reuse: bool = False,
+        reuse: bool | TrustFrozen = False,
         anchor: Anchor | None = None,
         partial_experts: PartialExperts | None = None,
         timeout: float | None = None,
@@ -128,7 +129,7 @@ class Checkpointer:
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
         check_experts(partial_experts, anchor)
         check_memory(memory, local, local_keep)
-        check_flags(reuse=reuse, run_log=run_log)
+        check_flags(run_log=run_log)
         signals = check_signals(signals)
         options = SaveOptions.of(
             layout=layout,
@@ -138,7 +139,7 @@ class Checkpointer:
             timeout=timeout,
             threads=threads,
             staging=staging_bytes,
-            reusable=reuse or anchor is not None or partial_experts is not None,
+            reusable=bool(reuse) or anchor is not None or partial_experts is not None,
             only=only,
             trainable=trainable,
         )
@@ -154,7 +155,7 @@ class Checkpointer:
         self._process_group = process_group
         self._bases = Bases(anchor, partial_experts)
         self._progress = progress
-        self._options = options
+        self._options = replace(options, trust=trust_of(reuse))
         self.timeout = options.timeout
         self.group = current_group(process_group)
         check_layout(layout, self.group.ranks)

@@ -291,7 +291,7 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
         ({"layout": "tp"}, "layout must be a ckpt.Layout, not str"),
         ({"layout": ckpt.Layout({"tp": 2}, rules=[("*", ckpt.Replicate())])}, "is for 2 ranks"),
         ({"codec": "gzip"}, "gzip"),
-        ({"reuse": "no"}, "reuse= is True or False, not 'no'"),
+        ({"reuse": "no"}, "reuse= is True, False or a TrustFrozen, not 'no'"),
         ({"check_replicas": 1}, "check_replicas= is True or False, not 1"),
         ({"timeout": "3"}, "timeout must be a positive number, not '3'"),
         ({"signals": "SIGTERM"}, "signals= takes numbers of signals, not 'SIGTERM'"),

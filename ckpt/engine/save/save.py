@@ -44,6 +44,7 @@ from ckpt.transport.peers import peers_of
 from .base.anchors import AnchorChunks
 from .base.reference_rows import encode_references
 from .base.reuse import NO_REUSE, find_reuse
+from .base.trusted import Trust
 from .capture import Capture
 from .encoded_writer import EncodedWriter
 from .flat_merge import FragmentExchange
@@ -135,7 +136,10 @@ def prepare(job: SaveJob, state: object) -> Prepared:
             candidates = job.cache.seen.candidates(collected.shard_table)
             asked = {name: same for name, same in candidates.items() if name not in stale}
             settle_devices(devices_of(collected.shard_table.tensors[name] for name in asked), job.call.url)
-            reuse = find_reuse(options.base, backend, plan, source, asked, job.cache.seen, options.threads, stale)
+            seen, trust = job.cache.seen, None
+            if options.trust is not None:
+                trust = Trust.of(options.trust, seen.trusted, collected.shard_table, asked, seen.versions)
+            reuse = find_reuse(options.base, backend, plan, source, asked, seen, options.threads, stale, trust)
         has_128 = bool(reuse.digests)
         if reuse.references or has_128 or stale:
             remaining = reuse.remaining(len(plan.chunks))

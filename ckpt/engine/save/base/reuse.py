@@ -40,6 +40,7 @@ from ckpt.text import units
 
 from .base_chunks import BaseChunks, SaveBase
 from .partial import StaleChunks, find_stale
+from .trusted import Trust, TrustedDigests
 
 log = logging.getLogger("ckpt")
 
@@ -86,6 +87,7 @@ class SeenVersions:
     """XXH3-128 of candidates' chunks in the last save."""
     changes: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """How many times in a row a candidate had changed after all; those of equal versions apart from the others."""
+    trusted: TrustedDigests = field(default_factory=TrustedDigests)
 
     def candidates(self, shard_table: ShardTable) -> dict[str, bool]:
         """Names of the tensors that may be as they were in the save before, each with whether its version is. Keeps what they are now."""
@@ -127,30 +129,38 @@ def find_reuse(
     seen: SeenVersions,
     threads: int,
     stale: frozenset[str] = frozenset(),
+    trust: Trust | None = None,
 ) -> Reuse:
-    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``stale``: tensors that the save does not write.
+    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``stale``: tensors that the save does not write;
+    ``trust``: whose digests need not be taken.
 
     Raises:
         CkptError: the base is required, and it cannot be read, is none, or has nothing of this state, or not what is ``stale``.
     """
     numbers = [n for n, c in enumerate(plan.chunks) if c.name in asked and c.box.numel and not plan.assignments[c.name].merged]
-    digests: dict[int, str] = {}
-    run_tasks([partial(_hash, source, numbers[i : i + GROUP], digests) for i in range(0, len(numbers), GROUP)], threads, "ckpt-hash")
-    seen.learn(asked, {(plan.chunks[n].name, plan.chunks[n].number): digest for n, digest in digests.items()})
-    if base is None:
-        return Reuse(digests=digests)
+    chunks, alike, kept = None, dict[int, tuple[str, DataFile, bool]](), StaleChunks()
     try:
-        chunks = BaseChunks(base, backend)
-        alike = {n: stored for n in numbers if (stored := chunks.lookup(plan, n)) is not None}
-        if base.required and plan.chunks and not any(chunks.entry(plan, n) is not None for n in range(len(plan.chunks))):
-            raise MismatchError(
-                "the base has none of this state's tensors: another name, dtype or shape each", where=base.url, hint="name another base"
-            )
-        kept = find_stale(base, chunks, plan, stale) if stale else StaleChunks()
+        if base is not None:
+            chunks = BaseChunks(base, backend)
+            alike = {n: stored for n in numbers if (stored := chunks.lookup(plan, n)) is not None}
+            kept = _required(base, chunks, plan, stale)
     except CkptError as err:
-        if base.required:
+        if base is None or base.required:
             raise
         log.warning("nothing of %s is referred to, and all is written: %s", base.url, err)
+        chunks, alike = None, {}
+    known = trust.known(plan, numbers) if trust is not None else {}
+    trusted = {n: digest for n, digest in known.items() if n in alike and alike[n][0] == digest}
+    taken: dict[int, str] = {}
+    hashed = [n for n in numbers if n not in trusted]
+    run_tasks([partial(_hash, source, hashed[i : i + GROUP], taken) for i in range(0, len(hashed), GROUP)], threads, "ckpt-hash")
+    digests = trusted | taken
+    seen.learn(asked, {(plan.chunks[n].name, plan.chunks[n].number): digest for n, digest in digests.items()})
+    if trust is not None:
+        trust.learn(plan, taken, trusted=bool(trusted), url=backend.url)
+    if base is None:
+        return Reuse(digests=digests)
+    if chunks is None:
         return Reuse(base=split_url(open_backend(base.url))[1], id=base.id or "", digests=digests)
     equal = {n: stored for n, stored in alike.items() if stored[0] == digests[n]}
     _note_unmatched(base, plan, chunks, [n for n in numbers if n not in alike])
@@ -166,6 +176,15 @@ def find_reuse(
         steps=kept.steps,
         nbytes=sum(plan.specs[n].nbytes for n in references),
     )
+
+
+def _required(base: SaveBase, chunks: BaseChunks, plan: RankPlan, stale: frozenset[str]) -> StaleChunks:
+    """What the base must have."""
+    if base.required and plan.chunks and not any(chunks.entry(plan, n) is not None for n in range(len(plan.chunks))):
+        raise MismatchError(
+            "the base has none of this state's tensors: another name, dtype or shape each", where=base.url, hint="name another base"
+        )
+    return find_stale(base, chunks, plan, stale) if stale else StaleChunks()
 
 
 def _note_unmatched(base: SaveBase, plan: RankPlan, chunks: BaseChunks, numbers: Sequence[int]) -> None:
