@@ -20,8 +20,8 @@ __all__ = ["bucket", "moto_store", "object_store", "pytest_terminal_summary", "s
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# No time limit per example: the machines that run this are shared.
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+# No time limit per example: the machines that run this are shared. Few examples: each run draws others.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, max_examples=40)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

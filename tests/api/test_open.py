@@ -46,7 +46,7 @@ _slices = st.builds(slice, _bounds, _bounds, st.none() | st.integers(1, 4))
 _keys = st.lists(_slices | st.integers(-9, 9), max_size=5)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(which=st.integers(0, len(SHAPES) - 1), keys=_keys, dots=st.integers(-1, 5), alone=st.booleans())
 def test_indexing_is_that_of_torch(
     cut_small: tuple[ckpt.View, list[torch.Tensor]], which: int, keys: list[Any], dots: int, alone: bool

@@ -34,8 +34,8 @@ STEPS = 2
 MODES = ("stepped", "new")
 PLAIN = "plain"
 SECOND = ("lazy", "direct")
-"""Engines beside the plain one: a target loads what they saved once, with the state of an optimizer that has stepped. Past the page cache
-the same bytes are written on another way, so one target loads what each layout saved there, and one process reads it."""
+"""Engines beside the plain one: a target loads what they saved with the state of an optimizer that has stepped. Past the page cache the
+same bytes are written on another way, so one target loads what each layout saved there, and one process reads it."""
 
 
 def after(source: str, family: Sequence[str]) -> str:
@@ -43,10 +43,18 @@ def after(source: str, family: Sequence[str]) -> str:
     return family[(family.index(source) + 1) % len(family)]
 
 
-def engines(source: str, target: str) -> tuple[str, ...]:
-    """Those whose checkpoints of a layout are loaded into another one."""
+def modes(source: str, target: str, *, every: bool) -> tuple[str, ...]:
+    """How a checkpoint of a layout is loaded into another one. Unless it is to be ``every`` one: into the same layout each way, between two
+    layouts one of the ways, so that each source and each target has all of them."""
     family = MOE if target in MOE else DENSE
-    return (PLAIN, "lazy", *(("direct",) if after(source, family) == target else ()))
+    ways = (*MODES, "lazy")
+    if not every and source != target:
+        ways = (ways[(family.index(source) + family.index(target)) % len(ways)],)
+    return (*ways, *(("direct",) if after(source, family) == target else ()))
+
+
+def engine_of(mode: str) -> str:
+    return PLAIN if mode in MODES else mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +116,19 @@ def save_source(layout: str, urls: dict[str, str]) -> tuple[Full, dict[str, Told
     return initial, told
 
 
-def load_all(target: str, sources: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Problems of each load, by source layout and mode, or engine where that is not the plain one."""
+def load_all(target: str, sources: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+    """Problems of each load, by source layout and mode; ``sources`` are files with a source, and the mode of the load."""
     which = build(target, seed=2).steps(1)
     found = {}
-    for path in sources:
+    for path, mode in sources:
         source: Source = pickle.loads(Path(path).read_bytes())
-        for mode in MODES if source.engine == PLAIN else (source.engine,):
-            spoil(which)
-            if mode == "new":
-                which.optimizer = adamw(which.model)
-            try:
-                found[source.layout, mode] = load_one(target, which, source, mode)
-            except Exception as err:  # noqa: BLE001  the test of this pair fails with it; the other pairs go on
-                found[source.layout, mode] = [f"{type(err).__name__}: {err}"]
+        spoil(which)
+        if mode == "new":
+            which.optimizer = adamw(which.model)
+        try:
+            found[source.layout, mode] = load_one(target, which, source, mode)
+        except Exception as err:  # noqa: BLE001  the test of this pair fails with it; the other pairs go on
+            found[source.layout, mode] = [f"{type(err).__name__}: {err}"]
     return found
 
 
@@ -163,6 +170,7 @@ class Matrix:
 
     ranks: Ranks
     folder: Path
+    every: bool
     sources: dict[tuple[str, str], Source] = field(default_factory=dict)
     loaded: dict[str, dict[tuple[str, str], list[str]]] = field(default_factory=dict)
     reports: dict[tuple[str, str], list[ckpt.SaveReport]] = field(default_factory=dict)
@@ -186,8 +194,8 @@ class Matrix:
     def problems(self, source: str, target: str, mode: str) -> list[str]:
         if target not in self.loaded:
             family = MOE if target in MOE else DENSE
-            pairs = [(layout, engine) for layout in family for engine in engines(layout, target)]
-            paths = [str(self.pickled(self.source(layout, engine).layout, engine)) for layout, engine in pairs]
+            pairs = [(layout, mode) for layout in family for mode in modes(layout, target, every=self.every)]
+            paths = [(str(self.pickled(self.source(layout, engine_of(mode)).layout, engine_of(mode))), mode) for layout, mode in pairs]
             alone = target.endswith("single")
             found = self.ranks.run(world_size(target), load_all, target, paths, process_group=not alone, timeout=120)
             merged: dict[tuple[str, str], list[str]] = {}
@@ -199,13 +207,19 @@ class Matrix:
 
 
 @pytest.fixture(scope="module")
-def matrix(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(ranks, tmp_path_factory.mktemp("matrix"))
+def matrix(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(ranks, tmp_path_factory.mktemp("matrix"), every=request.config.getoption("--slow"))
 
 
 @pytest.mark.parametrize(
     ("source", "target", "mode"),
-    [(a, b, mode) for family in (DENSE, MOE) for b in family for a in family for mode in (*MODES, *engines(a, b)[1:])],
+    [
+        pytest.param(a, b, mode, marks=() if mode in modes(a, b, every=False) else pytest.mark.slow)
+        for family in (DENSE, MOE)
+        for b in family
+        for a in family
+        for mode in modes(a, b, every=True)
+    ],
 )
 def test_pair(matrix: Matrix, source: str, target: str, mode: str) -> None:
     assert matrix.problems(source, target, mode) == []
