@@ -109,15 +109,16 @@ class MemoryDaemon:
         """Serve until somebody says ``stop``, or nothing happens for long; what another program goes on with, if one is to."""
         self._listening.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ, None)
-        ticked = time.monotonic()
+        ticked, freeing = time.monotonic(), False
         while not self._is_over():
-            for key, _ in self._selector.select(_TICK):
+            for key, _ in self._selector.select(0 if freeing else _TICK):
                 if self._is_over():
                     break  # what is asked now is for the new program, which has been given all objects
                 if key.data is None:
                     self._accept()
                 else:
                     self._talk(key.data)
+            freeing = self._store.free_some()
             if time.monotonic() - ticked > _TICK:
                 ticked = time.monotonic()
                 self._store.tend()

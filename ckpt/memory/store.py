@@ -2,9 +2,10 @@
 
     lend ──► lent ── put ──► object ── delete, replace ──► dropped ── nobody reads it ──► spare ── lend ──► lent
               │                                                                            │
-              └── the borrower ends: freed                               unused for some time, or room is needed: freed
+              └── the borrower ends: freeing                         unused for some time, or room is needed: freeing
 
-Every byte is in exactly one of these, and all together stay within the budget.
+Every byte is in exactly one of these, and all together stay within the budget. To free the memory of a large state takes a minute: it is
+done piece by piece (``free_some``), so that nobody waits for it but who needs the room.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckpt.errors import ConflictError, NoSpaceError, NotFoundError
 from ckpt.settings import limits
 from ckpt.text import units
 
-from .memfd import capacity_of, give_back, is_unread, make_file, open_to_read
+from .memfd import capacity_of, free_pages, is_unread, make_file, open_to_read
 from .messages import Message, close_all
 from .objects import MemoryObject
 
@@ -32,6 +33,8 @@ SPARE_SECONDS = 300.0
 """A spare file that nobody wanted for so long is freed."""
 _FIT = 1.125
 """A spare file serves objects that are smaller by at most this factor: those of one state differ a little."""
+_PIECE = 128 * limits.MIB
+"""Bytes that are freed at once."""
 _NAMED = 5
 
 
@@ -78,6 +81,8 @@ class MemoryStore:
         self._dropped: list[UnusedFile] = []
         """Somebody may still read them."""
         self._spare: list[UnusedFile] = []
+        self._freeing: list[UnusedFile] = []
+        """``capacity`` is what is left to be freed, from the beginning on."""
         self._number = 0
         self._changed = 0
 
@@ -110,12 +115,12 @@ class MemoryStore:
             raise _no_file(capacity, err) from err
 
     def _make_room(self, capacity: int) -> None:
-        for left in sorted(self._spare, key=lambda left: left.since):
-            if self._used() + capacity <= self.budget:
-                break
-            self._spare.remove(left)
-            give_back(left.file, left.capacity)
-        used = self._used()
+        while (used := self._used()) + capacity > self.budget and (self._freeing or self._spare):
+            if not self._freeing:
+                oldest = min(self._spare, key=lambda left: left.since)
+                self._spare.remove(oldest)
+                self._freeing.append(oldest)
+            self.free_some()
         if used + capacity > self.budget:
             raise NoSpaceError(
                 f"{units.size(capacity)} do not fit: {units.size(used)} of the budget of {units.size(self.budget)} are taken "
@@ -154,7 +159,7 @@ class MemoryStore:
         with self._lock:
             if lent in self._lent:
                 self._lent.remove(lent)
-                give_back(lent.file, lent.capacity)
+                self._freeing.append(UnusedFile(lent.file, lent.capacity, time.monotonic()))
 
     def put_bytes(self, path: str, data: bytes, expected: bytes | None) -> MemoryObject:
         """Compare and swap: put a small object if the path has just ``expected``, or nothing.
@@ -269,7 +274,20 @@ class MemoryStore:
             self._recycle()
             for left in [left for left in self._spare if time.monotonic() - left.since >= spare_seconds]:
                 self._spare.remove(left)
-                give_back(left.file, left.capacity)
+                self._freeing.append(left)
+
+    def free_some(self) -> bool:
+        """Free a piece of what nobody needs any more; whether there is more of it."""
+        with self._lock:
+            if self._freeing:
+                left = self._freeing.pop()
+                start = max(0, left.capacity - _PIECE)
+                free_pages(left.file, start, left.capacity - start)
+                if start:
+                    self._freeing.append(replace(left, capacity=start))
+                else:
+                    os.close(left.file)
+            return bool(self._freeing)
 
     def _recycle(self) -> None:
         for left in [left for left in self._dropped if is_unread(left.file)]:
@@ -277,7 +295,7 @@ class MemoryStore:
             if left.capacity > limits.MIB:
                 self._spare.append(replace(left, since=time.monotonic()))
             else:  # not worth keeping
-                give_back(left.file, left.capacity)
+                self._freeing.append(left)
 
     def _used(self) -> int:
         return sum(self._by_kind().values())
@@ -288,6 +306,7 @@ class MemoryStore:
             "lent": sum(lent.capacity for lent in self._lent),
             "dropped": sum(left.capacity for left in self._dropped),
             "spare": sum(left.capacity for left in self._spare),
+            "freeing": sum(left.capacity for left in self._freeing),
         }
 
     def usage(self) -> Message:
@@ -320,6 +339,8 @@ class MemoryStore:
         """What :meth:`taken_over` needs."""
         with self._lock:
             self._recycle()
+            while self.free_some():  # who had it may map it, so nobody may have it again
+                pass
             entries = list(self._entries.values())
             return {
                 "id": self.id,
@@ -353,6 +374,8 @@ class MemoryStore:
         """Free everything that nobody reads."""
         with self._lock:
             self.drop("")
+            while self.free_some():  # a process may map it, and live on
+                pass
             close_all([*(left.file for left in self._dropped), *(lent.file for lent in self._lent), self.changes])
 
 

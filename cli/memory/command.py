@@ -14,6 +14,12 @@ from ckpt.text import units
 from ckpt.text.urls import address_text
 
 _NAMED = 4
+_KINDS = {
+    "lent": "saves in progress",
+    "dropped": "dropped, still read",
+    "spare": "spare, to be filled again",
+    "freeing": "being freed",
+}
 
 
 @click.command("memory", short_help="Run, show or end the daemon that holds checkpoints in memory.")
@@ -87,7 +93,7 @@ def _status(output: Output, *, listen: bool) -> None:
     if output.json:
         output.document({**status, "copies": copies})
         return
-    used = sum(status[kind] for kind in ("objects", "lent", "dropped", "spare"))
+    used = sum(status.get(kind, 0) for kind in ("objects", *_KINDS))
     output.line(
         f"process {status['pid']}, release {status['release']}, {units.duration(status['seconds'])}, in {status['folder']}; "
         f"{units.size(used)} of {units.size(status['budget'])} in use, {status['clients']} clients"
@@ -97,8 +103,8 @@ def _status(output: Output, *, listen: bool) -> None:
         output.line(f"listens at {listens}; {status['peers']} peers")
     words = {True: "complete", False: "incomplete", None: ""}
     rows = [(units.size(size), words[copies[path]], f"mem://{path}") for path, size in sorted(status["by_checkpoint"].items())]
-    for kind, meaning in (("lent", "saves in progress"), ("dropped", "dropped, still read"), ("spare", "spare, to be filled again")):
-        if status[kind]:
+    for kind, meaning in _KINDS.items():
+        if status.get(kind):  # a daemon of an earlier release has fewer
             rows.append((units.size(status[kind]), "", meaning))
     if rows:
         output.table((">SIZE", "COPIES", "WHAT"), rows)

@@ -20,8 +20,10 @@ import torch
 import ckpt
 from ckpt.errors import AccessError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError
 from ckpt.memory import client, place
+from ckpt.memory import store as memory_store
 from ckpt.memory.client import MemoryClient
 from ckpt.memory.messages import receive, send
+from ckpt.memory.store import MemoryStore
 from tests.memory.daemons import daemon_in
 
 MIB = 1 << 20
@@ -172,6 +174,35 @@ class TestBudget:
         assert [Path(f"/proc/{pid}/fd/{fd}").stat().st_blocks * 512 for fd in memfds(pid)] == [2 * MIB]
         daemon.drop("run")
         assert daemon.status()["spare"] == 0 and memfds(pid) == []
+
+
+def test_memory_is_freed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a large state takes a minute, in which others want answers."""
+    monkeypatch.setattr(memory_store, "_PIECE", MIB)
+    store = MemoryStore(8 * MIB)
+    lent = [store.lend(4 * MIB) for _ in range(2)]
+    for each in lent:
+        os.pwrite(each.file, b"x" * (4 * MIB), 0)
+        store.take_back(each)
+
+    def blocks() -> int:
+        return sum(os.stat(each.file).st_blocks * 512 for each in lent if each.file in store_files())
+
+    def store_files() -> list[int]:
+        return [left.file for left in store._freeing]
+
+    assert blocks() == store.usage()["freeing"] == 8 * MIB
+    assert store.free_some() and blocks() == store.usage()["freeing"] == 7 * MIB
+    again = store.lend(2 * MIB)  # who needs room waits for no more than that
+    assert store.usage()["freeing"] == 6 * MIB
+    while store.free_some():
+        assert blocks() == store.usage()["freeing"]
+    assert store_files() == [] and store.usage()["freeing"] == 0
+    with pytest.raises(NoSpaceError):
+        store.lend(7 * MIB)
+    store.take_back(again)
+    assert store.lend(8 * MIB).capacity == 8 * MIB
+    store.close()
 
 
 def test_a_daemon_out_of_files_keeps_what_it_has(daemon: MemoryClient) -> None:
