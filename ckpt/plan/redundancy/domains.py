@@ -25,6 +25,15 @@ def domain_groups(domains: Collection[str], copies: int) -> list[tuple[str, ...]
     return [tuple(names[at:end]) for at, end in zip(begins, [*begins[1:], len(names)], strict=True)]
 
 
+def even_groups(groups: Sequence[Sequence[str]], size: int) -> list[tuple[str, ...]]:
+    """The same groups, but what is left over joins all of them in turns. In a ring of copies a larger group costs nothing; with parity each
+    loss of two of its members is fatal."""
+    even = [[*group[:size]] for group in groups]
+    for number, name in enumerate(name for group in groups for name in group[size:]):
+        even[number % len(even)].append(name)
+    return [tuple(group) for group in even]
+
+
 def backup_domains(domains: Collection[str], copies: int) -> dict[str, tuple[str, ...]]:
     """For each domain the others that get copies of its files: ``copies`` of them, fewer where there are not so many."""
     return backups_in(domain_groups(domains, copies), copies)
