@@ -32,7 +32,7 @@ class Event:
     ``save.captured``    the state may change again
     ``save.durable``     the checkpoint is committed. ``seconds`` from the call to the commit
     ``save.failed``      it was not; ``error``, ``reason`` and ``failed_ranks`` say why and where
-    ``save.copied``      each file is in as many failure domains as asked for; ``seconds`` since it was committed
+    ``save.copied``      each file is in as many failure domains as asked for, or has parity; ``seconds`` since the commit
     ``save.published``   the copy at the root is committed, with a local tier; ``seconds`` since the local one was
     ``publish.failed``   a try to publish failed; it is tried again
     ``save.removed``     a checkpoint that no rule keeps is removed

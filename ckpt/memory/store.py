@@ -380,9 +380,10 @@ class MemoryStore:
 
 
 def checkpoint_of(path: str) -> str:
-    """The directory of the checkpoint that an object most likely belongs to: above ``data/``, ``index-…/`` and ``checkpoint.json``."""
+    """The directory of the checkpoint that an object most likely belongs to: above ``data/``, ``parity/``, ``index-…/`` and
+    ``checkpoint.json``."""
     *above, _ = path.split("/")
-    if above and (above[-1] == "data" or above[-1].startswith("index-")):
+    if above and (above[-1] in ("data", "parity") or above[-1].startswith("index-")):
         above = above[:-1]
     return "/".join(above) or path
 

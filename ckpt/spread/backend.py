@@ -1,38 +1,29 @@
 """The files of all nodes as one storage, so that saves, loads, listings and copies need not know that there are several. No torch.
 
     what                                   written                        read
-    data files                             on the node of the writer      own node, then others that have it, then the root
+    data files                             on the node of the writer      ``NodeReader``: own node, others, parity, the root
     index files                            on every node                  the same
     commit record (checkpoint.json)        on every node, in their order  the one with the highest id
     anything else                          on the node of the writer      the same as data files
 
 Nothing notes who has what: nodes are asked (*inventories*). So a node that is gone, a disk that was replaced and half of a copy need no
 care. A checkpoint exists if a node that answers has its record: before the first record is put, all of its files are durable.
-
-Damage: whoever compares digests calls ``evict`` and reads again (``ckpt.reread``). That is taken as: the node that gave these bytes gave
-wrong ones; the next read of this range goes to the next holder. After the last, the first is asked again, so that real damage is reported.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
-from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
 from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
 from ckpt.io_backends.writer_base import WriterBase
 
+from .node_reader import FilePlace, NodeReader
 from .nodes import NodeSet
-
-log = logging.getLogger("ckpt")
-
-ROOT = -1
-"""In place of a node: the root of the run."""
 
 
 def is_on_every_node(path: str) -> bool:
@@ -46,95 +37,20 @@ class SpreadBackend(Backend):
 
     def __init__(self, nodes: NodeSet, prefix: str = "") -> None:
         self._nodes = nodes
-        self._prefix = prefix
-        self._lock = threading.Lock()
-        self._files: dict[int, dict[str, int]] | None = None
-        """Sizes by path of what each node has: as of the first read of a file that is not here."""
-        self._distrusted: dict[str, list[tuple[int, int, int]]] = {}
-        """Ranges of a path that a node has wrong: first byte, byte behind the last, node."""
+        self.reader = NodeReader(nodes, prefix)
+        self.node = self.reader.node
+        self.root = self.reader.root
+        self.holders = self.reader.holders
 
     @property
     def url(self) -> str:
-        return f"{self._nodes.url}/{self._prefix}".rstrip("/")
+        return self.reader.url
 
     @property
     def io_hints(self) -> IOHints:
         return self.node(self._nodes.own).io_hints
 
-    def node(self, node: int) -> Backend:
-        """What one node has, or the root of the run."""
-        if node == ROOT:
-            root = self.root()
-            if root is None:
-                raise UsageError("these nodes have no root", where=self.url)
-            return root
-        return self._nodes.node(node).below(self._prefix)
-
-    def root(self) -> Backend | None:
-        """What the root of the run has below the same prefix, if there is one to read from."""
-        return self._nodes.fallback(self._prefix) if self._nodes.fallback is not None else None
-
-    def _name(self, node: int) -> str:
-        return "root" if node == ROOT else self._nodes.node(node).name
-
-    # ---- who has what
-
-    def holders(self, prefix: str = "") -> dict[str, dict[int, int]]:
-        """For each file whose path starts with ``prefix``, its size on each node that has it. Nodes that do not answer are left out."""
-        listed = self._nodes.ask_all(lambda node: list(self.node(node).list_prefix(prefix)), reachable=True)
-        held: dict[str, dict[int, int]] = {}
-        for node, entries in listed.items():
-            for entry in entries:
-                held.setdefault(entry.path, {})[node] = entry.size
-        return held
-
-    def _inventories(self) -> dict[int, dict[str, int]]:
-        with self._lock:
-            if self._files is None:
-                files: dict[int, dict[str, int]] = {}
-                for path, sizes in self.holders("data/" if self._prefix else "").items():
-                    for node, size in sizes.items():
-                        files.setdefault(node, {})[path] = size
-                self._files = files
-            return self._files
-
-    def _sources(self, path: str) -> Iterator[int]:
-        """Where to read a file, in order: here, on nodes that have it, the nearest first, at the root."""
-        yield self._nodes.own
-        if self._nodes.total > 1:
-            files = self._inventories() if path.startswith("data/") else None
-            yield from (n for n in self._nodes.by_nearness() if n != self._nodes.own and (files is None or path in files.get(n, ())))
-        if self._nodes.fallback is not None:
-            yield ROOT
-
     # ---- reading
-
-    def _read(self, path: str, offset: int, length: int | None, read: Callable[[Backend], int]) -> None:
-        """Call ``read`` with the first holder that can give the bytes; it returns how many it got."""
-        last = 1 << 63 if length is None else offset + length
-        wrong = [node for start, stop, node in self._distrusted.get(path, ()) if start < last and offset < stop]
-        failed: CkptError | None = None
-        for node in self._sources(path):
-            if node in wrong:
-                continue
-            try:
-                nbytes = read(self.node(node))
-            except NotFoundError:
-                continue
-            except (StorageError, CorruptError) as err:  # it is away, or its file is cut off
-                if node not in (ROOT, self._nodes.own) and isinstance(err, StorageError):
-                    self._nodes.lost(node, err)
-                failed = failed or err
-            else:
-                if "data/" in path:
-                    self._nodes.count(node, nbytes)
-                return
-        if wrong:  # of all that have it nobody has it right: whoever compares says so
-            self._distrusted.pop(path, None)
-            self._read(path, offset, length, read)
-            return
-        hint = "`ckpt ls` shows what is there; nodes that are gone had the only copy if none was finished"
-        raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}", hint=hint)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """See ``Backend.read``."""
@@ -144,11 +60,11 @@ class SpreadBackend(Backend):
             return self._record(path)[offset : None if length is None else offset + length]
         got: list[bytes] = []
 
-        def read(node: Backend) -> int:
-            got[:] = [node.read(path, offset, length)]
+        def read(place: FilePlace) -> int:
+            got[:] = [place.read(path, offset, length)]
             return len(got[0])
 
-        self._read(path, offset, length, read)
+        self.reader.read(path, offset, length, read)
         return got[0]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -157,11 +73,11 @@ class SpreadBackend(Backend):
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
 
-        def read(node: Backend) -> int:
-            node.read_into(path, offset, view)
+        def read(place: FilePlace) -> int:
+            place.read_into(path, offset, view)
             return view.nbytes
 
-        self._read(path, offset, view.nbytes, read)
+        self.reader.read(path, offset, view.nbytes, read)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
         """See ``Backend.read_hashed``."""
@@ -172,16 +88,16 @@ class SpreadBackend(Backend):
             hashed += len(part)
             update(part)
 
-        def read(node: Backend) -> int:
+        def read(place: FilePlace) -> int:
             if hashed:
                 # Part of the bytes were hashed before a node failed, and cannot be taken back. Whoever compares the
                 # digest evicts the range and begins anew, at the next holder.
                 raise CorruptError("a node failed in the middle of these bytes", where=f"{self.url}/{path}", hint="read them again")
-            node.read_hashed(path, offset, buffer, count)
+            place.read_hashed(path, offset, buffer, count)
             return len(buffer)
 
         check_path(path)
-        self._read(path, offset, len(buffer), read)
+        self.reader.read(path, offset, len(buffer), read)
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """See ``Backend.evict``: the node that would be read now gave wrong bytes, and is not read for this range any more."""
@@ -191,33 +107,18 @@ class SpreadBackend(Backend):
     def _evict(self, path: str, start: int, stop: int) -> None:
         if path.rpartition("/")[2] == COMMIT_PATH:  # read from all nodes each time
             self.node(self._nodes.own).evict(path)
-            return
-        wrong = [node for first, last, node in self._distrusted.get(path, ()) if first < stop and start < last]
-        left = [node for node in self._sources(path) if node not in wrong and self._has(node, path)]
-        if not left:
-            return
-        self.node(left[0]).evict(path, start, stop - start if stop < 1 << 63 else None)
-        if len(left) > 1:
-            log.warning("%s: node %s gave wrong bytes; node %s is read", f"{self.url}/{path}", *map(self._name, left[:2]))
-        with self._lock:
-            self._distrusted.setdefault(path, []).append((start, stop, left[0]))
-
-    def _has(self, node: int, path: str) -> bool:
-        try:
-            self.node(node).size(path)
-        except (NotFoundError, StorageError):
-            return False
-        return True
+        else:
+            self.reader.evict(path, start, stop)
 
     def size(self, path: str) -> int:
         """See ``Backend.size``."""
         got: list[int] = []
 
-        def size(node: Backend) -> int:
-            got[:] = [node.size(path)]
+        def size(place: FilePlace) -> int:
+            got[:] = [place.size(path)]
             return 0
 
-        self._read(check_path(path), 0, None, size)
+        self.reader.read(check_path(path), 0, None, size)
         return got[0]
 
     def _record(self, path: str) -> bytes:
@@ -292,7 +193,7 @@ class SpreadBackend(Backend):
                 if node == targets[0]:
                     raise
                 raise StorageError(
-                    f"node {self._name(node)} has another commit record than a moment ago", where=f"{self.url}/{path}", hint=err.hint
+                    f"node {self.reader.name(node)} has another commit record than a moment ago", where=f"{self.url}/{path}", hint=err.hint
                 ) from err
 
     def delete(self, path: str) -> None:

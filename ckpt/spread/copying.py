@@ -1,4 +1,5 @@
-"""Second copies: what this node has and too few others do is given to the nodes that ``plan.redundancy`` names, in the background.
+"""Second copies: what this node has and too few others do is given to the nodes that ``plan.redundancy`` names, in the background; or it
+makes its part of the parity (``parity_writer``).
 
 One process of each node does it, after each save. It asks all nodes what they have and plans; all plan alike, so nothing is agreed, and a
 process that dies in the middle leaves nothing but a copy that the next round makes. Every chunk is compared with its digest before it is
@@ -11,10 +12,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt.byte_source.digest_reader import DigestReader
@@ -22,18 +22,17 @@ from ckpt.byte_source.storage import StorageSource
 from ckpt.catalog import DataFile
 from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.journal import WriteJournal
-from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.paths import data_prefix
 from ckpt.formats.native.writer import committed_id
-from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.maintenance.copy_files import FileCopy
 from ckpt.maintenance.step_listing import Step, list_steps
-from ckpt.plan.redundancy.copies import NodeCopy, is_complete, missing_copies
+from ckpt.plan.redundancy.copies import NodeCopy
 
 from .backend import SpreadBackend
 from .copies_seen import forget_copies
 from .nodes import NodeSet
+from .parity_writer import ParityWriter
+from .spread_files import SpreadFiles
 
 log = logging.getLogger("ckpt")
 
@@ -41,29 +40,6 @@ log = logging.getLogger("ckpt")
 Completed = Callable[[int, str, str, float], object]
 PATIENCE, PAUSE = 5.0, 0.2
 """For so many seconds, and so often, one node looks whether the others have made their copies; then again after the next save."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SpreadFiles:
-    """The data files of a checkpoint, and their sizes by path and node."""
-
-    backend: SpreadBackend
-    files: Mapping[str, DataFile]
-    sizes: Mapping[str, Mapping[int, int]]
-
-    @classmethod
-    def of(cls, url: str) -> SpreadFiles:
-        backend, catalog = open_backend(url), open_catalog(url, mixed_steps=True)
-        assert isinstance(backend, SpreadBackend) and isinstance(catalog, NativeCatalog)
-        return cls(backend, {f.path: f for f in catalog.files}, backend.holders(data_prefix(catalog.record.id)))
-
-    def holders(self, nodes: NodeSet) -> dict[str, set[int]]:
-        """The nodes of the job that have each file whole: no copies are made from or to machines where no rank runs."""
-        job = range(len(nodes.nodes))
-        return {
-            path: {node for node, size in self.sizes.get(path, {}).items() if size == f.size and node in job}
-            for path, f in self.files.items()
-        }
 
 
 def _is_there(step: Step) -> bool:
@@ -81,8 +57,8 @@ class NodeCopier:
     def __init__(self, nodes: NodeSet, pace: float | None, completed: Completed | None = None) -> None:
         self.uncopied: tuple[int, ...] = ()
         """Steps of which files of this node could not be copied when that was tried last."""
-        self.copied = 0
-        """Bytes that were given to other nodes."""
+        self._given = 0
+        self._parity = ParityWriter(nodes, pace)
         self._nodes = nodes
         self._pace = pace
         self._complete: set[str | None] = set()
@@ -94,6 +70,11 @@ class NodeCopier:
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
+
+    @property
+    def copied(self) -> int:
+        """Bytes that were given to other nodes, or read from them for parity."""
+        return self._given + self._parity.received
 
     def add(self, after: Future[Any] | None = None) -> None:
         """Copy what is committed when ``after`` has ended, well or not."""
@@ -129,7 +110,7 @@ class NodeCopier:
             if self._completed is not None and step.id is not None:
                 self._incomplete.setdefault(step.id, (step, time.monotonic()))
             try:
-                self._copy_step(step)
+                self._protect(step)
                 self._complete.add(step.id)
             except CkptError as err:
                 if not _is_there(step):
@@ -157,7 +138,7 @@ class NodeCopier:
             if id not in there:  # removed, or replaced
                 self._incomplete.pop(id, None)
                 continue
-            if not is_complete(SpreadFiles.of(step.url).holders(self._nodes), self._nodes.domains, self._nodes.copies, self._nodes.backups):
+            if not SpreadFiles.of(step.url, self._nodes).is_complete:
                 forget_copies(self._nodes, step.url, id)
                 continue
             self._incomplete.pop(id, None)
@@ -165,16 +146,16 @@ class NodeCopier:
                 self._completed(step.number, step.url, id, time.monotonic() - since)
         return bool(self._incomplete)
 
-    def _copy_step(self, step: Step) -> None:
-        there = SpreadFiles.of(step.url)
-        backend, files = there.backend, there.files
+    def _protect(self, step: Step) -> None:
+        """Make the copies, or the parity, that this node is to make of a checkpoint."""
+        there = SpreadFiles.of(step.url, self._nodes)
         made: list[NodeCopy] = []
         failed: CkptError | None = None
-        for copy in missing_copies(there.holders(self._nodes), self._nodes.domains, self._nodes.copies, self._nodes.backups):
+        for copy in there.missing_copies():
             if copy.source != self._nodes.own:
                 continue
             try:
-                self._copy(backend, copy, files[copy.path], replace=copy.target in there.sizes.get(copy.path, {}))
+                self._copy(there.backend, copy, there.files[copy.path], replace=copy.target in there.sizes.get(copy.path, {}))
                 made.append(copy)
             except CkptError as err:  # the others are copied all the same
                 failed = failed or err
@@ -183,9 +164,10 @@ class NodeCopier:
         if made and not _is_there(step):
             for copy in made:
                 with suppress(CkptError):
-                    backend.node(copy.target).delete(copy.path)
+                    there.backend.node(copy.target).delete(copy.path)
         if failed is not None:
             raise failed
+        self._parity.make_missing(there)
 
     def _copy(self, backend: SpreadBackend, copy: NodeCopy, file: DataFile, *, replace: bool) -> None:
         """Give one file to one node. ``replace``: it has one of this name that is not whole."""
@@ -197,7 +179,7 @@ class NodeCopier:
             for task in job.jobs():
                 began = time.monotonic()
                 count = task()
-                self.copied += count
+                self._given += count
                 if self._pace is not None:
                     time.sleep(max(0.0, count / self._pace - (time.monotonic() - began)))
         except ConflictError:

@@ -1,4 +1,5 @@
-"""What of a checkpoint is lost: files that no node has that answers, nor the root; by tensor, box and who had them. No torch."""
+"""What of a checkpoint is lost: files that no node has that answers, that parity cannot give, and that are not at the root; by tensor, box
+and who had them. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from ckpt.errors import CkptError
+from ckpt.catalog import DataFile
+from ckpt.errors import CkptError, NotFoundError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.datafiles.keys import box_text
 from ckpt.formats.native.paths import data_prefix
@@ -22,10 +24,11 @@ NAMED = 4
 
 
 def lost_files(backend: SpreadBackend, catalog: NativeCatalog) -> list[int]:
-    """Rows of the catalog's files that nobody has whole."""
+    """Rows of the catalog's files that nobody has whole, and that cannot be computed."""
     prefix = data_prefix(catalog.record.id)
     held = backend.holders(prefix)
     lost = [n for n, f in enumerate(catalog.files) if f.size not in held.get(f.path, {}).values()]
+    lost = [n for n in lost if not _is_computable(backend, catalog.files[n])]
     if not lost or (root := backend.root()) is None:
         return lost
     there = {entry.path: entry.size for entry in root.list_prefix(prefix)}
@@ -55,8 +58,18 @@ def loss(url: str) -> str | None:
     ranks = sorted({catalog.files[n].rank for n in lost})
     who = ", ".join(f"rank {rank}{f' on {host}' if (host := hosts.get(rank)) else ''}" for rank in ranks[:NAMED])
     names = ", ".join(chunks[:NAMED]) + (f" and {len(chunks) - NAMED} more" if len(chunks) > NAMED else "")
-    count = f"{len(lost)} of {len(catalog.files)} files are on no node that answers and not at the root"
+    parity = next((missing for n in lost if (missing := backend.reader.parity.missing(catalog.files[n].path)) is not None), None)
+    places = "on no node that answers and not at the root"
+    places += "" if parity is None else f", and parity gives the first of them only with {parity}"
+    count = f"{len(lost)} of {len(catalog.files)} files are {places}"
     return f"{count}; {who}{' and others' if len(ranks) > NAMED else ''} wrote them: {names}"
+
+
+def _is_computable(backend: SpreadBackend, file: DataFile) -> bool:
+    try:
+        return backend.reader.parity.size(file.path) == file.size
+    except NotFoundError:
+        return False
 
 
 def _chunks(catalog: NativeCatalog, files: Collection[int]) -> Iterator[str]:

@@ -18,6 +18,8 @@ log = logging.getLogger("ckpt")
 
 R = TypeVar("R")
 
+ROOT, PARITY = -1, -2
+"""In place of the number of a node: the root of the run, and what is computed from parity."""
 AWAY_SECONDS = 30.0
 """For so long a node that did not answer is not asked for bytes that others have."""
 _THREADS = 16
@@ -52,12 +54,14 @@ class NodeSet:
     nodes: Sequence[StorageNode]
     own: int
     copies: int
+    parity: int | None = None
+    """How many domains a parity group has; None for copies."""
     further: Sequence[StorageNode] = ()
     fallback: Callable[[str], Backend] | None = None
-    backups: Mapping[str, Sequence[str]] | None = None
-    """For each domain those that get its files first, once layouts have said so."""
+    groups: Sequence[Sequence[str]] | None = None
+    """Of domains, once layouts have said so; else those of ``domain_groups``."""
     read_from: Counter[int] = field(default_factory=Counter)
-    """Bytes of data files that this process has read, by the number of the node; -1 is the fallback's."""
+    """Bytes of data files that this process has read, by the number of the node, ``PARITY`` or ``ROOT``."""
     _away: dict[int, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -95,7 +99,7 @@ class NodeSet:
         return f"{'memory' if node.in_memory else 'disk'} of {machine}"
 
     def count(self, node: int, nbytes: int) -> None:
-        """So many bytes were read there; -1 is the root."""
+        """So many bytes were read there; ``node`` may be ``PARITY`` or ``ROOT``."""
         with self._lock:
             self.read_from[node] += nbytes
 

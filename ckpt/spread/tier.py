@@ -26,12 +26,11 @@ from ckpt.policies import EverySteps, SavePolicy
 from ckpt.policies.arguments import check_arguments
 from ckpt.text.urls import url_text
 
-from .backend import ROOT
 from .copies_seen import note_copies
 from .copying import Completed, NodeCopier
 from .losses import loss
 from .meeting import JobNodes, is_memory, meet, own_node
-from .nodes import NodeSet, StorageNode
+from .nodes import PARITY, ROOT, NodeSet, StorageNode
 from .runs import forget, know, run_url
 
 log = logging.getLogger("ckpt")
@@ -40,29 +39,37 @@ log = logging.getLogger("ckpt")
 @dataclass(frozen=True, slots=True)
 class NodeLocal:
     """A directory on a disk of each node, for ``Checkpointer(local=...)``: each rank's files stay on its node, and ``copies`` other nodes
-    get them in the background. Small files, such as the index, are on every node.
+    get them in the background, or ``parity`` of them. Small files, such as the index, are on every node.
 
     Args:
         directory: a path that is on another disk on each node; or ``mem://name``, the memory of each machine, where checkpoints outlive
             the processes that saved them.
         copies: how many nodes may be lost without losing a checkpoint, if their copies are complete. Copies go to other failure domains:
-            machines, or what ``CKPT_DOMAIN`` says. 0: none.
-        pace: bytes a second at which a node gives copies away, at most.
+            machines, or what ``CKPT_DOMAIN`` says. 0: none. By default 1, or none with ``parity``.
+        parity: in place of copies, groups of so many failure domains keep the XOR of each other's files, which takes 1 / (``parity`` - 1)
+            of their space. Of each group one domain may be lost. At least 3.
+        pace: bytes a second at which a node gives copies away, or reads for parity, at most.
 
     Raises:
-        UsageError: ``directory`` is a URL of something else, ``copies`` no number of nodes, or ``pace`` no speed.
+        UsageError: ``directory`` is a URL of something else, ``copies`` no number of nodes, ``parity`` below 3 or given with copies, or
+            ``pace`` no speed.
     """
 
     directory: str | os.PathLike[str]
-    copies: int = 1
+    copies: int | None = None
+    parity: int | None = None
     pace: float | None = None
 
     def __post_init__(self) -> None:
         if not is_file_system(url_text(self.directory)) and not is_memory(url_text(self.directory)):
             hint = 'give a path or "mem://name"; root= takes the URL of an object store'
             raise UsageError(f"NodeLocal takes a directory or this machine's memory, not {self.directory!r}", hint=hint)
-        if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 0:
+        if self.copies is not None and (type(self.copies) is not int or self.copies < 0):
             raise UsageError(f"copies is a number of other nodes, not {self.copies!r}", hint="1 survives the loss of any one node")
+        if self.parity is not None and (type(self.parity) is not int or self.parity < 3):
+            raise UsageError(f"parity is how many nodes form a group, not {self.parity!r}", hint="at least 3; of 2 nodes it is copies=1")
+        if self.parity is not None and self.copies:
+            raise UsageError("copies= and parity= do not go together", hint="parity=4 takes less memory, copies=2 survives more losses")
         if self.pace is not None and (not isinstance(self.pace, int | float) or not self.pace > 0):
             raise UsageError(f"pace is bytes a second, not {self.pace!r}", hint="pace=200e6; leave it out for no limit")
 
@@ -75,7 +82,7 @@ class Memory:
     Args:
         every: when to save into memory; of the policies those that follow from step numbers alone.
         keep: how many steps each machine keeps. At least 2: while one is saved, the one before must be whole.
-        copies, pace: as for :class:`NodeLocal`.
+        copies, parity, pace: as for :class:`NodeLocal`.
 
     Raises:
         UsageError: ``every`` needs a clock or a signal, ``keep`` is below 2; or as for :class:`NodeLocal`.
@@ -83,7 +90,8 @@ class Memory:
 
     every: SavePolicy = EverySteps(1)  # noqa: RUF009  a value
     keep: int = 2
-    copies: int = 1
+    copies: int | None = None
+    parity: int | None = None
     pace: float | None = None
 
     def __post_init__(self) -> None:
@@ -100,7 +108,7 @@ class Memory:
 
     def on_nodes(self, root: str) -> NodeLocal:
         """Where the checkpoints of the run at ``root`` lie in each machine's memory."""
-        return NodeLocal(f"mem://{_name(root)}", self.copies, self.pace)
+        return NodeLocal(f"mem://{_name(root)}", self.copies, self.parity, self.pace)
 
 
 def _name(root: str) -> str:
@@ -115,7 +123,10 @@ class SpreadTier:
     def __init__(self, given: NodeLocal, root: str, group: Group, timeout: float) -> None:
         self._directory = url_text(given.directory)
         self._root = root
-        self._copies = given.copies
+        self._parity = given.parity
+        self._copies = (1 if given.parity is None else 0) if given.copies is None else given.copies
+        self._members = self._copies + 1 if given.parity is None else given.parity
+        """Domains of a group."""
         self._pace = given.pace
         self._group = group
         self._timeout = timeout
@@ -148,6 +159,7 @@ class SpreadTier:
             nodes=meeting.nodes,
             own=meeting.own,
             copies=self._copies,
+            parity=self._parity,
             fallback=root_below,
             further=[*meeting.survivors, *behind],
         )
@@ -164,19 +176,24 @@ class SpreadTier:
         self._meeting = meeting = meet(self._group, self._directory, self.url, self._timeout)
         self.nodes = self._set(meeting, behind)
         self._know()
-        if self._copies and len({*self.nodes.domains}) <= self._copies and self._group.rank == self._group.leader:
-            domains = ", ".join(sorted({*self.nodes.domains}))
-            message = "not all copies can be made: copies=%d needs %d failure domains, and the nodes of the job are in: %s (CKPT_DOMAIN)"
-            log.warning(message, self._copies, self._copies + 1, domains)
-        if self._copies and (meeting.server is not None or self._group.size == 1):
+        if self._members == 1:
+            return
+        domains = sorted({*self.nodes.domains})
+        leads = self._group.rank == self._group.leader
+        if leads and len(domains) < self._members:
+            what = f"copies={self._copies} cannot all be made" if self._parity is None else f"parity={self._parity} takes more space"
+            message = "%s: it needs %d failure domains, and the nodes of the job are in: %s (CKPT_DOMAIN)"
+            log.warning(message, what, self._members, ", ".join(domains))
+        if meeting.server is not None or self._group.size == 1:
             # The leader says when a step has all of its copies; never, if it cannot have them.
-            says = self._group.rank == self._group.leader and len({*self.nodes.domains}) > self._copies
+            says = leads and len(domains) >= (self._members if self._parity is None else 2)
             self._copier = NodeCopier(self.nodes, self._pace, self._completed if says else None)
 
     def placement(self, kinship: Callable[[], RankKinship]) -> MirrorPlacement | None:
-        """Where copies belong, and which replicas make them unnecessary; None if there are to be none. ``kinship`` gives what this rank's
-        state says of it, and is called once, when the first save begins. Collective."""
-        if self._placement is None and self._copies and len(self.nodes.nodes) > 1:
+        """Where copies belong, and which replicas make them unnecessary; None if there are to be none. Parity needs none: it takes less
+        space than a second copy of what replicas have. ``kinship`` gives what this rank's state says of it, and is called once, when the
+        first save begins. Collective."""
+        if self.nodes.groups is None and self._members > 1 and len(self.nodes.nodes) > 1:
             nodes = {rank: node for node in self.nodes.nodes for rank in node.ranks}
             domains = {rank: nodes[rank].domain for rank in self._group.ranks}
             call = self._group.call("copies", self.url, self._timeout)
@@ -190,12 +207,13 @@ class SpreadTier:
                 # One value for all ranks that say the same, which are often those of a whole mesh.
                 ranks = {digest: tuple(json.loads(call.fetch(digest))) for digest in digests}
                 of_rank = {rank: RankKinship(**{name: ranks[digest] for name, digest in row.items()}) for rank, row in rows.items()}
-                return list(groups_by_kinship(domains, of_rank, self._copies))
+                return list(groups_by_kinship(domains, of_rank, self._members - 1))
 
-            backups = backups_in(call.map_reduce("groups", local, groups), self._copies)
+            agreed = call.map_reduce("groups", local, groups)
             call.linger()
-            self._placement = MirrorPlacement(domains=domains, copies=self._copies, backups=backups)
-            self.nodes.backups = backups
+            if self._parity is None:
+                self._placement = MirrorPlacement(domains=domains, copies=self._copies, backups=backups_in(agreed, self._copies))
+            self.nodes.groups = agreed
         return self._placement
 
     def judged(self, step: Step) -> Step:
@@ -209,7 +227,8 @@ class SpreadTier:
         for number in self.nodes.by_nearness():
             if number in read:
                 places[self.nodes.place_of(number)] = places.get(self.nodes.place_of(number), 0) + read[number]
-        return {**places, "root": read.get(ROOT, 0)}
+        computed = {"parity": read[PARITY]} if read[PARITY] else {}
+        return {**places, **computed, "root": read[ROOT]}
 
     def forget_sources(self) -> None:
         """From here on count anew."""

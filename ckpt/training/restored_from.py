@@ -15,7 +15,7 @@ class RestoredFrom:
 
     ``url``: a copy of it that any process can open; None if only this job can, since its files are spread over machines and the step is
     not at the root. ``sources``: the bytes of data files that this rank has read, by where they were: ``memory of this host``,
-    ``disk of host b``, ``root``. Empty without a tier that is spread over machines.
+    ``disk of host b``, ``parity`` (computed from what other machines have), ``root``. Empty without a tier that is spread over machines.
     """
 
     step: int
@@ -30,9 +30,9 @@ class RestoredFrom:
 
 
 def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The bytes of several tiers, the nearest first, by place; the root last."""
+    """The bytes of several tiers, the nearest first, by place; what was computed from parity and the root last."""
     merged: Counter[str] = Counter()
     for places in sources:
-        merged.update({place: nbytes for place, nbytes in places.items() if place != "root"})
-    root = sum(places.get("root", 0) for places in sources)
-    return {**merged, "root": root} if sources else {}
+        merged.update(places)
+    last = {place: merged.pop(place) for place in ("parity", "root") if place in merged}
+    return {**merged, **last}

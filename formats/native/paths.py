@@ -34,6 +34,7 @@ _BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, *RANK_NAMES, SPANS, PROGRESS, COP
 
 _OF_A_SAVE = re.compile(
     rf"index-([0-9a-z]{{16}})/(?:{'|'.join(map(re.escape, _BESIDE_INDEX))})|data/([0-9a-z]{{16}})-\d{{5,}}(?:-\d+)?\.safetensors"
+    r"|parity/([0-9a-z]{16})-[0-9a-f]{16}\.(?:xor|json)"
 )
 
 INDEX_LIMIT = 256 << 20
@@ -62,10 +63,15 @@ def data_prefix(id: str) -> str:
     return f"data/{id}-"
 
 
+def parity_prefix(id: str) -> str:
+    """What the paths of all parity files of save ``id`` start with: they lie on nodes beside the data files of others (``ckpt.spread``)."""
+    return f"parity/{id}-"
+
+
 def id_of(path: str) -> str | None:
     """The save that a path belongs to, or None if it is not a path of this format: a file of another name is somebody else's."""
     match = _OF_A_SAVE.fullmatch(path)
-    return (match[1] or match[2]) if match else None
+    return (match[1] or match[2] or match[3]) if match else None
 
 
 def has_orphans(backend: Backend, prefix: str = "") -> bool:

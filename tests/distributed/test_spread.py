@@ -55,12 +55,19 @@ class NoData:
 
 
 def train(
-    folder: str, nodes: Sequence[int], steps: range, dim: int = 0, root: str = "root", copies: int = 1, no_root: bool = False
+    folder: str,
+    nodes: Sequence[int],
+    steps: range,
+    dim: int = 0,
+    root: str = "root",
+    copies: int = 1,
+    no_root: bool = False,
+    parity: int | None = None,
 ) -> dict[str, Any]:
     """Go on, and save every step; what this rank saw. Rank r runs on ``nodes[r]``, whose disk is a folder of its own."""
     node = nodes[dist.get_rank()]
     socket.gethostname = lambda: f"node{node}"
-    local = ckpt.NodeLocal(f"{folder}/node{node}", copies=copies)
+    local = ckpt.NodeLocal(f"{folder}/node{node}", copies=None if parity else copies, parity=parity)
     at_root = f"{folder}/{root}"
     policies: Any = {"save": EverySteps(1), "keep": Latest(3), "local_keep": Latest(2)}
     with (

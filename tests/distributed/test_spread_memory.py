@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,21 @@ def state_of(n: int, dim: int) -> dict[str, Any]:
     return {"w": distribute_tensor(whole_of(n), mesh, [Shard(dim)]), "b": torch.full((9,), float(n)), "n": n}
 
 
-def train(folder: str, machines: Sequence[int], steps: range, dim: int, root: str, *, dies: bool) -> tuple[int | None, str]:
+def train(
+    folder: str, machines: Sequence[int], steps: range, dim: int, root: str, *, dies: bool, parity: int | None = None
+) -> tuple[int | None, str]:
     """Rank r runs on ``machines[r]``, which has a memory daemon of its own."""
     machine = machines[dist.get_rank()]
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
-    with ckpt.Checkpointer(f"{folder}/{root}", memory=ckpt.Memory(), save=EverySteps(10), timeout=20) as c:
+    complete: list[int | None] = []
+
+    def on_event(event: ckpt.monitors.Event) -> None:
+        if event.kind == "save.copied":
+            complete.append(event.step)
+
+    memory = ckpt.Memory(parity=parity)
+    with ckpt.Checkpointer(f"{folder}/{root}", memory=memory, save=EverySteps(10), timeout=20, on_event=on_event) as c:
         state = state_of(-1, dim)
         start = c.restore(state)
         if start is not None:
@@ -56,8 +65,19 @@ def train(folder: str, machines: Sequence[int], steps: range, dim: int, root: st
             assert c._spread is not None
             assert c._spread.finish() == () and not Path(f"{folder}/{root}").exists()
             dist.barrier()
+            c._spread.finish()  # by now all nodes have made theirs
+            assert [*steps][-1] in complete or dist.get_rank() or poll(lambda: [*steps][-1] in complete), complete
+            dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
         return start, str(c.restored_from)
+
+
+def poll(condition: Callable[[], bool]) -> bool:
+    """Events are told in a thread of their own."""
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
 
 
 @pytest.fixture
@@ -110,12 +130,25 @@ def resume_elsewhere(folder: str, addresses: list[str]) -> list[tuple[int | None
     return [first, train(folder, [3], range(0), 0, "root", dies=False)]
 
 
-def train_and_die(folder: str) -> None:
-    train(folder, [0, 1, 2], range(1, 3), 0, "root", dies=True)
+def test_parity_gives_what_a_lost_machine_had(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:
+    """Half of a copy's memory; all trainers are killed and a machine is gone, and two ranks go on in another layout without the root."""
+    lost = ranks.run(3, train_and_die, str(tmp_path), 3, allow_death=True)
+    assert all(isinstance(one, Lost) and one.exitcode == -signal.SIGKILL for one in lost), lost
+    objects = [known for daemon in daemons for known in daemon.list() if "step-00000002/" in known.path]
+    data, parity = (sum(known.size for known in objects if ending in known.path) for ending in (".safetensors", ".xor"))
+    assert data / 2 <= parity <= data / 2 + 3 * 4096
+    daemons[1].stop()
+    results = ranks.run(2, resume, str(tmp_path), [0, 2], 1, 3)
+    assert [start for start, _ in results] == [2] * 2
+    assert all(text.endswith("root 0 B") for _, text in results) and any(", parity " in text for _, text in results), results
 
 
-def resume(folder: str, machines: Sequence[int], dim: int) -> tuple[int | None, str]:
-    return train(folder, machines, range(0), dim, "root", dies=False)
+def train_and_die(folder: str, parity: int | None = None) -> None:
+    train(folder, [0, 1, 2], range(1, 3), 0, "root", dies=True, parity=parity)
+
+
+def resume(folder: str, machines: Sequence[int], dim: int, parity: int | None = None) -> tuple[int | None, str]:
+    return train(folder, machines, range(0), dim, "root", dies=False, parity=parity)
 
 
 def test_only_the_newest_is_published(ranks: Ranks, tmp_path: Path) -> None:

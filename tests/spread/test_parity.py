@@ -1,0 +1,219 @@
+"""Parity of a group of nodes, in one process: what is made, what is read when one is gone, what becomes of damaged and half-made files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+import ckpt
+from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.io_backends import Backend, PosixBackend
+from ckpt.maintenance.orphans import find_orphans
+from ckpt.maintenance.removal import remove_at
+from ckpt.plan.redundancy.parity import plan_parity
+from ckpt.spread.copying import NodeCopier
+from ckpt.spread.losses import loss
+from ckpt.spread.node_reader import NodeReader
+from ckpt.spread.nodes import PARITY, NodeSet, StorageNode
+from ckpt.spread.parity_record import ParityRecord, block_digest
+from ckpt.spread.runs import forget, know, run_url
+from ckpt.spread.spread_files import SpreadFiles
+
+ID = "0" * 16
+
+
+def below(path: Path, name: str, prefix: str) -> Backend:
+    return PosixBackend(str(path / name / prefix))
+
+
+def nodes_at(path: Path, names: str, own: int = 0, parity: int | None = 3) -> NodeSet:
+    nodes = [StorageNode(name=name, domain=name, below=partial(below, path, name)) for name in names]
+    return NodeSet(url=run_url(f"parity-{names}"), nodes=nodes, own=own, copies=0, parity=parity)
+
+
+# ---- reading, by what the port says
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    """Four nodes with two files each, of unequal lengths, and their parity."""
+    randomness = random.Random(0)
+    holders = {f"data/{ID}-{n:05}.safetensors": {n % 4} for n in range(8)}
+    content = {path: randomness.randbytes(randomness.randrange(1, 70_000)) for path in holders}
+    domains = [*"abcd"]
+    for path, data in content.items():
+        write(tmp_path / domains[min(holders[path])] / path, data)
+    sizes = {path: len(data) for path, data in content.items()}
+    for target, layout in plan_parity(holders, sizes, domains, [domains]):
+        block = bytearray(layout.size)
+        for term in layout.terms:
+            for at in range(term.length):
+                block[term.at + at] ^= content[term.path][term.offset + at]
+        record = ParityRecord(ID, layout, [block_digest(memoryview(block))])
+        write(tmp_path / domains[target] / record.path, bytes(block))
+        write(tmp_path / domains[target] / record.record_path, record.encode())
+    return content
+
+
+def write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def test_lost_files_are_read_as_the_port_says(tmp_path: Path, files: dict[str, bytes]) -> None:
+    nodes = nodes_at(tmp_path, "acd")  # b is gone
+    know(nodes)
+    reader = ckpt.io_backends.open_backend(nodes.url)
+    randomness = random.Random(1)
+    for path, data in files.items():
+        assert reader.read(path) == data and reader.size(path) == len(data)
+        assert reader.read(path, len(data)) == reader.read(path, len(data), 0) == b""
+        start = randomness.randrange(len(data))
+        stop = randomness.randrange(start, len(data)) + 1
+        assert reader.read(path, start, stop - start) == data[start:stop]
+        buffer, digest = memoryview(bytearray(stop - start)), xxhash.xxh3_64()
+        reader.read_hashed(path, start, buffer, digest.update)
+        assert bytes(buffer) == data[start:stop] and digest.hexdigest() == xxhash.xxh3_64_hexdigest(data[start:stop])
+        with pytest.raises(CorruptError, match=rf"(?s){len(data)}"):
+            reader.read(path, start, len(data) - start + 1)
+        with pytest.raises(UsageError):
+            reader.read(path, -1)
+    with pytest.raises(NotFoundError):
+        reader.size(f"data/{ID}-00009.safetensors")
+    assert nodes.read_from[PARITY] > 0
+    forget(nodes)
+
+
+def test_records_that_are_damaged_are_passed_over(tmp_path: Path, files: dict[str, bytes], caplog: pytest.LogCaptureFixture) -> None:
+    """A term that has changed, no JSON, another release: each is named, and the file is not computed from it."""
+    for name, damage in (
+        ("a", lambda text: text.replace('"offset": 0', '"offset": 1', 1)),
+        ("c", lambda text: text[:-5]),
+        ("d", lambda text: text.replace('"version": 1', '"version": 2')),
+    ):
+        (record,) = (tmp_path / name / "parity").glob("*.json")
+        record.write_text(damage(record.read_text()))
+    reader = NodeReader(nodes_at(tmp_path, "acd"), "")
+    with pytest.raises(NotFoundError, match="no parity has this file"):
+        reader.parity.size(f"data/{ID}-00001.safetensors")
+    assert all(f"parity on node {name} is passed over" in caplog.text for name in "acd")
+
+
+# ---- making
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[tuple[NodeSet, Path]]:
+    """One rank has saved on the first of three nodes."""
+    nodes = nodes_at(tmp_path, "abc")
+    know(nodes)
+    ckpt.save(f"{nodes.url}/step-1", {"w": torch.arange(50_000), "v": torch.ones(300)})
+    yield nodes, tmp_path
+    forget(nodes)
+
+
+def copier(nodes: NodeSet, own: int, completed: Callable[..., object] | None = None) -> NodeCopier:
+    """That of one node, after one round."""
+    mine = NodeSet(url=nodes.url, nodes=nodes.nodes, own=own, copies=0, parity=3)
+    made = NodeCopier(mine, None, completed)
+    know(mine)
+    made.add()
+    assert made.finish(60)
+    know(nodes)
+    return made
+
+
+def parity_files(path: Path, node: str) -> list[Path]:
+    return sorted((path / node / "step-1" / "parity").glob("*"))
+
+
+def test_what_is_half_made_is_made_again_and_nothing_twice(saved: tuple[NodeSet, Path]) -> None:
+    nodes, path = saved
+    assert copier(nodes, 0).copied == 0 and not parity_files(path, "a")  # it alone has something
+    size = sum(f.stat().st_size for f in (path / "a").rglob("data/*"))
+    assert sum(copier(nodes, n).copied for n in (1, 2)) == size
+    record, content = parity_files(path, "b")
+    data = content.read_bytes()
+    record.unlink()  # killed between the two
+    content.write_bytes(data[:-1])
+    assert copier(nodes, 1).copied == len(data) and content.read_bytes() == data
+    assert copier(nodes, 1).copied == copier(nodes, 2).copied == 0
+    state = {"w": torch.zeros(50_000, dtype=torch.int64), "v": torch.zeros(300)}
+    (path / "a").rename(path / "gone")
+    left = nodes_at(path, "bc")
+    know(left)
+    ckpt.load(f"{left.url}/step-1", state)
+    assert torch.equal(state["w"], torch.arange(50_000)) and torch.equal(state["v"], torch.ones(300))
+    assert loss(f"{left.url}/step-1") is None
+    there = SpreadFiles.of(f"{left.url}/step-1", left)
+    assert not there.is_complete and there.missing_parity() == []  # its files are on no node
+    content.unlink()
+    reason = loss(f"{left.url}/step-1")
+    assert reason is not None and "1 of 1 files are on no node that answers" in reason and "only with another parity file" in reason
+    forget(left)
+
+
+def test_a_step_is_complete_when_all_parity_is_there(saved: tuple[NodeSet, Path]) -> None:
+    nodes, _ = saved
+    told: list[str] = []
+    copier(nodes, 1)
+    first = SpreadFiles.of(f"{nodes.url}/step-1", nodes)
+    assert not first.is_complete and [one.target for one in first.missing_parity()] == [2]
+    copier(nodes, 2, lambda step, url, id, seconds: told.append(url))
+    assert told == [f"{nodes.url}/step-1"] and SpreadFiles.of(f"{nodes.url}/step-1", nodes).is_complete
+
+
+def test_parity_of_a_job_with_other_groups_counts(saved: tuple[NodeSet, Path]) -> None:
+    """Six nodes: in groups of three that are others, and in a group of four."""
+    nodes, path = saved
+    for own in (1, 2):
+        copier(nodes, own)
+    for groups, size, missing in (
+        ([("a", "d", "e"), ("b", "c", "f")], 3, {3}),  # the same terms, which are all of one file, on other nodes
+        ([("a", "d", "e", "f"), ("b", "c")], 4, {3, 4, 5}),  # other terms
+    ):
+        more = nodes_at(path, "abcdef", parity=size)
+        more.groups = groups
+        know(more)
+        assert SpreadFiles.of(f"{more.url}/step-1", more).is_complete
+        record = parity_files(path, "b")[0].rename(path / "record")
+        assert {one.target for one in SpreadFiles.of(f"{more.url}/step-1", more).missing_parity()} == missing
+        record.rename(parity_files(path, "b")[0].with_suffix(".json"))
+        forget(more)
+
+
+def test_a_damaged_file_gets_no_parity_of_others(saved: tuple[NodeSet, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """The node that has it finds out, names it, and makes nothing."""
+    nodes, path = saved
+    (file,) = (path / "a").rglob("data/*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert copier(nodes, 0).uncopied == (1,)
+    assert "a file that parity is made of is damaged" in caplog.text and file.name in caplog.text
+
+
+def test_removal_takes_parity_and_gc_knows_it(saved: tuple[NodeSet, Path]) -> None:
+    nodes, path = saved
+    for own in (1, 2):
+        copier(nodes, own)
+    left_over = parity_files(path, "b")[1].read_bytes()
+    remove_at(f"{nodes.url}/step-1")
+    assert not [*path.rglob("*.xor")] and not [*path.rglob("*.json")]
+    write(path / "b" / "step-1" / "parity" / f"{ID}-{'1' * 16}.xor", left_over)
+    (orphan,) = find_orphans(PosixBackend(str(path / "b")), older_than=0, now=0)
+    assert orphan.what == "save" and orphan.id == ID and orphan.removable
+
+
+@pytest.mark.parametrize("given", [{"parity": 2}, {"parity": True}, {"parity": 3, "copies": 1}, {"copies": -1}, {"copies": True}])
+def test_arguments(given: dict[str, int]) -> None:
+    for of in (partial(ckpt.NodeLocal, "/nvme"), ckpt.Memory):
+        with pytest.raises(UsageError):
+            of(**given)  # type: ignore[operator]
+    assert ckpt.NodeLocal("/nvme", parity=3, copies=0).parity == 3
