@@ -132,19 +132,22 @@ class NodeCopier:
             log.warning("whether all second copies are there cannot be seen: %s", err)
 
     def _report_complete(self) -> bool:
-        """The same; whether some are not complete yet."""
+        """The same; whether some may still become complete."""
         there = {step.id for step in list_steps(self._nodes.url)} if self._incomplete else set()
+        going_on = False
         for id, (step, since) in [*self._incomplete.items()]:
             if id not in there:  # removed, or replaced
                 self._incomplete.pop(id, None)
                 continue
-            if not SpreadFiles.of(step.url, self._nodes).is_complete:
+            files = SpreadFiles.of(step.url, self._nodes)
+            if not files.is_complete:
                 forget_copies(self._nodes, step.url, id)
+                going_on = going_on or not files.is_lost  # nobody can copy what no node has
                 continue
             self._incomplete.pop(id, None)
             if self._completed is not None and step.number is not None:
                 self._completed(step.number, step.url, id, time.monotonic() - since)
-        return bool(self._incomplete)
+        return going_on
 
     def _protect(self, step: Step) -> None:
         """Make the copies, or the parity, that this node is to make of a checkpoint."""

@@ -47,12 +47,17 @@ class SpreadFiles:
         return {node for node, there in sizes.items() if there == size and node < len(self.nodes.nodes)}
 
     @property
+    def is_lost(self) -> bool:
+        """Whether no node of the job has some file."""
+        return not all(self.holders().values())
+
+    @property
     def is_complete(self) -> bool:
         """Whether each file survives the loss of as many domains as it is meant to, and none is lost."""
-        holders, nodes = self.holders(), self.nodes
+        nodes = self.nodes
         if nodes.parity is None:
-            return is_complete(holders, nodes.domains, nodes.copies, self._backups())
-        return all(holders.values()) and not self.missing_parity()
+            return is_complete(self.holders(), nodes.domains, nodes.copies, self._backups())
+        return not self.is_lost and not self.missing_parity()
 
     def _backups(self) -> Backups | None:
         return None if self.nodes.groups is None else backups_in(self.nodes.groups, self.nodes.copies)
@@ -66,7 +71,7 @@ class SpreadFiles:
     def missing_parity(self) -> list[PlannedParity]:
         """The parity files that have to be made. None of a checkpoint of which something is lost: it cannot be protected any more."""
         holders, sizes, domains = self.holders(), {path: f.size for path, f in self.files.items()}, self.nodes.domains
-        if self.nodes.parity is None or not all(holders.values()):
+        if self.nodes.parity is None or self.is_lost:
             return []
         groups = parity_groups(self.nodes, self.nodes.parity)
         planned = plan_parity(holders, sizes, domains, groups)

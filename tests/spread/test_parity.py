@@ -17,13 +17,15 @@ from ckpt.io_backends import Backend, PosixBackend
 from ckpt.maintenance.orphans import find_orphans
 from ckpt.maintenance.removal import remove_at
 from ckpt.plan.redundancy.parity import plan_parity
+from ckpt.spread import copying
 from ckpt.spread.copying import NodeCopier
 from ckpt.spread.losses import loss
 from ckpt.spread.node_reader import NodeReader
 from ckpt.spread.nodes import PARITY, NodeSet, StorageNode
-from ckpt.spread.parity_record import ParityRecord, block_digest
+from ckpt.spread.parity_record import BLOCK, ParityRecord, block_digest
 from ckpt.spread.runs import forget, know, run_url
 from ckpt.spread.spread_files import SpreadFiles
+from ckpt.training.restored_from import merged_sources
 
 ID = "0" * 16
 
@@ -188,6 +190,58 @@ def test_parity_of_a_job_with_other_groups_counts(saved: tuple[NodeSet, Path]) -
         forget(more)
 
 
+def test_nobody_waits_for_a_step_that_has_lost_a_node(saved: tuple[NodeSet, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds, and so ``Checkpointer.wait``, end at once; only a step that others may still complete is waited for."""
+    nodes, path = saved
+    monkeypatch.setattr(copying, "PATIENCE", 1000.0)
+    for own in (1, 2):
+        copier(nodes, own)
+    (path / "a").rename(path / "gone")
+    left = nodes_at(path, "bc")
+    know(left)
+    told: list[str] = []
+    waiting = NodeCopier(left, None, lambda step, url, id, seconds: told.append(url))
+    waiting.add()
+    assert waiting.finish(60) and told == []
+    forget(left)
+
+
+def test_long_files_and_damage_in_a_later_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks are made, read and named one by one."""
+    nodes = nodes_at(tmp_path, "abc")
+    know(nodes)
+    state = {"w": torch.arange(2_500_000)}
+    ckpt.save(f"{nodes.url}/step-1", state)
+    for own in (1, 2):
+        copier(nodes, own)
+    (tmp_path / "a").rename(tmp_path / "gone")
+    left = nodes_at(tmp_path, "bc")
+    know(left)
+    loaded = {"w": torch.zeros(2_500_000, dtype=torch.int64)}
+    ckpt.load(f"{left.url}/step-1", loaded)
+    assert torch.equal(loaded["w"], state["w"])
+    record, content = parity_files(tmp_path, "c")
+    assert content.stat().st_size > BLOCK and len(ParityRecord.decode(record.read_bytes(), id_in(record), below_step(record)).digests) == 2
+    with content.open("r+b") as file:
+        file.seek(BLOCK + 17)
+        (byte,) = file.read(1)
+        file.seek(BLOCK + 17)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(CorruptError):
+        ckpt.load(f"{left.url}/step-1", loaded)
+    assert f"parity/{content.name} on node c is damaged" in caplog.text and "node b is damaged" not in caplog.text
+    for run in (nodes, left):
+        forget(run)
+
+
+def id_in(path: Path) -> str:
+    return path.name.partition("-")[0]
+
+
+def below_step(path: Path) -> str:
+    return f"parity/{path.name}"
+
+
 def test_a_damaged_file_gets_no_parity_of_others(saved: tuple[NodeSet, Path], caplog: pytest.LogCaptureFixture) -> None:
     """The node that has it finds out, names it, and makes nothing."""
     nodes, path = saved
@@ -197,6 +251,13 @@ def test_a_damaged_file_gets_no_parity_of_others(saved: tuple[NodeSet, Path], ca
     file.write_bytes(content)
     assert copier(nodes, 0).uncopied == (1,)
     assert "a file that parity is made of is damaged" in caplog.text and file.name in caplog.text
+
+
+def test_places_of_two_tiers_are_in_order() -> None:
+    tiers = [{"memory of this host": 1, "parity": 2, "root": 4}, {"disk of this host": 8, "parity": 16, "root": 32}]
+    merged = merged_sources(tiers)
+    assert merged == {"memory of this host": 1, "disk of this host": 8, "parity": 18, "root": 36}
+    assert [*merged] == ["memory of this host", "disk of this host", "parity", "root"] and merged_sources([]) == {}
 
 
 def test_removal_takes_parity_and_gc_knows_it(saved: tuple[NodeSet, Path]) -> None:
