@@ -1,7 +1,7 @@
 """SGLang takes weights from a ``ckpt.live.Source``: each worker the parts that it keeps, straight into its parameters.
 
 Start it with ``--weight-update-receivers ckpt.integrations.sglang.receiver``. A request's ``init_payload`` has the ``address`` of the
-source and the ``checkpoint`` that SGLang was started with; that of an update may have a ``step``. This module imports nothing of SGLang.
+source, and whatever else ``EngineSink`` takes; that of an update may have a ``step``. This module imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckpt.errors import UsageError
 
 from .engines import EngineSink
 
-_OPTIONS = ("only", "rename", "stage", "optional", "timeout")
+_OPTIONS = ("checkpoint", "only", "rename", "names", "convention", "numbers", "stage", "optional", "timeout")
 
 
 class ReceiverContext(Protocol):
@@ -32,10 +32,10 @@ class CkptReceiver:
         self.sink = sink
 
     def receive(self, payload: Mapping[str, Any] | None) -> None:
-        """Take the newest version, or wait for the ``step`` of the payload, for its ``timeout``."""
+        """Take the newest version, or wait for the ``step`` of the payload, for its ``timeout``; with ``progress``, show a bar."""
         given = dict(payload or {})
-        _check(given, ("step", "timeout"))
-        self.sink.take(given.get("step"), given.get("timeout"))
+        _check(given, ("step", "timeout", "progress"))
+        self.sink.take(given.get("step"), given.get("timeout"), progress=bool(given.get("progress")))
 
     def destroy(self) -> None:
         """End the connection."""
@@ -43,15 +43,16 @@ class CkptReceiver:
 
 
 def receiver(context: ReceiverContext) -> CkptReceiver:
-    """A factory for ``--weight-update-receivers``. Connects, and records the model's ``load_weights``.
+    """A factory for ``--weight-update-receivers``. Connects; the model's ``load_weights`` is recorded now if the payload has a
+    ``checkpoint``, else with the first version.
 
     Raises:
-        UsageError: the ``init_payload`` lacks ``address`` or ``checkpoint``, or has something unknown.
+        UsageError: the ``init_payload`` lacks ``address``, or has something unknown.
     """
     given = dict(context.init_payload or {})
-    _check(given, ("address", "checkpoint", *_OPTIONS), needed=("address", "checkpoint"))
+    _check(given, ("address", *_OPTIONS), needed=("address",))
     options = {name: given[name] for name in _OPTIONS if name in given}
-    return CkptReceiver(EngineSink(given["address"], context.model.load_weights, context.model, given["checkpoint"], **options))
+    return CkptReceiver(EngineSink(given["address"], context.model.load_weights, context.model, **options))
 
 
 def _check(given: Mapping[str, Any], known: tuple[str, ...], needed: tuple[str, ...] = ()) -> None:

@@ -27,12 +27,20 @@ class CkptCheckpointEngine(CheckpointEngine):
         bucket_size: verl gives it; tensors are not put into buckets here.
         is_master: whether this is the trainer's first rank.
         timeout: seconds without a sign of life after which the other side counts as dead.
+        progress: show how far a rollout is in taking a version.
     """
 
     wire_format = "named_tensors"
 
-    def __init__(self, bucket_size: int = 0, is_master: bool = False, timeout: float | None = None) -> None:  # noqa: FBT001  verl's
-        self._master, self._timeout = is_master, timeout
+    def __init__(
+        self,
+        bucket_size: int = 0,
+        is_master: bool = False,  # noqa: FBT001  verl's
+        timeout: float | None = None,
+        *,
+        progress: bool = False,
+    ) -> None:
+        self._master, self._timeout, self._progress = is_master, timeout, progress
         self._alone = group_of_one()
         self._weights: dict[str, torch.Tensor] = {}
         self._source: Source | None = None
@@ -84,7 +92,7 @@ class CkptCheckpointEngine(CheckpointEngine):
         if self._sink is None:
             raise UsageError("receive_weights before init_process_group", hint="verl calls it on rollout workers")
         while True:
-            self._version = self._sink.take(newer_than=self._version, timeout=self._timeout)
+            self._version = self._sink.take(newer_than=self._version, timeout=self._timeout, progress=self._progress)
             if global_steps is None or self._version.step >= global_steps:
                 break
         for name, tensor in self._received.value.items():

@@ -8,7 +8,7 @@ newer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -21,13 +21,15 @@ from .engines import EngineSink
 
 @dataclass
 class CkptInitInfo(WeightTransferInitInfo):
-    """What ``init_weight_transfer_engine`` is given: ``address`` of the source; the others as for :class:`EngineSink`. ``checkpoint`` is by
-    default the model that vLLM was started with."""
+    """What ``init_weight_transfer_engine`` is given: ``address`` of the source; the others as for :class:`EngineSink`."""
 
     address: str
     checkpoint: str | None = None
     only: Sequence[str] | None = None
     rename: Mapping[str, str] | None = None
+    names: str | None = None
+    convention: str | None = None
+    numbers: Mapping[str, int] | None = None
     stage: Sequence[str] = ()
     optional: Sequence[str] = ()
     timeout: float | None = None
@@ -35,10 +37,11 @@ class CkptInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class CkptUpdateInfo(WeightTransferUpdateInfo):
-    """What ``update_weights`` is given: the step to wait for; None: the newest version."""
+    """What ``update_weights`` is given: the step to wait for; None: the newest version. ``progress``: show a bar on the first rank."""
 
     step: int | None = None
     timeout: float | None = None
+    progress: bool = False
 
 
 class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo]):
@@ -50,11 +53,10 @@ class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo
     sink: EngineSink | None = None
 
     def init_transfer_engine(self, init_info: CkptInitInfo) -> None:
-        """Connect, and record the model's ``load_weights``."""
+        """Connect. The model's ``load_weights`` is recorded now if there is a checkpoint, else with the first version."""
         self.shutdown()
-        options = {name: getattr(init_info, name) for name in ("only", "rename", "stage", "optional", "timeout")}
-        checkpoint = init_info.checkpoint or self.model_config.model
-        self.sink = EngineSink(init_info.address, self.model.load_weights, self.model, checkpoint, **options)
+        options = {field.name: getattr(init_info, field.name) for field in fields(init_info) if field.name != "address"}
+        self.sink = EngineSink(init_info.address, self.model.load_weights, self.model, **options)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: parameters are filled in place."""
@@ -63,7 +65,7 @@ class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo
         """Take a version."""
         if self.sink is None:
             raise UsageError("update_weights before init_weight_transfer_engine", hint="give it the address of a ckpt.live.Source first")
-        self.sink.take(update_info.step, update_info.timeout)
+        self.sink.take(update_info.step, update_info.timeout, progress=update_info.progress)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""

@@ -35,7 +35,7 @@ class FillPlan:
 
     def with_memory(self) -> FillPlan:
         """The same when tensors that had no memory (meta tensors) have got theirs."""
-        targets, padding, _ = _resolved(self.bound, self.catalog)
+        targets, padding, _ = resolved(self.bound, self.catalog)
         return replace(self, targets=targets, padding=padding)
 
 
@@ -72,7 +72,7 @@ def plan_filling(
         CoverageError: the source has not all of a tensor.
     """
     bound = list(targets)
-    targets, padding, boxes = _resolved(bound, catalog)
+    targets, padding, boxes = resolved(bound, catalog)
     key = (rank, near, domain, *((entry.alias or entry.name, wanted) for (_, entry), wanted in zip(targets, boxes, strict=True)))
     known = None if cache is None or source is None or (cache.source, cache.key) != (source, key) else cache.transfers
     if relays is None and known is not None:
@@ -88,7 +88,7 @@ def plan_filling(
     return FillPlan(bound=bound, catalog=catalog, targets=targets, padding=padding, transfers=transfers)
 
 
-def _resolved(bound: Sequence[Target], catalog: LiveCatalog) -> tuple[list[Target], list[torch.Tensor], list[tuple[Box, ...]]]:
+def resolved(bound: Iterable[Target], catalog: LiveCatalog) -> tuple[list[Target], list[torch.Tensor], list[tuple[Box, ...]]]:
     """Targets among the tensors of the source, memory that is zeroed first, and the boxes of each target."""
     targets: list[Target] = []
     padding: list[torch.Tensor] = []

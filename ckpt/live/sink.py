@@ -6,8 +6,8 @@ them. All ranks switch to a version, or none: nothing of the state changes befor
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +15,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from ckpt import settings
 from ckpt.adapters.state_scan import check_state
+from ckpt.adapters.tensors import torch_dtype
 from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group, current_group
 from ckpt.coordination.rows import Row
@@ -24,7 +27,7 @@ from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.load.job import LoadJob, StateWrites
 from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.load.setting import accept
-from ckpt.errors import DeadlineError, FormatError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
+from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings.flags import check_flags
@@ -34,14 +37,15 @@ from ckpt.transport.shm_pool import machine
 
 from .client import Pulled
 from .control import split_address
+from .naming.renaming import in_other_names, views_of
+from .offered import DROPS, OfferedVersion, find_newest
 from .pieces.dense import FIRST, NOT_KEPT, TORN
-from .relays.relay import Relay, RelayHolders, RelayOffer
+from .relays.relay import Relay
 from .relays.relayed import RelayedVersion
 from .secret import sink_secret
 from .source_connection import SourceConnection
 from .take import (
     MatchedTake,
-    OfferedVersion,
     PlannedTake,
     Puller,
     SinkCache,
@@ -54,14 +58,12 @@ from .take import (
     switch_take,
 )
 from .take_meter import TakeMeter
-from .versions import Manifest, Version, digest_of_blob
+from .versions import Version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("ckpt")
-_DROPS = 5
-"""Times that a take begins again since its version was dropped: a source that keeps so few versions is too fast for this sink."""
 
 
 class Sink:
@@ -77,11 +79,13 @@ class Sink:
         relay: other sinks whose ranks want the same boxes take from this one too, so that the source sends less. It keeps what came from
             other machines until the next take, beside the state; so ``switch`` must be ``"double"``.
         only, rename, strict, cast: as for ``ckpt.load``.
+        names, convention, numbers: as for ``ckpt.translated``: the source's state in other names, where fused tensors come apart and others
+            are put together. ``rename`` and ``only`` speak of the new names.
         secret: as the source's; by default ``CKPT_LIVE_SECRET``, or what a source on this machine has left in a file of this account.
         timeout: seconds without a sign of life after which a rank, or the source, counts as dead (``CKPT_TIMEOUT``, 600).
 
     Raises:
-        UsageError: the address, or an argument, cannot be meant.
+        UsageError: the address, or an argument, cannot be meant; or there is no such translation.
         AccessError: there is no secret.
     """
 
@@ -98,6 +102,9 @@ class Sink:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        names: str | os.PathLike[str] | None = None,
+        convention: str | None = None,
+        numbers: Mapping[str, int] | None = None,
         secret: str | bytes | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -115,6 +122,7 @@ class Sink:
         split_address(address)  # before anything is done for it
         self._state = into
         self._in_place = switch == "in-place"
+        self._views = views_of(names, convention, numbers)
         self._options = LoadOptions(
             layout=layout,
             selection=Selection(only=globs_of_only(only), rename=rules_of_rename(rename)),
@@ -167,18 +175,14 @@ class Sink:
         Raises:
             UsageError: ``newer_than`` is no version, or the sink is closed.
             DeadlineError: there is no such version in time, or nothing was heard of a rank or the source; nothing was changed.
-            NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed.
+            NamesError, ShapeError, MismatchError: it does not fit the state, or the translation does not fit it; nothing was changed.
             AccessError, NotFoundError, FormatError: the source has another secret or name, or it is something else.
             CorruptError, RankFailedError, ExchangeError: bytes were damaged, or a rank was lost, that no other rank had. Nothing was
                 changed, unless ``version`` raises TornError.
         """
-        if self._closed:
-            raise UsageError("the sink is closed", where=self.address, hint="make a new one")
+        patience = self._patience(timeout)
         if newer_than is not None and not isinstance(newer_than, Version):
             raise UsageError(f"newer_than= is a version, not {newer_than!r}", where=self.address, hint="newer_than=sink.version")
-        if timeout is not None and (not isinstance(timeout, int | float) or not timeout >= 0):
-            raise UsageError(f"timeout= is a number of seconds, not {timeout!r}", where=self.address)
-        patience = self._options.timeout if timeout is None else timeout
         watcher = callback_of(progress=progress, leads=self._group.rank == self._group.leader, title=f"take {self.address}")
         meter = TakeMeter(Spans(on=settings.spans()))
         with reported(watcher, meter.counts):
@@ -187,19 +191,12 @@ class Sink:
     def _take_newest(self, newer_than: Version | None, patience: float, meter: TakeMeter) -> Version:
         """Take the newest version; if it is dropped meanwhile, the one after it."""
         began = time.monotonic()
-        for tries in range(_DROPS):
-            call = self._group.call("take", self.address, self._options.timeout)
-            if not self._connected:
-                self._connected = True
-                self._group.connect(call, self._source.tell_lost)
-            try:
-                offered = self._find(call, newer_than, began + patience)
-            except BaseException:
-                self._source.disconnect()
-                raise
+        for tries in range(DROPS):
+            call = self._call("take")
+            offered = self._find(call, newer_than, began + patience)
             waited = time.monotonic() - began
             try:
-                taken = self._take(call, offered, waited, meter, last=tries == _DROPS - 1)
+                taken = self._take(call, offered, waited, meter, last=tries == DROPS - 1)
             except BaseException as err:
                 self._source.tell(offered.version, "failed", error=f"{type(err).__name__}: {err}")
                 raise
@@ -212,6 +209,48 @@ class Sink:
                 return offered.version
             log.info("live: %s was dropped before it was taken; looking for a newer one", offered.version)
         raise AssertionError("the last try returns or raises")
+
+    def _patience(self, timeout: float | None) -> float:
+        """Seconds to wait for a version."""
+        if self._closed:
+            raise UsageError("the sink is closed", where=self.address, hint="make a new one")
+        if timeout is not None and (not isinstance(timeout, int | float) or not timeout >= 0):
+            raise UsageError(f"timeout= is a number of seconds, not {timeout!r}", where=self.address)
+        return self._options.timeout if timeout is None else timeout
+
+    def _call(self, kind: str) -> Call:
+        """Begin a collective call; in the first one the ranks connect to each other."""
+        call = self._group.call(kind, self.address, self._options.timeout)
+        if not self._connected:
+            self._connected = True
+            self._group.connect(call, self._source.tell_lost)
+        return call
+
+    def tensors(self, timeout: float | None = None) -> dict[str, torch.Tensor]:
+        """What the newest version has, by the names that this sink gives it (``names``, ``rename``, ``only``): tensors of the meta device,
+        with shapes and dtypes; collective. No byte of them moves, and the state stays as it is.
+
+        Args:
+            timeout: seconds to wait for a version. By default as long as for a sign of life.
+
+        Raises:
+            as :meth:`take`.
+        """
+        end = time.monotonic() + self._patience(timeout)
+        call = self._call("tensors")
+        offered = self._find(call, None, end)
+        with call.phase("names"):
+            catalog, selection = self._cache.catalog_of(offered), self._options.selection
+            if self._views is not None:
+                catalog = in_other_names(catalog, self._views, strict=False)
+            named = selection.view({name: entry for name, entry in catalog.tensors.items() if entry.rank is None})
+            LoadJob(call=call, options=self._options, recorded=None, writes=StateWrites()).agree({}, _nothing)
+        call.linger()
+        return {
+            name: torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+            for name, entry in named.items()
+            if selection.wants(name)
+        }
 
     def run_on_all(self, work: Callable[[], object]) -> None:
         """Run ``work``, which changes the state further, on every rank of the sink; collective. An error of one is an error on all.
@@ -246,52 +285,12 @@ class Sink:
     # ---- find
 
     def _find(self, call: Call, newer_than: Version | None, end: float) -> OfferedVersion:
-        """The newest version, and all that its manifest refers to; the leader asks, and hands it on."""
-        after = None if newer_than is None else newer_than.to_json()
-        row: Row = {"after": after, "blobs": digest_of_blob("".join(sorted(self._blobs)).encode())}
-        with call.phase("find"):
-            if not call.is_leader:
-                agreed = call.follow(row)
-                data = call.fetch(agreed["manifest"])
-                new = {digest: call.fetch(digest) for digest in agreed["blobs"]}
-                holders = json.loads(call.fetch(agreed["holders"]))
-            else:
-                for tries in range(_DROPS):
-                    answer, data = self._source.newest(newer_than, end, call.check_failures, base=None if self._torn else self._delta_base)
-                    needed = Manifest.from_bytes(data).blobs()
-                    try:
-                        new = self._source.blobs([d for d in needed if d not in self._blobs], call.check_failures)
-                        break
-                    except NotFoundError:  # it was dropped between the two questions
-                        if tries == _DROPS - 1:
-                            raise
-                holders = {"source": answer["holders"], "relays": answer["relays"], "kept": answer["kept"]}
-
-                def hand_on(rows: dict[int, Row]) -> Row:
-                    if any(each["after"] != after for each in rows.values()):
-                        raise UsageError("the ranks of the sink take versions newer than different ones", hint="give the same newer_than=")
-                    # A rank that lost the others at the end of the last take has what came before: then all get everything.
-                    alike = all(each["blobs"] == row["blobs"] for each in rows.values())
-                    handed = new.values() if alike else [new[d] if d in new else self._blobs[d] for d in needed]
-                    return {
-                        "manifest": call.leave(data),
-                        "blobs": [call.leave(blob) for blob in handed],
-                        "holders": call.leave(json.dumps(holders).encode()),
-                    }
-
-                call.lead(row, hand_on)
-            manifest = Manifest.from_bytes(data)
-            blobs = {digest: new[digest] if digest in new else self._blobs[digest] for digest in manifest.blobs()}
-            try:
-                by_rank = {int(row["rank"]): row for row in holders["source"]}
-                offers = [RelayOffer.from_json(row) for row in holders["relays"]]
-                kept = frozenset(map(str, holders["kept"]))
-            except (KeyError, TypeError, ValueError) as err:
-                raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=self.address) from err
-            if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
-                raise FormatError("the ranks of the source are not those of its manifest", where=self.address, hint="please report this")
-            relays = RelayHolders(ranks=by_rank, offers=offers)
-            return OfferedVersion(version=manifest.version(data), manifest=manifest, blobs=blobs, holders=by_rank, relays=relays, kept=kept)
+        """The newest version, and all that its manifest refers to."""
+        try:
+            return find_newest(call, self._source, self._blobs, newer_than, end, base=None if self._torn else self._delta_base)
+        except BaseException:
+            self._source.disconnect()
+            raise
 
     # ---- take
 
@@ -300,7 +299,7 @@ class Sink:
         began = time.monotonic()
         self._source.tell(offered.version, "taking")
         job = LoadJob(call=call, options=replace(self._options, spans=meter.spans), recorded=None, writes=StateWrites())
-        matched = match_take(job, offered, self._state, self._cache)
+        matched = match_take(job, offered, self._state, self._cache, self._views)
         puller = Puller(
             secret=self._secret,
             timeout=self._options.timeout,

@@ -24,6 +24,7 @@ from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.concurrency.gc_paused import gc_paused
+from ckpt.converters.select.selection import Views
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.fitting import row_of_match, verdict_of
@@ -39,15 +40,16 @@ from ckpt.tracing.spans import SpanTable
 
 from .catalog import LiveCatalog
 from .client import Holder, PullBase, Pulled, pull_all
-from .filling import Filling, FillPlan, PlanCache, is_packable, plan_filling
+from .filling import Filling, FillPlan, PlanCache, is_packable, plan_filling, resolved
+from .naming.renaming import check_alike, in_other_names
+from .offered import OfferedVersion
 from .pieces.dense import DTYPES, NOT_KEPT
-from .relays.relay import RelayHolders
 from .relays.relayed import RelayedVersion
 from .segments.mapped import LocalHolder, SegmentShare, check_local, copy_local, open_local
 from .segments.published import SegmentLayout
 from .segments.reader import SegmentMappings
 from .take_meter import TakeMeter
-from .versions import Manifest, Version, catalog_of, tensors_of
+from .versions import Version, catalog_of, tensors_of
 
 Bytes = npt.NDArray[np.uint8]
 SOURCE = "source"
@@ -119,19 +121,6 @@ class TakeReport:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OfferedVersion:
-    """A version that may be taken: where each rank of the source is, and all that its manifest refers to. ``kept``: what holders call the
-    versions that they have, of which they can tell what changed since."""
-
-    version: Version
-    manifest: Manifest
-    blobs: Mapping[str, bytes]
-    holders: Mapping[int, Row]
-    relays: RelayHolders
-    kept: Set[str]
-
-
 @dataclass(eq=False)
 class SinkCache:
     """What one sink keeps from take to take: nothing of it is needed, all of it takes time."""
@@ -198,16 +187,19 @@ class MatchedTake:
     """Whether a rank has objects that may refuse their state."""
 
 
-def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: SinkCache) -> MatchedTake:
-    """Bind the state to a version; the leader sees whether it fits everywhere.
+def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: SinkCache, views: Views | None) -> MatchedTake:
+    """Bind the state to a version, in the names that ``views`` give it; the leader sees whether it fits everywhere.
 
     Raises:
         NamesError, ShapeError, MismatchError: it does not.
+        UsageError, ConsistencyError: the translation does not fit the version, or is another one on another rank.
     """
     group, options = job.call.group, job.options
     with job.call.phase("match"), worded(stored="the source"), gc_paused():
         with job.span("match"):
             catalog = cache.catalog_of(offered)
+            if views is not None:
+                catalog = in_other_names(catalog, views, strict=options.strict)
             binding = bind(
                 state,
                 catalog,
@@ -219,9 +211,10 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
                 shards=cache.shards,
             )
         row = row_of_match(job, catalog, binding, SharedReads.of((), group.rank, parts=False, piece=1, wanted=False))
-        row["objects"] = bool(binding.objects)
+        row |= {"objects": bool(binding.objects), "translation": catalog.translation}
 
         def decide(rows: dict[int, Row]) -> Row:
+            check_alike(rows)
             return verdict_of(job, catalog, rows) | {"objects": any(row["objects"] for row in rows.values())}
 
         verdict = job.agree(row, decide)
@@ -341,14 +334,14 @@ class Puller:
 
     def why_whole(self, matched: MatchedTake) -> str | None:
         """As ``PlannedTake.why_whole``."""
-        offered = matched.offered
+        offered, catalog = matched.offered, matched.catalog
         if not any(row["delta"] for row in offered.holders.values()):
             return ""
         if self.base is None:
             return self.no_base
         if self.base not in offered.kept:
             return NOT_KEPT
-        return None if is_packable(matched.binding.targets.values()) else DTYPES
+        return None if is_packable(resolved(matched.binding.targets.values(), catalog)[0]) else DTYPES
 
 
 def _holder(rank: int, row: Row) -> Holder:

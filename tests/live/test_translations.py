@@ -118,6 +118,48 @@ def test_layouts_and_names_change_at_once(ranks: Ranks, rules: str) -> None:
     assert ranks.run(4, both_ways, rules) == [[], [], [], []]
 
 
+@pytest.mark.parametrize("local", ["on", "off"])
+@pytest.mark.parametrize("convention", ["fused", "apart"])
+def test_a_sink_takes_other_names(rules: str, convention: str, local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped, and over the network; whole, then as changes."""
+    monkeypatch.setenv("CKPT_LIVE_LOCAL", local)
+    source, target = (APART, FUSED) if convention == "fused" else (FUSED, APART)
+    state = {n: torch.from_numpy(np.array(a)) for n, a in source.items()}
+    into = {n: torch.full(a.shape, -7.0) for n, a in target.items()}
+    with (
+        live.Source("tcp://127.0.0.1:0/names", state, secret="s", delta=True) as trainer,
+        live.Sink(trainer.address, into, names=rules, convention=convention, secret="s") as sink,
+        live.Sink(trainer.address, {}, names=rules, convention=convention, only="*q*", secret="s", rename={"0.*": "1.*"}) as partial,
+    ):
+        for step in (1, 2):
+            trainer.publish(step, capture="eager").result()
+            sink.take()
+            assert all(torch.equal(into[n], torch.from_numpy(np.array(a)) * step) for n, a in target.items())
+            for tensor in state.values():
+                tensor.mul_(2)
+        offered = sink.tensors()
+        assert {n: t.shape for n, t in offered.items()} == {n: torch.Size(a.shape) for n, a in target.items()} | (
+            {"embedding": torch.Size((10, 6))} if convention == "fused" else {}  # what of it is no padding
+        )
+        assert all(t.is_meta and t.dtype == torch.float32 for t in offered.values())
+        assert partial.tensors().keys() == {"1.qkv" if convention == "fused" else "1.q"}
+        assert sink.version is not None and sink.version.step == 2 and partial.version is None
+
+
+def test_what_a_sink_cannot_translate_is_an_error_before_anything_changes(rules: str) -> None:
+    with pytest.raises(UsageError, match="into which"):
+        live.Sink("tcp://127.0.0.1:1/names", {}, names=rules, secret="s")
+    into = {"0.factor": torch.zeros(2)}
+    with (
+        live.Source("tcp://127.0.0.1:0/names", {"0.scale": torch.ones(2), "strange": torch.ones(2)}, secret="s") as trainer,
+        live.Sink(trainer.address, into, names=rules, convention="fused", secret="s") as sink,
+    ):
+        trainer.publish(1).result()
+        with pytest.raises(NamesError, match="strange"):
+            sink.take()
+        assert into["0.factor"].tolist() == [0, 0] and sink.version is None
+
+
 def test_one_process_with_casts_meta_tensors_and_renames(rules: str) -> None:
     old = {n: torch.from_numpy(np.array(a)) for n, a in APART.items()}
     new: dict[str, Any] = {n: torch.full(a.shape, -7, dtype=torch.bfloat16) for n, a in FUSED.items()}

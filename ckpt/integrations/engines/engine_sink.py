@@ -6,14 +6,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt import settings
-from ckpt.errors import TornError
+from ckpt.errors import TornError, UsageError
 from ckpt.live import Sink, Version
+from ckpt.tracing.progress_callback import ProgressCallback
 
 from .engine_memory import Parameters
-from .recorded import TensorDescription, record
+from .recorded import Recorded, TensorDescription, record
 from .recording import LoadWeights
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ class EngineSink:
     Args:
         address: of the source, ``"tcp://host:port/name"``.
         load_weights, into, stage, optional, after: as for :func:`record`.
-        checkpoint: the names, shapes and dtypes that ``load_weights`` knows: the URL of the checkpoint that the engine was started from, or
-            what ``ckpt.open`` gives.
+        checkpoint: the names, shapes and dtypes that ``load_weights`` is given: the URL of a checkpoint, or what ``ckpt.open`` gives. None:
+            those of the source's first version, which the first ``take`` hears of and records then.
         only, rename: as for ``ckpt.load``: the source's names → the checkpoint's.
+        names, convention, numbers: as for ``ckpt.live.Sink``: how the source's names are translated into the checkpoint's.
         process_group, secret, timeout: as for ``ckpt.live.Sink``.
 
     Raises:
@@ -40,10 +42,13 @@ class EngineSink:
         address: str,
         load_weights: LoadWeights,
         into: Parameters,
-        checkpoint: str | os.PathLike[str] | Mapping[str, TensorDescription],
+        checkpoint: str | os.PathLike[str] | Mapping[str, TensorDescription] | None = None,
         *,
         only: str | Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
+        names: str | os.PathLike[str] | None = None,
+        convention: str | None = None,
+        numbers: Mapping[str, int] | None = None,
         stage: str | Sequence[str] = (),
         optional: str | Sequence[str] = (),
         after: Callable[[], object] | None = None,
@@ -51,20 +56,42 @@ class EngineSink:
         secret: str | bytes | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.recorded = record(load_weights, checkpoint, into, stage=stage, optional=optional, after=after)
-        """What goes where."""
+        def record_weights(names: str | os.PathLike[str] | Mapping[str, TensorDescription]) -> Recorded:
+            return record(load_weights, names, into, stage=stage, optional=optional, after=after)
+
+        self._record = record_weights
+        self._recorded: Recorded | None = None
+        self._state: dict[str, Any] = {}
+        if checkpoint is not None:
+            self._recorded = record_weights(checkpoint)
+            self._state.update(self._recorded.state)
         self._timeout = settings.timeout(timeout)
         self._sink = Sink(
             address,
-            self.recorded.state,
+            self._state,
             process_group=process_group,
             only=only,
             rename=rename,
+            names=names,
+            convention=convention,
+            numbers=numbers,
             cast=True,
             secret=secret,
             timeout=timeout,
         )
         self._unfinished = False
+
+    @property
+    def recorded(self) -> Recorded:
+        """What goes where.
+
+        Raises:
+            UsageError: no checkpoint was given, and nothing was taken yet.
+        """
+        if self._recorded is None:
+            hint = "take a version first, or give the checkpoint that the engine was started from"
+            raise UsageError("the names of the source are not known before the first take", where=self._sink.address, hint=hint)
+        return self._recorded
 
     @property
     def version(self) -> Version | None:
@@ -77,21 +104,28 @@ class EngineSink:
             raise TornError("the engine has parts of a version only", where=self._sink.address, hint="take again before it answers")
         return self._sink.version
 
-    def take(self, step: int | None = None, timeout: float | None = None) -> Version:
+    def take(self, step: int | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None) -> Version:
         """Bring the newest version into the engine, which must not answer meanwhile; collective.
 
         Args:
             step: wait for a version of this step or a later one.
             timeout: seconds to wait for it.
+            progress: as for ``ckpt.live.Sink.take``.
 
         Raises:
             CoverageError: as :meth:`Recorded.finish`. If it raises on one rank, the engine is torn on all.
-            as ``ckpt.live.Sink.take``.
+            as ``ckpt.live.Sink.take``; and in the first take, without a checkpoint, as :func:`record`.
         """
         end = time.monotonic() + (self._timeout if timeout is None else timeout)
+        if self._recorded is None:
+            tensors = self._sink.tensors(timeout=max(0.0, end - time.monotonic()))
+            recorded: list[Recorded] = []
+            self._sink.run_on_all(lambda: recorded.append(self._record(tensors)))
+            (self._recorded,) = recorded  # now that it went well on all ranks: they begin the next take alike
+            self._state.update(self._recorded.state)
         version: Version | None = None
         while version is None or (step is not None and version.step < step):
-            version = self._sink.take(newer_than=version, timeout=max(0.0, end - time.monotonic()))
+            version = self._sink.take(newer_than=version, timeout=max(0.0, end - time.monotonic()), progress=progress)
             self._unfinished = True
         self._sink.run_on_all(self.recorded.finish)
         self._unfinished = False
