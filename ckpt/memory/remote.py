@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError, error_from_json
+from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError, StorageError, UsageError, error_from_json
 from ckpt.live.wire import Channel, dial, receive, send
 from ckpt.settings import limits
 from ckpt.transport.idle_connections import IdleConnections
@@ -29,7 +29,7 @@ def split_host(address: str) -> tuple[str, int]:
         UsageError: it is no such address.
     """
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{address!r} is no address of a memory daemon", hint="write host:port, as `ckpt memory status --listen` shows it")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -55,14 +55,17 @@ class RemoteMemory:
             StorageError: the daemon is gone or hangs.
         """
         answer = self._ask({"ask": "hello"})
-        return str(answer["id"]), str(answer["host"])
+        with self._understood():
+            return str(answer["id"]), str(answer["host"])
 
     def list(self, prefix: str) -> list[MemoryObject]:
         """
         Raises:
             StorageError: the daemon is gone or hangs.
         """
-        return [MemoryObject.of(row) for row in self._ask({"ask": "list", "prefix": prefix})["objects"]]
+        answer = self._ask({"ask": "list", "prefix": prefix})
+        with self._understood():
+            return [MemoryObject.of(row) for row in answer["objects"]]
 
     def stat(self, path: str) -> MemoryObject:
         """
@@ -70,13 +73,13 @@ class RemoteMemory:
             NotFoundError: there is no such object.
             StorageError: the daemon is gone or hangs.
         """
-        return MemoryObject.of(self._ask({"ask": "stat", "path": path})["object"])
+        return self._object(self._ask({"ask": "stat", "path": path}))
 
     def digest(self, known: MemoryObject) -> MemoryObject:
         """What ``stat`` gives now, with the digest of its bytes. If nobody has given one, the daemon reads all of them first, and gets the
         time for it; raises as ``stat``."""
         patience = self._timeout + known.size / _DIGEST_SPEED
-        return MemoryObject.of(self._ask({"ask": "digest", "path": known.path}, patience=patience)["object"])
+        return self._object(self._ask({"ask": "digest", "path": known.path}, patience=patience))
 
     def read_into(
         self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None
@@ -96,10 +99,23 @@ class RemoteMemory:
                 update(block)
 
         question = {"ask": "read", "path": path, "offset": offset, "length": len(view)}
-        return MemoryObject.of(self._ask(question, fill)["object"])
+        return self._object(self._ask(question, fill))
 
     def close(self) -> None:
         self._idle.clear()
+
+    def _object(self, answer: Message) -> MemoryObject:
+        with self._understood():
+            return MemoryObject.of(answer["object"])
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """An answer of another form is that of another release."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as err:
+            hint = "use the same release of ckpt on both machines"
+            raise FormatError(f"the memory daemon's answer cannot be read: {err!r}", where=f"mem://{self.address}", hint=hint) from err
 
     def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None, *, patience: float | None = None) -> Message:
         """The answer to a question, which comes within ``patience`` seconds; ``then`` takes what comes behind it."""
@@ -129,7 +145,7 @@ class RemoteMemory:
             raise StorageError(f"the memory daemon does not answer: {err.message}", where=where, hint=err.hint) from err
         except CkptError:
             raise
-        except OSError as err:
+        except (OSError, UnicodeError) as err:  # the latter of a host that no name can be
             raise StorageError(
                 f"the memory daemon is gone: {err}", where=where, hint="look whether that machine is up; its memory is lost with it"
             ) from err

@@ -60,7 +60,7 @@ class JobNodes:
 def is_memory(url: str) -> bool:
     """Whether this is the memory of the machine: not that of another one, whose address would come first."""
     first = url.removeprefix(SCHEME).partition("/")[0]
-    return url.startswith(SCHEME) and bool(first) and not first.rpartition(":")[2].isdigit()
+    return url.startswith(SCHEME) and bool(first) and not first.rpartition(":")[2].isdecimal()
 
 
 def own_node(directory: str, ranks: tuple[int, ...] = ()) -> StorageNode:

@@ -18,7 +18,7 @@ from .objects import ObjectsBackend
 def is_remote(url: str) -> bool:
     """Whether a URL names the memory of another machine: its first part ends with a port."""
     host, colon, port = url.removeprefix("mem://").partition("/")[0].rpartition(":")
-    return bool(host and colon and port.isdigit())
+    return bool(host and colon and port.isdecimal())
 
 
 class RemoteMemBackend(ObjectsBackend):

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import FormatError, StorageError
+from ckpt.errors import FormatError, StorageError, UsageError
 from ckpt.live.wire import receive, send
 from ckpt.memory import serving
 from ckpt.memory.client import MemoryClient
@@ -106,6 +107,22 @@ def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.Mo
     peer.close()
     server.close()
     store.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "x..y"])
+def test_a_host_that_no_name_can_be_is_gone(host: str) -> None:
+    with pytest.raises(StorageError, match="the memory daemon is gone"):
+        RemoteMemory(f"{host}:80", "secret").hello()
+    with pytest.raises(UsageError):
+        RemoteMemory("host:²", "secret")
+
+
+def test_an_answer_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteMemory, "_ask", lambda *_, **__: {"object": ["run/f", "large"]})
+    memory = RemoteMemory("host:80", "secret")
+    for question in (memory.hello, partial(memory.stat, "run/f"), partial(memory.list, "")):
+        with pytest.raises(FormatError, match="answer cannot be read"):
+            question()
 
 
 def test_another_object_than_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
