@@ -3,7 +3,7 @@
 One process, contestants in turn, medians of wall and CPU seconds of this process. ``memcpy`` copies the same bytes into warm memory by one
 thread. The trainer is blocked for the call, and for the fence after a forward pass of twice a memcpy. *first* is the first round. It and
 the second one, in which pages are made, are not part of the medians. The memory of the trainer beside the state, and of the daemon beside
-its files, is in MiB; the files are those of two versions, and one that is filled next.
+its files, is in MiB; the files are those of two versions, and one that is filled next. dlrover is a contestant where it is installed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import ckpt
 from ckpt.memory import client
+
+from .memory_dlrover import dlrover_save
 
 TENSORS = 16
 _FRESH = 2
@@ -57,10 +61,12 @@ def anonymous(pid: int | str) -> float:
     return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
 
 
-def saves(state: State, times: Times, rounds: int, root: str) -> None:
+def saves(state: State, times: Times, rounds: int, root: str, dlrover: Callable[[int, State], None] | None) -> None:
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     for number in range(rounds):
         times.take("memcpy", lambda: copy(state, into))
+        if dlrover is not None:
+            times.take("dlrover: the call", partial(dlrover, number, state))
         pass_seconds = 2 * times.taken["memcpy"][-1][0]
         for capture in ("eager", "lazy"):
             url = f"{root}/{capture}-{number:08d}"
@@ -101,7 +107,8 @@ def main() -> None:
     try:
         ckpt.save_async("mem://bench/warm", {"w": torch.ones(5)}).result()
         times, before = Times(), anonymous("self")
-        saves(state, times, given.rounds, "mem://bench")
+        with ExitStack() as stack:
+            saves(state, times, given.rounds, "mem://bench", dlrover_save(stack))
         own, usage = anonymous("self") - before, daemon.status()
         files = sum(int(usage[kind]) for kind in ("objects", "lent", "dropped", "spare")) / (given.size << 20)
         ckpt.save(f"{shared}/step", state)
