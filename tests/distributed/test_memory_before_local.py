@@ -20,13 +20,13 @@ from tests.distributed.test_spread import NoData, state_of, whole_of
 from tests.memory.daemons import daemon_in
 
 
-def train(folder: str, machines: Sequence[int], steps: range, dim: int, shared: bool) -> tuple[int | None, str]:
+def train(folder: str, machines: Sequence[int], steps: range, dim: int, shared: bool, parity: int | None = None) -> tuple[int | None, str]:
     """Rank r runs on ``machines[r]``, which has a daemon and a disk. Nothing is read from the root."""
     machine = machines[dist.get_rank()]
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
     root = f"{folder}/root"
-    local = f"{folder}/shared" if shared else ckpt.NodeLocal(f"{folder}/disk{machine}")
+    local = f"{folder}/shared" if shared else ckpt.NodeLocal(f"{folder}/disk{machine}", parity=parity)
     memory = ckpt.Memory(keep=2, copies=0)
     with (
         wrap_backends(lambda b: NoData(b) if b.url.startswith(root) else b),
@@ -68,3 +68,17 @@ def test_each_range_comes_from_the_nearest_place(ranks: Ranks, tmp_path: Path, m
             shutil.rmtree(tmp_path / "disk1")
         start, text = ranks.run(1, train, run, [0], range(0), 0, shared)[0]
         assert start == 5 and near in text and text.endswith("root 0 B"), text
+
+
+@pytest.mark.slow
+def test_parity_of_disks_gives_what_memory_has_lost(ranks: Ranks, tmp_path: Path) -> None:
+    """Memory without copies, before disks with parity: a machine is gone with both, and what it had comes from the disks of the others."""
+    run = str(tmp_path)
+    with daemon_in(tmp_path / "daemon0"), daemon_in(tmp_path / "daemon1") as second, daemon_in(tmp_path / "daemon2"):
+        assert ranks.run(3, train, run, [0, 1, 2], range(1, 6), 0, False, 3) == [(None, "None")] * 3
+        second.stop()
+        shutil.rmtree(tmp_path / "disk1")
+        results = ranks.run(2, train, run, [0, 2], range(0), 1, False, 3)
+        assert [start for start, _ in results] == [5, 5]
+        assert all(text.endswith("root 0 B") for _, text in results) and any(", parity " in text for _, text in results), results
+        assert all("memory of this host" in text for _, text in results), results
