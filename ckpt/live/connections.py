@@ -15,6 +15,8 @@ from ckpt.errors import CkptError, FormatError
 from .wire import Channel, welcome
 
 MOST_CONNECTIONS = 4096
+_PAUSE = 0.05
+"""Seconds after a connection that could not be accepted: where files have run out, the next try would come at once."""
 _PATIENCE = 2.0
 """Seconds that closing waits for conversations: what they read may be freed after it."""
 
@@ -76,8 +78,11 @@ class ConnectionServer:
                 selector.register(port, selectors.EVENT_READ, port)
             while not self._closing.is_set():
                 for key, _ in selector.select(0.1):
-                    with suppress(OSError):  # of that connection alone, or too many files: whoever it is tries again
+                    try:
                         sock, address = key.data.accept()
+                    except OSError:  # of that connection alone, which tries again; or too many files, and then it waits at the port
+                        self._closing.wait(_PAUSE)
+                    else:
                         self._begin(sock, f"{address[0]}:{address[1]}")
 
     def _begin(self, sock: socket.socket, peer: str) -> None:

@@ -30,6 +30,8 @@ from .standby import HandedOver, Standby
 from .store import Lent, MemoryStore
 
 _TICK = 2.0
+_PAUSE = 0.01
+"""Seconds after a client that could not be accepted: where files have run out, the next try would come at once."""
 _PEER = struct.Struct("3i")
 
 log = logging.getLogger("ckpt")
@@ -156,8 +158,12 @@ class MemoryDaemon:
     # ---- connections
 
     def _accept(self) -> None:
-        with suppress(OSError):  # of that connection alone, or too many files: whoever it is tries again
+        try:
             sock, _ = self._listening.accept()
+        except OSError:  # of that connection alone, which tries again; or too many files, and then it waits at the socket
+            time.sleep(_PAUSE)
+            return
+        with suppress(OSError):
             sock.setblocking(False)
             _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.getuid():
