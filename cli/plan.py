@@ -51,7 +51,14 @@ def _parse_cuts(context: click.Context, parameter: click.Parameter, texts: tuple
 @click.option(
     "--verify", type=OneOf(_VERIFY), default="full", show_default=True, metavar="HOW", help="As for ckpt.load: full, partial, off."
 )
-@click.option("--per-machine", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Ranks of one machine.")
+@click.option(
+    "--ranks-per-host",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Consecutive ranks that share a host, and reads of it.",
+)
 @click.option(
     "--ranks", "most", type=click.IntRange(min=1), default=64, show_default=True, metavar="N", help="Plan N ranks, spread evenly."
 )
@@ -63,7 +70,7 @@ def command(
     only: tuple[str, ...],
     verify: str,
     *,
-    per_machine: int,
+    ranks_per_host: int,
     most: int,
     as_json: bool,
     quiet: bool,
@@ -84,7 +91,7 @@ def command(
     from ckpt.engine.dry_run.layouts import MeshRules, forecast_on_mesh
     from ckpt.formats.registry import open_catalog
 
-    output, rules = Output(json=as_json, quiet=quiet), MeshRules.of(layout, cut, per_machine)
+    output, rules = Output(json=as_json, quiet=quiet), MeshRules.of(layout, cut, ranks_per_host)
     forecast = forecast_on_mesh(open_catalog(url, mixed_steps=True), rules, only=only, verify=verify, most_ranks=most)  # type: ignore[arg-type]
     if output.json:
         output.document(asdict(forecast))

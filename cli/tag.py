@@ -29,6 +29,8 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     from ckpt.maintenance.step_listing import list_steps
 
     output = Output(json=as_json, quiet=quiet)
+    if delete and not tags:
+        raise UsageError("-d needs the TAGS to remove", hint=f"ckpt tag {url} lists them")
     if any(not tag or tag != tag.strip() for tag in tags):
         raise UsageError("a tag must not be empty or begin or end with a space")
     open_catalog(url, mixed_steps=True)  # so that a tag never keeps what cannot be opened

@@ -92,7 +92,7 @@ def parse_keep(text: str) -> KeepPolicy:
     except UsageError as err:
         raise UsageError(err.message, where=text, hint=err.hint or KEEP_RULES[name]) from err
     if policy is None:
-        raise UsageError(f"the rule {name!r} is not written like that", where=text, hint=KEEP_RULES[name])
+        raise UsageError(f"the rule {name!r} has another form", where=text, hint=KEEP_RULES[name])
     return policy
 
 

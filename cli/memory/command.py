@@ -20,6 +20,8 @@ _KINDS = {
     "spare": "spare, to be filled again",
     "freeing": "being freed",
 }
+_OPTIONS = {"--budget": "serve", "--replace": "serve", "--listen": "status", "--all": "drop", "--yes": "stop"}
+"""Options, and what each is for."""
 
 
 @click.command("memory", short_help="Run, show or end the daemon that holds checkpoints in memory.")
@@ -57,6 +59,10 @@ def command(
     output = Output(json=as_json, quiet=quiet)
     if (url is not None) != (what == "drop" and not everything):
         raise UsageError("drop takes a URL or --all, the others no URL", hint="ckpt memory drop mem://runs/a")
+    given = {"--budget": budget is not None, "--replace": replace, "--listen": listen, "--all": everything, "--yes": yes}
+    for option, of in _OPTIONS.items():
+        if given[option] and what != of:
+            raise UsageError(f"{option} is an option of ckpt memory {of}, not of {what}", hint="ckpt memory --help")
     if what == "serve":
         _serve(output, None if budget is None else units.parse_size(budget), replace=replace)
     elif what == "status":
@@ -135,7 +141,7 @@ def _drop(output: Output, url: str | None) -> None:
     if output.json:
         output.document({"dropped": f"mem://{prefix}", "bytes": freed})
     else:
-        output.line(f"dropped {units.size(freed)}")
+        output.line(f"dropped {units.size(freed)}" if freed else f"nothing lies below mem://{prefix}: dropped 0 B")
 
 
 def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:

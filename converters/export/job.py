@@ -68,8 +68,10 @@ class ExportOptions:
         """Raise UsageError unless the numbers can be."""
         if self.memory < limits.LEAST_MEMORY:
             raise UsageError(f"{self.memory} bytes of memory are too few", hint=f"at least {limits.LEAST_MEMORY} (memory=)")
-        if self.anchor_every < 1:
-            raise UsageError(f"anchor_every={self.anchor_every}", hint="1 or more: 1 writes full exports alone")
+        if type(self.anchor_every) is not int or self.anchor_every < 1:
+            raise UsageError(
+                f"anchor_every is a whole number of at least 1, not {self.anchor_every!r}", hint="16; 1 writes full exports only"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -33,7 +33,7 @@ from ckpt.converters.targets.hf_config import Configuration, read_configuration
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.engine.save.leader import grouped
-from ckpt.errors import ConsistencyError, StorageError
+from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.layout.layout import Layout
@@ -102,6 +102,8 @@ def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Lay
     """
     group, url = job.call.group, job.call.url
     job.options.check()
+    if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
+        raise UsageError(f"an export takes a module, or a state that contains it, not {type(state).__name__}", where=url)
     if layout is not None:
         layout.check_ranks(group.ranks)
     check_url(url)

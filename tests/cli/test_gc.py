@@ -57,6 +57,7 @@ def test_what_is_tagged_and_newest_stays(root: str) -> None:
     assert numbers(root) == [2, 4]
     assert run("verify", f"{root}/step-00000002").exit_code == 0
     assert run("tag", "-d", f"{root}/step-00000002", "other").exit_code == 2
+    assert run("tag", "-d", f"{root}/step-00000002").exit_code == 2
     assert run("tag", "-d", f"{root}/step-00000002", "release").stdout == ""
     assert run("gc", root, "--keep", "latest=1", "--yes").exit_code == 0 and numbers(root) == [4]
     assert run("gc", root, "--keep", "latest=0", "--yes").exit_code == 2 and numbers(root) == [4]

@@ -54,6 +54,7 @@ def test_commands_work_on_memory(tmp_path: Path) -> None:
     assert command("cp", tmp_path / "out", "mem://copies/2").exit_code == 0
     assert torch.equal(ckpt.open("mem://copies/2")["w"].read(), torch.arange(1000) * 2)
     assert document("memory", "--json", "drop", "mem://copies")["bytes"] > 8000
+    assert command("memory", "drop", "mem://copies").stdout == "nothing lies below mem://copies: dropped 0 B\n"
 
 
 def test_status(run: str) -> None:
@@ -73,6 +74,7 @@ def test_status(run: str) -> None:
         ["status", "mem://a"],
         ["stop"],
         ["sleep"],
+        *(["status", "--budget", "1GiB"], ["stop", "--yes", "--replace"], ["drop", "mem://runs/a", "--yes"], ["status", "--all"]),
     ],
 )
 def test_nothing_is_lost_by_mistake(args: list[str]) -> None:

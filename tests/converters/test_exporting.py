@@ -62,6 +62,8 @@ def test_what_is_at_hand_in_a_training_script(tmp_path: Path) -> None:
     wrong: Any = 5
     with pytest.raises(UsageError, match="a URL is a str, not"):
         export(wrong, weights)
+    with pytest.raises(UsageError, match="an export takes a module, or a state that contains it, not int"):
+        export(path, wrong)
     with pytest.raises(UsageError, match="a configuration is a mapping"):
         export(path, weights, config=wrong)
     assert not path.exists()

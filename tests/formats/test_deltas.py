@@ -309,7 +309,7 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
         ckpt.export(tmp_path / "a.safetensors", state, since=tmp_path / "full")
     with pytest.raises(UsageError, match="a delta replaces nothing"):
         ckpt.export(tmp_path / "a", state, since=tmp_path / "full", overwrite=True)
-    with pytest.raises(UsageError, match="anchor_every=0"):
+    with pytest.raises(UsageError, match="anchor_every is a whole number of at least 1, not 0"):
         ckpt.export(tmp_path / "a", state, since=tmp_path / "full", anchor_every=0)
     with pytest.raises(ConflictError):
         ckpt.export(tmp_path / "full", state, since=tmp_path / "full")

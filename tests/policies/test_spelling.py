@@ -122,7 +122,7 @@ def test_the_forms_in_hints_are_forms(rule: str, form: str) -> None:
         ("lates=3", ["'lates'", *KEEP_RULES.values()]),
         ("", ["no rule ''", *KEEP_RULES.values()]),
         ("3", ["'3'"]),
-        ("latest", ["not written like that", "latest=3"]),
+        ("latest", ["has another form", "latest=3"]),
         ("latest=", ["has no value", "latest=3"]),
         ("latest=0", ["at least 1, not 0", "latest=3", "(latest=0)"]),
         ("latest=-1", ["latest=3"]),
@@ -139,7 +139,7 @@ def test_the_forms_in_hints_are_forms(rule: str, form: str) -> None:
         ("best=:min", ["best=loss:min"]),
         ("best=loss:least", ["best=loss:min"]),
         ("best=loss:min:0", ["Best(n)", "best=loss:min"]),
-        ("all=1", ["not written like that"]),
+        ("all=1", ["has another form"]),
     ],
 )
 def test_what_parse_keep_refuses(text: str, words: list[str]) -> None:

@@ -129,6 +129,22 @@ class MeshRules:
             return 0
         return 1 if words & _ROWS and ndim > 1 else None
 
+    def check_cuts(self, entries: Sequence[TensorEntry], url: str) -> None:
+        """Whether each of ``cuts`` cuts something of what is loaded.
+
+        Raises:
+            UsageError: the mesh has no ``tp``, or a tensor no such dimension.
+            NamesError: a glob matches nothing.
+        """
+        if self.cuts and "tp" not in self.mesh.names:
+            raise UsageError("cuts are those of tp, which the layout does not have", hint="such as fsdp=8,tp=4")
+        for glob, dim in self.cuts:
+            ranks = {len(entry.shape) for entry in entries if fnmatchcase(entry.name, glob)}
+            if not ranks:
+                raise NamesError(f"no tensor matches {glob!r}, which tp is to cut", where=url, hint="`ckpt inspect` lists the names")
+            if dim >= max(ranks):
+                raise UsageError(f"no tensor that matches {glob!r} has a dimension {dim}", where=url, hint="dimensions count from 0")
+
     def stage(self, name: str, layers: int) -> int:
         stages, number = self.mesh.size("pp"), _LAYER.search(name)
         if number is not None:
@@ -143,7 +159,8 @@ def forecast_on_mesh(
     planned, spread evenly.
 
     Raises:
-        NamesError: nothing is selected.
+        NamesError: nothing is selected, or a glob of the rules matches nothing.
+        UsageError: a cut cuts nothing.
         CorruptError: a file is missing or truncated, or a header does not fit the index.
     """
     selection = Selection(only=tuple(only))
@@ -151,6 +168,7 @@ def forecast_on_mesh(
     idle = selection.idle([entry.name for entry in entries], ())
     if not entries or idle:
         raise NamesError("\n".join(["nothing is selected", *idle]), where=catalog.url, hint="`ckpt inspect` lists the names")
+    rules.check_cuts(entries, catalog.url)
     layers = 1 + max((int(m.group(1)) for e in entries if (m := _LAYER.search(e.name)) is not None), default=0)
     layouts = {entry.name: rules.layout(entry, layers) for entry in entries}
     shares: Shares = "parts" if is_file_system(catalog.url) else "all"
