@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import settings
-from .coordination.group import Group, current_group
+from .coordination.group import Group, current_group, warn_if_others_are_missing
 from .errors import CkptError, UsageError
 from .layout.layout import Layout, check_layout
 from .settings.flags import check_flags
@@ -196,6 +196,7 @@ def _save_options(group: Group, url: str, layout: Layout | None, *, progress: bo
     from .engine.save.job import SaveOptions
 
     check_layout(layout, group.ranks)
+    warn_if_others_are_missing(group)
     callback = callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
     return SaveOptions.of(layout=layout, progress=callback, **others)
 

@@ -18,7 +18,7 @@ from . import tree
 from .adapters.generators import CudaStream, Stream, derived, standard_streams, stream_of
 from .adapters.mesh_coordinate import MeshCoordinate, MeshLike, StateSharding, holders
 from .adapters.per_rank import PerRank, RankChoice
-from .errors import ShapeError
+from .errors import ShapeError, UsageError
 from .tree import Node
 
 __all__ = ["Generators"]
@@ -59,6 +59,8 @@ class Generators(PerRank):
         mesh: MeshLike | None = None,
         distinct: str | Sequence[str] | None = None,
     ) -> None:
+        if generators is not None and not isinstance(generators, Mapping):
+            raise UsageError(f"generators are a dict of them by name, not {generators!r}", hint='Generators({"tp": generator})')
         super().__init__(None)
         self._named = None if generators is None else {name: stream_of(g, name) for name, g in generators.items()}
         self._seating = StateSharding(mesh, distinct, "distinct")

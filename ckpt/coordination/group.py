@@ -5,6 +5,8 @@ Control goes through the job's key-value store only: no collective that training
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from .store import group_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+log = logging.getLogger("ckpt")
 
 
 @dataclass(eq=False)
@@ -52,6 +56,21 @@ class Group(Members):
             self.links = links
 
 
+def warn_if_others_are_missing(group: Group) -> None:
+    """Warn, once, of a launcher whose processes do not know each other: each of them would save alone, to the same place."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if group.size > 1 or not size.isdecimal() or int(size) < 2 or "RANK" not in os.environ or _warned:
+        return
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        _warned.append(size)
+        log.warning(
+            "WORLD_SIZE is %s, but torch.distributed is not initialized: this process saves alone, as if it were the only one", size
+        )
+
+
+_warned: list[str] = []
 _groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
 _alone = threading.local()
 """The group of a thread that saves and loads without torch.distributed: threads do so independently of each other."""

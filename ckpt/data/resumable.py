@@ -38,7 +38,8 @@ class ResumableLoader(Generic[T]):
     """
 
     def __init__(self, loader: DataLoader[T]) -> None:
-        if not isinstance(loader.batch_sampler, Batches):
+        batches = getattr(loader, "batch_sampler", None)
+        if not isinstance(batches, Batches):
             raise UsageError(
                 "the DataLoader has no ckpt.data.Batches as its batch_sampler", hint="other loaders go into ckpt.data.LoaderState"
             )
@@ -47,7 +48,7 @@ class ResumableLoader(Generic[T]):
                 "with in_order=False it cannot be known which samples were used", hint="make the DataLoader with in_order=True"
             )
         self.loader = loader
-        self.batches: Batches = loader.batch_sampler
+        self.batches = batches
         self._position: Position = self.batches.start
         self._loop: object = None
 

@@ -26,7 +26,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names) or min(self.sizes, default=1) < 1:
-            raise LayoutError(f"not a mesh: names {self.names}, sizes {self.sizes}")
+            hint = "each dimension has a name of its own, and a size of at least 1"
+            raise LayoutError(f"not a mesh: names {self.names}, sizes {self.sizes}", hint=hint)
         size = math.prod(self.sizes)
         first = self.ranks[0] if self.ranks else 0
         if not self.ranks or all(r == first + i for i, r in enumerate(self.ranks)):

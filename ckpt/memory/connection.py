@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from weakref import finalize
 
+from ckpt import settings
 from ckpt.errors import AccessError, CkptError, FormatError, StorageError, error_from_json
 
 from . import place
@@ -108,7 +109,14 @@ def try_to_connect(folder: Path) -> DaemonConnection | None:
 
 
 def start_daemon(folder: Path) -> None:
-    """Start a daemon, which is no child of this process."""
+    """Start a daemon, which is no child of this process.
+
+    Raises:
+        UsageError: a variable of its settings has no such value. It is named here, and not in the daemon's log alone.
+        StorageError: it does not start.
+    """
+    for setting in (place.given_budget, settings.memory_port, settings.memory_idle):
+        setting()
     place.make_private(folder)
     try:
         done = subprocess.run(

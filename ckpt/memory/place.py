@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 from ckpt import settings
-from ckpt.errors import AccessError
+from ckpt.errors import AccessError, UsageError
+from ckpt.text.units import parse_size
 
 _SOCKET, _LOCK, _SECRET = "socket", "lock", "secret"
 LOG = "log"
@@ -23,6 +24,19 @@ def folder() -> Path:
         return Path(given).absolute()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "ckpt-memory" if runtime else Path(tempfile.gettempdir()) / f"ckpt-memory-{os.getuid()}"
+
+
+def given_budget() -> int | None:
+    """The bytes of ``CKPT_MEMORY_BUDGET``, if it is set.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    text = settings.memory_budget()
+    try:
+        return None if text is None else parse_size(text)
+    except UsageError as err:
+        raise UsageError(err.message, where="CKPT_MEMORY_BUDGET") from err
 
 
 def make_private(path: Path) -> None:

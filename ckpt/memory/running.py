@@ -24,8 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from ckpt import settings
-from ckpt.errors import BusyError, CkptError, DeadlineError, UsageError
-from ckpt.text.units import parse_size
+from ckpt.errors import BusyError, CkptError, DeadlineError
 
 from . import place, standby
 from .budget import default_budget
@@ -121,7 +120,7 @@ def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lamb
     except OSError as err:
         os.close(lock)
         raise BusyError("a memory daemon runs for this folder already", where=str(folder), hint="`ckpt memory status` shows it") from err
-    given = _budget() if budget is None else budget
+    given = place.given_budget() if budget is None else budget
     place.secret_of(folder, make=True)
     store = MemoryStore(default_budget() if given is None else given)
     server = _server(folder, store)
@@ -134,14 +133,6 @@ def _server(folder: Path, store: MemoryStore) -> MemoryServer | None:
     """What listens for other machines from the start on, if ``CKPT_MEMORY_PORT`` says where."""
     port = settings.memory_port()
     return MemoryServer(store, place.secret_of(folder), port) if port else None
-
-
-def _budget() -> int | None:
-    text = settings.memory_budget()
-    try:
-        return None if text is None else parse_size(text)
-    except UsageError as err:
-        raise UsageError(err.message, where="CKPT_MEMORY_BUDGET") from err
 
 
 def _go_on(folder: Path, state: int, *, stand_by: str | None, taken: str | None) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.adapters.state_scan import check_state
 from ckpt.api import load
-from ckpt.coordination.group import current_group
+from ckpt.coordination.group import current_group, warn_if_others_are_missing
 from ckpt.engine.load.load import recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base.base_chunks import SaveBase
@@ -159,6 +159,7 @@ class Checkpointer:
         self.timeout = options.timeout
         self.group = current_group(process_group)
         check_layout(layout, self.group.ranks)
+        warn_if_others_are_missing(self.group)
         self.restored_from: RestoredFrom | None = None
         """What :meth:`restore` has loaded, and how many bytes from where."""
         self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals) if memory is not None else None

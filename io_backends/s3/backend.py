@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from ckpt import settings
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
 from ckpt.io_backends.protocol import Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
@@ -47,6 +48,7 @@ class S3Backend(Backend):
         bucket, _, prefix = url.removeprefix(_SCHEME).partition("/")
         if not url.startswith(_SCHEME) or not bucket:
             raise UsageError(f"{url!r} is not the URL of a bucket", hint="write s3://bucket/prefix")
+        settings.s3_checksum(), settings.conditional_put()  # a mistake is named before anything is asked of the store
         prefix = prefix.rstrip("/")
         self._bucket = bucket
         self._prefix = f"{check_path(prefix)}/" if prefix else ""

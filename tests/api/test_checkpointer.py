@@ -327,3 +327,14 @@ def test_a_mistake_in_what_memory_is_given(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(given))}") as raised:
         ckpt.Memory(**given)
     assert "every" not in given or "every=EverySteps(" in str(raised.value.hint)
+
+
+def test_processes_that_do_not_know_each_other_are_warned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckpt.coordination.group._warned", [])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for step in (1, 2):
+        ckpt.save(tmp_path / f"step-{step}", {"n": step})
+    assert caplog.text.count("WORLD_SIZE is 2, but torch.distributed is not initialized") == 1
