@@ -106,7 +106,7 @@ def test_damaged_parity_is_named_and_the_root_is_read(ranks: Ranks, saved: Path)
 
 
 def test_damage_of_a_file_is_mended_by_parity(ranks: Ranks, saved: Path) -> None:
-    """All nodes are there; one has a flipped byte in a chunk, and one lacks a file. The root is not read."""
+    """All nodes are there; one has a flipped byte in a chunk. The root is not read."""
     flip(max((saved / "node0").glob("step-00000003/data/*")), -1)
     results = ranks.run(3, train_with_parity, str(saved), [0, 1, 2], range(0), 1, "root", True)
     assert [r["start"] for r in results] == [3] * 3 and any("parity" in names(r) for r in results)

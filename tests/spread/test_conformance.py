@@ -20,19 +20,12 @@ def directory(path: Path, name: str) -> StorageNode:
 
 
 class TestSpread(BackendConformance):
-    parity: int | None = None
-
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
-        there = [directory(tmp_path, n) for n in "abc"]
-        nodes = NodeSet(url=run_url("conformance"), nodes=there, own=1, copies=0 if self.parity else 1, parity=self.parity)
+        nodes = NodeSet(url=run_url("conformance"), nodes=[directory(tmp_path, n) for n in "abc"], own=1, copies=1)
         know(nodes)
         yield open_spread(f"{nodes.url}/a/run")
         forget(nodes)
-
-
-class TestSpreadWithParity(TestSpread):
-    parity = 3
 
 
 @pytest.fixture(scope="module")
