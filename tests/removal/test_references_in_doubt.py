@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 import ckpt
+from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.coordination.group import current_group
 from ckpt.engine.save.base.reuse import SeenVersions
 from ckpt.engine.save.job import save_cache
@@ -143,3 +144,19 @@ def test_a_base_that_was_moved_away_behind_a_link_stays_as_long_as_it_is_needed(
         remove_at(str(run / name))
     assert not os.path.lexists(run / "step-1") and (tmp_path / "cold" / "checkpoint.json").exists()
     assert CommitRecord.from_bytes((tmp_path / "cold" / "checkpoint.json").read_bytes(), "").reusable
+
+
+def test_files_that_a_virtual_checkpoint_points_into_stay(run: Path) -> None:
+    """Step 3 becomes a virtual step 2; then the steps are replaced that have its bytes, and nobody refers to the older ones."""
+    remove_at(str(run / "step-3"))
+    import_checkpoint(str(run / "step-2"), str(run / "step-3"))
+    for step in (1, 2):
+        ckpt.save(run / f"step-{step}", {"c": torch.ones(3)}, reusable=True)
+    backend = open_backend(str(run))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=backend.now() or 0.0))
+    check_loads(run / "step-3")
+    with pytest.raises(ConflictError, match="step-3 refers to it"):
+        remove_at(str(run / "step-1"))
+    remove_at(str(run / "step-3"))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=backend.now() or 0.0))
+    assert len(list(run.rglob("*.safetensors"))) == 2

@@ -1,4 +1,5 @@
-"""Who refers to the data files of a checkpoint: they have to stay, whether or not their own checkpoint needs them. No torch.
+"""Who refers to the data files of a checkpoint, or points into them as a virtual one does: they have to stay, whether or not their own
+checkpoint needs them. No torch.
 
 A neighbour whose commit record cannot be believed may still need them: somebody may restore its record from a copy, and a later release
 reads what this one does not know. So its references are taken from what is left of its index, and if that does not tell, it counts as
@@ -12,16 +13,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ckpt.catalog import DataFile
+from ckpt.catalog import DataFile, SourceFile
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, CommitRecord, is_ours
+from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, is_ours
+from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.index import decode_files
-from ckpt.formats.native.paths import FILES, INDEX_LIMIT, id_of
+from ckpt.formats.native.paths import FILES, INDEX_LIMIT, SOURCES, id_of
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.io_backends.registry import join_url, open_backend, real_url
 
-from .references import UP, is_reference, owner_of, split_url
+from .references import UP, is_reference, split_url
 
 _DATA = "data/"
 
@@ -75,16 +77,18 @@ def referrers_in(run: Backend) -> RunReferrers:
     """
     referrers: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unknown = []
+    real = real_url(run.url).rstrip("/")
     for name in (entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")):
         data = read_record(run, f"{name}/")
         if data is None:
             continue
-        files = _references(open_backend(join_url(run.url, name)), data)
-        if files is None:
+        checkpoint = open_backend(join_url(run.url, name))
+        files, sources = _references(checkpoint, data), _sources(checkpoint, data)
+        if files is None or sources is None:
             unknown.append(name)
-        for file in files or ():
-            owner = owner_of(file.path)
-            referrers[owner][file.path[len(UP) + len(owner) + 1 :]].append(name)
+        for path in (*(file.path[len(UP) :] for file in files or ()), *_below(real, sources or ())):
+            owner, _, inner = path.partition("/")
+            referrers[owner][inner].append(name)
     return RunReferrers(by_directory=referrers, unknown=tuple(unknown))
 
 
@@ -107,6 +111,32 @@ def _references(checkpoint: Backend, data: bytes) -> list[DataFile] | None:
         return references_of(checkpoint, record)
     except CorruptError:
         return None
+
+
+def _sources(checkpoint: Backend, data: bytes) -> list[SourceFile] | None:
+    """The files that a virtual checkpoint with the commit record ``data`` points into; None if nobody can say."""
+    try:
+        record = CommitRecord.from_bytes(data, checkpoint.url)
+        tables = [read_index(checkpoint, record, SOURCES)] if VIRTUAL in record.features else []
+    except FormatError:
+        return []  # ``_references`` doubts it already, if there is reason to
+    except CorruptError:
+        tables = None
+    try:
+        return [row for table in (remaining_files(checkpoint, SOURCES) if tables is None else tables) for row in decode_sources(table, "")]
+    except CorruptError:
+        return None
+
+
+def _below(run: str, sources: Iterable[SourceFile]) -> Iterator[str]:
+    """Paths below a run, which is given as ``real_url`` gives it, of those sources that lie there."""
+    roots: dict[str, str] = {}
+    for source in sources:
+        if source.root not in roots:
+            roots[source.root] = real_url(source.root).rstrip("/")
+        place = f"{roots[source.root]}/{source.path}"
+        if place.startswith(f"{run}/"):
+            yield place[len(run) + 1 :]
 
 
 def references_of(checkpoint: Backend, record: CommitRecord) -> list[DataFile]:
