@@ -124,27 +124,28 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
     for n, (row, where) in enumerate(zip(rows, reached, strict=True)):
         if n == own:
             nodes.append(own_node(directory, tuple(row["ranks"])))
-            continue
-        addresses = [(host, port) for host, port in where["addresses"]]
-        to = NodeConnections(
-            row["name"],
-            addresses,
-            bytes.fromhex(where["secret"]),
-            min(timeout, _PATIENCE),
-            same_network=where["network"] == network(),
-        )
-        connections.append(to)
-        nodes.append(
-            StorageNode(
-                name=row["name"],
-                domain=row["domain"],
-                below=partial(RemoteNode, to),
-                ranks=tuple(row["ranks"]),
-                host=row["host"],
-                in_memory=me.in_memory,
-            )
-        )
+        else:
+            connections.append(_connections(row, where, min(timeout, _PATIENCE)))
+            nodes.append(_node_behind(connections[-1], row, in_memory=me.in_memory))
     return JobNodes(nodes=nodes, own=own, server=server, connections=connections, survivors=survivors)
+
+
+def _connections(node: Row, where: Row, timeout: float) -> NodeConnections:
+    """To another node, whose first rank says where its server is."""
+    addresses = [(host, port) for host, port in where["addresses"]]
+    secret = bytes.fromhex(where["secret"])
+    return NodeConnections(node["name"], addresses, secret, timeout, same_network=where["network"] == network())
+
+
+def _node_behind(connections: NodeConnections, node: Row, *, in_memory: bool) -> StorageNode:
+    return StorageNode(
+        name=node["name"],
+        domain=node["domain"],
+        below=partial(RemoteNode, connections),
+        ranks=tuple(node["ranks"]),
+        host=node["host"],
+        in_memory=in_memory,
+    )
 
 
 def _describe(me: StorageNode, directory: str) -> Row:
