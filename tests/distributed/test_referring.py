@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
+from ckpt.engine.save.base import reuse
+from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
-from ckpt.policies import Anchor, EverySteps, Latest, PartialExperts
+from ckpt.policies import Anchor, EverySteps, Latest, PartialExperts, TrustFrozen
 from tests.distributed.gathered import Full, differences, full_state
 from tests.distributed.models import Trained, fsdp, mesh_of, tensor_parallel, trained, whole_model
 from tests.distributed.ranks import Ranks
@@ -138,6 +141,41 @@ def test_a_loop_keeps_the_step_that_the_newest_refers_to(ranks: Ranks, tmp_path:
     assert {name: stored[name][2] for name in wanted} == {name: t.contiguous().numpy().tobytes() for name, t in wanted.items()}
     assert not verify(str(last)).problems
     assert sum(f.stat().st_size for f in (last / "data").iterdir()) < 2 * 3 * 4096
+
+
+def save_trusting(root: str) -> tuple[Full, list[int]]:
+    """Four saves of sharded frozen blocks that nobody hashes again; before the last, rank 1 changes its shard in place. What each save
+    hashed here."""
+    which, hashed = frozen_blocks(7, "fsdp"), [0]
+    hash_chunks = reuse._hash
+
+    def counted(source: ChunkSource, numbers: Sequence[int], digests: dict[int, str]) -> None:
+        hashed[-1] += len(numbers)
+        hash_chunks(source, numbers, digests)
+
+    reuse._hash = counted
+    try:
+        with ckpt.Checkpointer(root, save=EverySteps(1), reuse=TrustFrozen(hash_every=100), timeout=60) as checkpointer:
+            for step in (1, 2, 3, 4):
+                which.train()
+                if step == 4 and dist.get_rank() == 1:
+                    parameter = dict(which.model.named_parameters())[CHANGED]
+                    assert isinstance(parameter, DTensor)
+                    with torch.no_grad():
+                        parameter.to_local().add_(1)
+                checkpointer.save(step, which.state()).result()
+                checkpointer.wait()
+                hashed.append(0)
+    finally:
+        reuse._hash = hash_chunks
+    return full_state(which), hashed[:4]
+
+
+def test_sharded_frozen_tensors_are_trusted_until_one_is_changed(ranks: Ranks, tmp_path: Path) -> None:
+    (wanted, first), (_, second) = ranks.run(2, save_trusting, str(tmp_path))
+    assert first[0] > 1 and second[0] > 1
+    assert (first[1:], second[1:]) == ([0, 0, 0], [0, 0, 1])
+    holds(tmp_path / "step-00000004", wanted)
 
 
 def save_differences(root: str) -> Full:
