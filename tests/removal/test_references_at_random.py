@@ -1,5 +1,6 @@
-"""Saves with references and anchors, removals, retention, collection, copies and moves in random order, stopped at any operation on the
-storage: every checkpoint that is kept loads bit for bit, and after a collection no data file is there that none of them needs."""
+"""Saves with references, anchors and experts of earlier steps, removals, retention, collection, copies and moves in random order, stopped
+at any operation on the storage: every checkpoint that is kept loads bit for bit, and after a collection no data file is there that none of
+them needs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,10 +17,12 @@ import torch
 
 import ckpt
 from ckpt.coordination.group import current_group
+from ckpt.engine.save.base.base_chunks import SaveBase
 from ckpt.engine.save.base.reuse import SeenVersions
-from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.job import SaveOptions, save_cache
+from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
-from ckpt.errors import CkptError, ConflictError
+from ckpt.errors import CkptError, ConflictError, MismatchError
 from ckpt.formats.native.commit import ANCHORS, COMMIT_PATH, CommitRecord
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
@@ -27,9 +31,11 @@ from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from ckpt.maintenance.removal import infos, remove_at, remove_steps
 from ckpt.maintenance.step_listing import list_steps
-from ckpt.policies import Latest, retention
+from ckpt.policies import Latest, PartialExperts, retention
+from ckpt.policies.partial_experts import ExpertTurn
 
-NAMES = ("a", "b", "c", "d")
+NAMES = ("e0.a", "e1.b", "e2.c", "e3.d")
+EXPERTS = PartialExperts(names="e{expert}.*", experts=4, per_save=2)
 STEPS = range(1, 13)
 CODECS = (None, "zstd", "planes-zstd", "xor-planes-zstd", "xor-planes-zstd")
 OPERATIONS = 60
@@ -47,17 +53,17 @@ class History:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
         self.state = {name: torch.full((40 + i,), float(i)) for i, name in enumerate(NAMES)}
-        self.state |= {"b": torch.randn(6000), "c": torch.randn(5000)}  # large enough to be stored as differences
+        self.state |= {NAMES[1]: torch.randn(6000), NAMES[2]: torch.randn(5000)}  # large enough to be stored as differences
         self.saved: dict[int, Tensors] = {}
         self.log: list[str] = []
-        self.referring = self.anchored = self.crashed = 0
+        self.referring = self.anchored = self.mixed = self.crashed = 0
         save_cache(current_group()).seen = SeenVersions()
 
     def url(self, step: int) -> str:
         return str(self.root / f"step-{step}")
 
     def stored(self, url: str) -> Tensors:
-        view = ckpt.open(url)
+        view = ckpt.open(url, mixed_steps=True)
         return {name: torch.as_tensor(view[name][...]).numpy().tobytes() for name in NAMES}
 
     def committed(self) -> set[int]:
@@ -84,11 +90,11 @@ class History:
                 self.state[name].data.numpy()[0] += 1  # torch does not count it
             case 1:
                 # One keeps its shape: a base that has nothing of the state is an error.
-                self.state["d"] = torch.full((self.random.randrange(30, 60),), self.random.random())
+                self.state[NAMES[3]] = torch.full((self.random.randrange(30, 60),), self.random.random())
             case 2:
                 self.state[name] += 1
             case _:
-                self.state[self.random.choice("bc")] *= 1 + 2e-7
+                self.state[self.random.choice(NAMES[1:3])] *= 1 + 2e-7
 
     def save(self) -> None:
         step = self.random.choice(STEPS)
@@ -97,11 +103,17 @@ class History:
         codec = self.random.choice(CODECS)
         now, before = {name: tensor.numpy().tobytes() for name, tensor in self.state.items()}, self.saved.get(step)
 
+        options = SaveOptions.of(base=None if base is None else self.url(base), reusable=True, codec=codec)
+        if base is not None and self.random.random() < 0.5:
+            turn = ExpertTurn(EXPERTS, self.random.randrange(2))
+            options = replace(options, base=SaveBase(url=self.url(base), step=base), experts=turn)
+            now |= {name: self.saved[base][name] for name in turn.stale(NAMES)}
+
         def run() -> None:
-            with suppress(ConflictError):  # the base refers to what would be replaced
-                base_url = None if base is None else self.url(base)
-                report = ckpt.save(self.url(step), self.state, base=base_url, reusable=True, codec=codec)
+            with suppress(ConflictError, MismatchError):  # the base refers to what would be replaced, or lacks an expert
+                report = save_state(self.url(step), self.state, current_group(), options)
                 self.referring += report.reused_bytes > 0
+                self.mixed += options.experts is not None
                 self.anchored += ANCHORS in CommitRecord.from_bytes((self.root / f"step-{step}" / COMMIT_PATH).read_bytes(), "").features
 
         self.call(f"save {step} on {base} with {codec}", run)
@@ -143,7 +155,7 @@ class History:
         if self.call("collect", run):
             needed = set()
             for step in self.saved:
-                needed |= {(Path(self.url(step)) / file.path).resolve() for file in open_catalog(self.url(step)).files}
+                needed |= {(Path(self.url(step)) / file.path).resolve() for file in open_catalog(self.url(step), mixed_steps=True).files}
             assert {path.resolve() for path in self.root.rglob("*.safetensors")} == needed, "bytes that nobody needs, or too few"
 
     def copy(self) -> None:
@@ -197,6 +209,7 @@ def check_history(place: Path, seed: int, saves: int) -> History:
     assert history.referring > saves / 8
     assert history.crashed > saves / 20
     assert history.anchored > saves / 20
+    assert history.mixed > saves / 40
     return history
 
 
