@@ -126,8 +126,14 @@ def sources() -> dict[str, Path]:
 
 
 @cache
+def trees() -> dict[str, ast.Module]:
+    """Module name → what it says, read once for all tests."""
+    return {module: ast.parse(path.read_text()) for module, path in sources().items()}
+
+
+@cache
 def imports() -> list[Import]:
-    return [found for module, path in sources().items() for found in _imports(module, ast.parse(path.read_text()))]
+    return [found for module, tree in trees().items() for found in _imports(module, tree)]
 
 
 def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
@@ -259,18 +265,17 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
 
 def test_no_error_is_swallowed_without_a_reason() -> None:
     texts = {module: path.read_text() for module, path in sources().items()}
-    handlers = ((m, node) for m, text in texts.items() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ExceptHandler))
+    handlers = ((m, node) for m, tree in trees().items() for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler))
     lines = ((m, h.lineno, texts[m].splitlines()[h.lineno - 1].strip()) for m, h in handlers if _swallows(h))
     assert [line for line in lines if "#" not in line[2]] == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    assert [module for module, path in sources().items() if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [module for module, tree in trees().items() if not ast.get_docstring(tree)] == []
 
 
 def test_a_class_name_is_used_once() -> None:
-    trees = [ast.parse(path.read_text()) for path in sources().values()]
-    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == TWICE
 
 

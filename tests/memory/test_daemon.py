@@ -19,7 +19,7 @@ import torch
 
 import ckpt
 from ckpt.errors import AccessError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError, UsageError
-from ckpt.memory import client, place
+from ckpt.memory import client, connection, place
 from ckpt.memory import store as memory_store
 from ckpt.memory.client import MemoryClient
 from ckpt.memory.messages import receive, send
@@ -423,7 +423,7 @@ def test_two_jobs_have_a_daemon_each(daemon: MemoryClient, tmp_path: Path) -> No
 
 
 def test_a_hanging_daemon_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "TIMEOUT", 0.5)
+    monkeypatch.setattr(connection, "TIMEOUT", 2.0)
     with daemon_in(tmp_path) as daemon:
         pid = daemon.status()["pid"]
         os.kill(pid, signal.SIGSTOP)
@@ -432,7 +432,7 @@ def test_a_hanging_daemon_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 daemon.list()
         finally:
             os.kill(pid, signal.SIGCONT)
-        monkeypatch.setattr(client, "TIMEOUT", 30.0)
+        monkeypatch.setattr(connection, "TIMEOUT", 30.0)
         assert list(daemon.list()) == []
 
 
