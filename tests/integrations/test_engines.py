@@ -230,6 +230,19 @@ def test_arguments_in_another_order_are_named_and_a_url_is_opened(tmp_path: Path
         record(layer.load_weights, described({"w": W}), layer, stage=["w.*", "w"])
 
 
+def test_staged_tensors_without_values_do_not_reach_the_engine(tmp_path: Path) -> None:
+    layer = OneLayer(copying, w=(6, 4))
+    recorded = record(layer.load_weights, described({"w": W}), layer, stage="w")
+    before = layer.w.clone()
+    with pytest.raises(UsageError, match="staged tensors were not loaded yet: w"):
+        recorded.finish()
+    assert torch.equal(layer.w, before)
+    ckpt.save(tmp_path / "w", {"w": W})
+    ckpt.load(tmp_path / "w", recorded.state)
+    recorded.finish()
+    assert torch.equal(layer.w, W)
+
+
 def test_a_part_that_nothing_fills_is_named() -> None:
     def load(layer: OneLayer, name: str, loaded: Tensor) -> None:
         layer.w.data[1:, :3].copy_(loaded[1:, :3])

@@ -100,8 +100,13 @@ class Recorded:
         ``after``.
 
         Raises:
+            UsageError: nothing has filled a staged tensor yet: its memory has no values.
             CoverageError: the engine's parameters are not filled, or ``load_weights`` wrote staged tensors over others.
         """
+        if unfilled := [name for name in self.fallbacks if _is_unfilled(self.state[name])]:
+            raise UsageError(
+                f"staged tensors were not loaded yet: {', '.join(unfilled[:5])}", hint="ckpt.load(url, recorded.state) before finish()"
+            )
         loader, resolution = self._loader, self._loader.resolution
         with torch.no_grad():
             for copy in resolution.copies:
@@ -228,6 +233,11 @@ def _state(tensors: Mapping[str, torch.Tensor], resolution: Resolution) -> dict[
         memory = blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype)
         state[name] = Sharded(memory, tuple(tensor.shape), TensorLayout(mesh, (boxes,)), blocks)
     return state
+
+
+def _is_unfilled(staged: torch.Tensor) -> bool:
+    """Whether nobody has written to it since it was made; torch counts writes, but for tensors of inference mode."""
+    return bool(staged.numel()) and not staged.is_inference() and staged._version == 0
 
 
 def _in_question(resolution: Resolution) -> list[tuple[ParameterMemory, Sequence[Box]]]:
