@@ -11,7 +11,7 @@ from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
 from ckpt.formats.native.commit import ALIASES, ANCHORS, APART, COMMIT_PATH, LABELS, MIXED, REFERENCED, VALUES, VIRTUAL, CommitRecord
 from ckpt.formats.native.datafiles.references import is_reference
-from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index
+from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index, has_steps
 from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
 from ckpt.formats.native.writer import write_index
@@ -68,7 +68,8 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
     Raises:
         NotFoundError: there are no data files.
         UsageError: no record says which save it is, and ``id`` neither; or the record says another one.
-        FormatError: a virtual checkpoint, one that refers to data files of others, or one of a later version.
+        FormatError: a virtual checkpoint, one that refers to data files of others or has tensors of earlier steps, or one of a later
+            version.
         CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype. Or a commit record says that
             there were more tensors, or fewer.
         ConflictError: somebody else committed meanwhile, or ``url`` is a symbolic link.
@@ -85,6 +86,12 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
             "a checkpoint that refers to data files of others cannot be rebuilt: its own files do not say which",
             where=url,
             hint="restore the index from a copy; the checkpoints that it refers to are whole by themselves",
+        )
+    if not index.is_whole and _is_mixed(backend, index, chosen):
+        raise FormatError(
+            "some of its tensors are of earlier steps, and no data file says which",
+            where=url,
+            hint="restore the index from a copy, or load another checkpoint",
         )
     rebuilt, lost = (_kept(index), ()) if index.is_whole else _rebuilt(backend, index, chosen)
     if index.record is not None:  # the values of an earlier rebuild are whole, but they are none
@@ -156,6 +163,16 @@ def _refers(backend: Backend, index: _Index, id: str) -> bool:
     return any(is_reference(file.path) for file in rows)
 
 
+def _is_mixed(backend: Backend, index: _Index, id: str) -> bool:
+    """Whether tensors are of earlier steps, as far as what is left says, and the table that tells which cannot be kept."""
+    if index.record is not None:
+        return MIXED in index.record.features and not _has_tables(index)
+    try:
+        return has_steps(backend.read_whole(index_path(id, TENSORS), INDEX_LIMIT), backend.url)
+    except (NotFoundError, CorruptError):
+        return False
+
+
 def _kept(index: _Index) -> Rebuilt:
     """What an index says that is whole."""
     features = () if index.record is None else index.record.features
@@ -173,12 +190,6 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
         tables = {name: index.files[name] for name in _TABLES}
         contents = decode_index({**of_nothing, **tables}, where, anchored=ANCHORS in known, mixed=MIXED in known)
         rebuilt = Rebuilt(contents=contents, features=known)
-    elif MIXED in known:
-        raise FormatError(
-            "some of its tensors are of earlier steps, and no data file says which",
-            where=backend.url,
-            hint="restore the index from a copy, or load another checkpoint",
-        )
     else:
         rebuilt, lost = rebuild(backend, id), (ALIASES, *lost)
     contents = rebuilt.contents

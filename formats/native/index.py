@@ -272,6 +272,16 @@ def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:
     return tuple(DataFile(path=p, size=s, header=h, digest=d, rank=r) for p, s, h, d, r in rows)
 
 
+def has_steps(data: bytes, where: str) -> bool:
+    """Whether tensors.arrow has a tensor of an earlier step. Raises CorruptError if it cannot be read."""
+    try:
+        columns = from_file(data, _TENSORS_WITH_STEPS, where)
+    except CorruptError:
+        from_file(data, _TENSORS, where)  # without the column
+        return False
+    return bool(columns["step"].null_count < len(columns["step"]))
+
+
 def _contradicts(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the index contradicts itself: {what}", where=where, hint=f"restore {', '.join(INDEX_NAMES)}, or `ckpt rebuild`")
 

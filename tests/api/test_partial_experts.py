@@ -294,6 +294,11 @@ def test_a_copy_needs_no_other_checkpoint_and_still_says_it(run: Path, job: Job,
         state.write_bytes(b"")
     assert rebuild_checkpoint(str(tmp_path / "copy")).rebuilt  # with the tables that are left
     assert oracle.read_steps(tmp_path / "copy") == wanted
+    record = (tmp_path / "copy" / "checkpoint.json").read_bytes()
+    (tmp_path / "copy" / "checkpoint.json").write_bytes(record[:-9])
+    with pytest.raises(FormatError, match="no data file says which"):
+        rebuild_checkpoint(str(tmp_path / "copy"), id=json.loads(record)["id"])
+    (tmp_path / "copy" / "checkpoint.json").write_bytes(record)
     for table in (tmp_path / "copy").glob("index-*/tensors.arrow"):
         table.write_bytes(b"")
     with pytest.raises(FormatError, match="no data file says which"):
