@@ -169,17 +169,20 @@ def save_flat(url: str, capture: Any, staging: int | None, codec: Any) -> int:
     return handle.result(30).sent_bytes
 
 
-@pytest.mark.parametrize("codec", [None, "zstd"])
-@pytest.mark.parametrize("staging", [None, 3 << 20])
-@pytest.mark.parametrize("capture", ["lazy", "eager"])
-def test_flat_shards_are_merged_as_they_were_at_the_call(
-    ranks: Ranks, tmp_path: Path, capture: str, staging: int | None, codec: str | None
-) -> None:
-    sent = ranks.run(3, save_flat, str(tmp_path), capture, staging, codec)
-    assert sum(sent) > 0
-    view = ckpt.open(str(tmp_path))
-    for name in SHAPES:
-        assert torch.equal(view[name].read(), wanted_whole(name)), name
+FLAT_WAYS = [(capture, staging, codec) for capture in ("lazy", "eager") for staging in (None, 3 << 20) for codec in (None, "zstd")]
+
+
+def save_flat_each_way(folder: str) -> list[int]:
+    return [save_flat(f"{folder}/{number}", *way) for number, way in enumerate(FLAT_WAYS)]
+
+
+def test_flat_shards_are_merged_as_they_were_at_the_call(ranks: Ranks, tmp_path: Path) -> None:
+    sent = zip(*ranks.run(3, save_flat_each_way, str(tmp_path)), strict=True)
+    for number, (way, by_rank) in enumerate(zip(FLAT_WAYS, sent, strict=True)):
+        assert sum(by_rank) > 0, way
+        view = ckpt.open(str(tmp_path / str(number)))
+        for name in SHAPES:
+            assert torch.equal(view[name].read(), wanted_whole(name)), (way, name)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

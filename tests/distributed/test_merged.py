@@ -520,11 +520,18 @@ def disagree(url: str, options: dict[str, Any], background: bool) -> tuple[str, 
     return error, text, again, intact
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("options", [{"merge_flat_shards": False}, {"codec": "zstd"}, {"merge_flat_shards": False, "codec": "planes-zstd"}])
-def test_options_that_differ(ranks: Ranks, tmp_path: Path, options: dict[str, Any], background: bool) -> None:
-    found = ranks.run(3, disagree, str(tmp_path / "a"), options, background)
-    assert [(error, again, intact) for error, _, again, intact in found] == [(ConsistencyError.__name__, "ok", True)] * 3
-    for (_, text, *_), (key, value) in itertools.product(found, options.items()):
-        assert f"{key}={value}" in text
-        assert "rank 1" in text
+DIFFER: list[dict[str, Any]] = [{"merge_flat_shards": False}, {"codec": "zstd"}, {"merge_flat_shards": False, "codec": "planes-zstd"}]
+
+
+def disagree_each_way(folder: str) -> list[tuple[str, str, str, bool]]:
+    """For each of ``DIFFER``, in the foreground and in the background."""
+    return [disagree(f"{folder}/{n}-{b}", options, b) for n, options in enumerate(DIFFER) for b in (False, True)]
+
+
+def test_options_that_differ(ranks: Ranks, tmp_path: Path) -> None:
+    each_way = zip(*ranks.run(3, disagree_each_way, str(tmp_path)), strict=True)
+    for (options, background), found in zip(itertools.product(DIFFER, (False, True)), each_way, strict=True):
+        about = f"{options}, {background = }"
+        assert [(error, again, intact) for error, _, again, intact in found] == [(ConsistencyError.__name__, "ok", True)] * 3, about
+        for (_, text, *_), (key, value) in itertools.product(found, options.items()):
+            assert f"{key}={value}" in text and "rank 1" in text, about
