@@ -12,6 +12,7 @@ from pathlib import Path
 from ckpt import settings
 from ckpt.errors import AccessError, UsageError
 from ckpt.text.units import parse_size
+from ckpt.transport.tcp import close_when_forked
 
 _SOCKET, _LOCK, _SECRET = "socket", "lock", "secret"
 LOG = "log"
@@ -87,6 +88,7 @@ def connect_socket(path: Path, timeout: float) -> socket.socket:
         OSError: none listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    close_when_forked(sock)  # else what a process has borrowed goes back when its last child has ended, not with it
     sock.settimeout(timeout)
     try:
         with _Short(path) as short:

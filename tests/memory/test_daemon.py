@@ -109,6 +109,27 @@ def test_a_killed_trainer_loses_nothing_that_was_committed(daemon: MemoryClient,
         trainers.stdin.close()
 
 
+def test_a_child_that_lives_on_keeps_nothing_borrowed(daemon: MemoryClient) -> None:
+    """As a worker of a data loader does, whose trainer was killed."""
+    code = """
+import os, sys
+from ckpt.memory import client
+loan = client.connect().lend(5 << 20)
+if os.fork():
+    print(os.getpid(), flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+    with start(code) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid and daemon.status()["lent"] > 0
+        process.kill()
+        process.wait()
+        await_nothing_lent(daemon)
+        process.stdin.close()  # the child ends
+        assert process.stdout.read() == ""
+
+
 def test_killing_the_process_group_of_its_first_client_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "deep" / ("x" * 90) / "memory"))  # longer than a socket's name may be
     code = "from ckpt.memory import client; client.connect().put('a/b', b'kept'); print('ready', flush=True); import time; time.sleep(60)"
