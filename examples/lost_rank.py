@@ -3,6 +3,9 @@
     torchrun --nproc-per-node 4 --max-restarts 3 examples/lost_rank.py runs/lost --steps 12 --kill-at 5
     torchrun --nproc-per-node 3 examples/lost_rank.py runs/lost --steps 20           # a new job, on fewer ranks
 
+With some releases of torch (2.13 is one) restarted ranks find the addresses of those before them, and cannot connect: then set
+``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun.
+
 Every step is saved into memory, and no step trains twice: the losses are, to the last bit, those of a run that nobody killed and that had
 the same numbers of ranks at the same steps. The end of the job publishes the newest step to ``runs/lost``. ``--no-memory`` saves every step
 there instead, with the same losses.

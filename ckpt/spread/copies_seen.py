@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
-from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError
+from ckpt.errors import CkptError, ConflictError, NotFoundError
 from ckpt.formats.native.paths import COPIES, data_prefix, index_path
 from ckpt.formats.native.writer import committed_id
 from ckpt.formats.registry import open_catalog
@@ -27,8 +27,14 @@ def note_copies(nodes: NodeSet, url: str, id: str) -> None:
         CkptError: a node does not answer.
     """
     backend, path = open_backend(url), index_path(id, COPIES)
-    with suppress(ConflictError):  # an earlier life of the job has noted it
-        backend.put_if(path, json.dumps({"nodes": [node.name for node in nodes.nodes]}).encode(), expected=None)
+    assert isinstance(backend, SpreadBackend)
+    data = json.dumps({"nodes": [node.name for node in nodes.nodes]}).encode()
+
+    def put(node: int) -> None:
+        with suppress(ConflictError):  # an earlier life of the job has noted it
+            backend.node(node).put_if(path, data, expected=None)
+
+    nodes.ask_all(put)
     if committed_id(backend) != id:  # it was removed or replaced meanwhile, and nobody would remove the note
         backend.delete(path)
 
@@ -48,10 +54,7 @@ def forget_copies(nodes: NodeSet, url: str, id: str) -> None:
 
 def copies_seen(url: str) -> bool | None:
     """Whether all copies of the checkpoint at ``url``, in the memory of this machine, were seen. None if no other machine had a part in it:
-    all of its files are here, and no copies are noted; or if it cannot be read.
-
-    Raises:
-        StorageError: the memory cannot be read.
+    all of its files are here, and no copies are noted; or if it cannot be read, or only by those who ask for what it is.
     """
     backend = open_backend(url)
     try:
@@ -61,7 +64,7 @@ def copies_seen(url: str) -> bool | None:
         if COPIES in backend.list_dir(f"index-{id}"):
             return True
         return None if _is_all_here(backend, url, id) else False
-    except (CorruptError, FormatError):
+    except CkptError:
         return None
 
 
