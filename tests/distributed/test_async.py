@@ -336,7 +336,7 @@ def many(url: str) -> tuple[int, int, list[str]]:
         ckpt.save_async(url, state).result(30)
     address = save_cache(current_group()).arena._memory.data_ptr()
     keys, fds = count()
-    for _ in range(60):
+    for _ in range(30):
         ckpt.save_async(url, state)
     ckpt.save_async(url, state).result(30)
     assert save_cache(current_group()).arena._memory.data_ptr() == address
