@@ -3,13 +3,15 @@
 On a busy machine wall times of many processes say little. Here all steps run in one process, in turn with torch's ``copy_`` of the same
 tensors, and only their CPU time counts. *publish* is the caller's: what a trainer is blocked for, with ``fence()`` a second later. The rest
 are the steps that follow: *hash* and *seal* the segment; a sink that maps it *checks* and *copies*, and lets go of it; or the pieces come
-over TCP, both ends together, and are *placed*.
+over TCP, both ends together, and are *placed*. *plain sockets* send the same bytes from the same memory into the same, and check nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +106,7 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
     holders = {0: Holder(rank=0, addresses=tuple(server.addresses), network=server.network)}
     memory = torch.from_numpy(segment.data)
     mappings = SegmentMappings()
+    rooms = [memoryview(bytearray(b"\1") * plan.transfers.piece) for _ in plan.transfers.shares[0].requests.pieces]  # used, as a sink's are
     for number in range(rounds):
         if number:
             with clock.step("renew"):
@@ -125,7 +128,7 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
         current[:] = [PublishedSegment(segment, placed, digests, "here")]
         current[0].numbers = catalog.numbers
         pieces: list[tuple[Share, int, memoryview]] = []
-        rooms = [memoryview(bytearray(plan.transfers.piece)) for _ in plan.transfers.shares[0].requests.pieces]
+        free = rooms.copy()
         with clock.step("TCP: send and receive"):
             pull_all(
                 plan.transfers,
@@ -136,7 +139,7 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
                 secret=SECRET.encode(),
                 timeout=TIMEOUT,
                 shared=False,
-                room=partial(_room, rooms),
+                room=partial(_room, free),
             )
         _clear(new)
         with clock.step("TCP: place"):
@@ -144,8 +147,24 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
             for piece in pieces:
                 filling.place(*piece)
         _compare(old, new)
+        with clock.step("plain sockets, same memory"):
+            _send_plainly(segment.data.data, rooms)
     server.close()
     mappings.close()
+
+
+def _send_plainly(data: memoryview, rooms: Sequence[memoryview]) -> None:
+    """The same bytes from the same memory into the same, nothing checked."""
+    with socket.create_server(("127.0.0.1", 0)) as port, socket.create_connection(port.getsockname()) as one, port.accept()[0] as other:
+        sender = threading.Thread(target=one.sendall, args=(data,))
+        sender.start()
+        left = len(data)
+        for room in rooms:
+            view = room[: min(len(room), left)]
+            left -= len(view)
+            while view:
+                view = view[other.recv_into(view) :]
+        sender.join()
 
 
 def _room(free: list[memoryview], length: int) -> memoryview:
