@@ -91,6 +91,7 @@ def test_ls_json(run_root: Path) -> None:
         "stored_bytes",
         "shared_bytes",
         "part",
+        "mixed_steps",
         "references_unknown",
         "reusable",
     }
