@@ -245,8 +245,8 @@ class _CollectWalk:
         for name, tensor in tensors.items():
             stored = shard_table.add(join(path, name), tensor).info.name
             (shard_table.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else shard_table.forward_mutable).add(stored)
-            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-                shard_table.frozen.add(stored)
+            if isinstance(tensor, torch.nn.Parameter):
+                (shard_table.trainable if tensor.requires_grad else shard_table.frozen).add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:
             extra = [(n, encode(value, at, self.inner_leaf)) for n, value in parts.extra.items() if self.wants(at := join(path, n))]
@@ -269,6 +269,8 @@ class _CollectWalk:
                     continue
                 whole = self.wants(join(path, name)) or self.wants(f"{prefix}.{name}")  # as a load selects
                 complete += [(name, param)] if whole else []
+                if whole and (group.get("fused") or optimizer.state.get(param.owner if isinstance(param, FlatPart) else param)):
+                    self.shard_table.trainable.add(self.param_name(name, param))
                 if isinstance(param, FlatPart):
                     rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}", whole=whole)
                 else:

@@ -61,8 +61,12 @@ class ShardTable:
     optimizer_updated: set[str] = field(default_factory=set)
     """Stored names of what only an optimizer's step changes: parameters, and the state kept for them."""
     forward_mutable: set[str] = field(default_factory=set)
-    frozen: set[str] = field(default_factory=set)
     """Stored names of modules' buffers, which a forward pass may change."""
+    frozen: set[str] = field(default_factory=set)
+    """Stored names of modules' parameters without gradients."""
+    trainable: set[str] = field(default_factory=set)
+    """Stored names of modules' parameters with gradients, and of those that an optimizer of the state has state for, or updates with a
+    fused kernel. A name may be in ``frozen``, too: it was frozen later, or it is tied."""
     shards: ShardCache = field(default_factory=ShardCache)
     """What earlier walks of the same context found."""
     _replicated: TensorLayout | None = None

@@ -18,7 +18,9 @@ class TrustFrozen:
     ``hash_every``-th save, which hashes all: it fails with :class:`ckpt.errors.ConsistencyError`, and the saves before it may have old
     bytes.
 
-    ``names``: globs of names. Of these, only tensors that no optimizer of the state updates are trusted.
+    ``names``: globs of names. Of these, only modules' parameters without gradients are trusted, and of these none that an optimizer of the
+    state has state for, or updates with ``fused=True``. All else is hashed by every save: buffers and tensors of state dicts, too, since
+    kernels of torch write to such tensors and count nothing.
     """
 
     names: str | Sequence[str] = "*"

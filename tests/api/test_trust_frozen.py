@@ -156,6 +156,25 @@ def test_what_an_optimizer_updates_is_never_trusted(tmp_path: Path, monkeypatch:
     job.checkpointer.close()
 
 
+def test_what_kernels_of_torch_write_without_counting_is_never_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics of batch normalization, and what a fused optimizer updates: also if it is frozen again by the time of the save."""
+    job = Job(tmp_path / "run", monkeypatch, TrustFrozen(hash_every=100))
+    job.model.insert(1, nn.BatchNorm1d(8).requires_grad_(False))
+    job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        job.save()
+        stored = oracle.read(job.run / f"step-{job.step:08d}")
+        assert all(stored[f"model.{name}"][2] == tensor.numpy().tobytes() for name, tensor in job.model.state_dict().items())
+        version = job.frozen._version
+        job.model[0].requires_grad_(True)
+        job.model(torch.randn(3, 8)).sum().backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        job.model[0].requires_grad_(False)
+        assert job.frozen._version == version, "torch counts it now"
+    job.checkpointer.close()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

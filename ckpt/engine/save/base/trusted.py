@@ -62,8 +62,9 @@ class Trust:
         versions: Mapping[str, tuple[object, ...]],
     ) -> Trust:
         """``asked``: the candidates of this save; ``versions`` of all tensors."""
-        trained = shard_table.optimizer_updated - shard_table.frozen
-        names = [name for name in asked if name not in trained and policy.covers(name) and _is_counted(versions[name])]
+        # Parameters without gradients alone: fused optimizers and the kernels of batch normalization write to tensors and count nothing.
+        frozen = shard_table.frozen - shard_table.trainable
+        names = [name for name in asked if name in frozen and policy.covers(name) and _is_counted(versions[name])]
         identities = {name: (versions[name], *map(_memory, shard_table.tensors[name].parts)) for name in names}
         return cls(remembered=remembered, identities=identities, hashes_all=remembered.since >= policy.hash_every - 1)
 
