@@ -72,7 +72,7 @@ class ParityRecord:
             blocks = -(-record.layout.size // BLOCK)
             if row["block"] != BLOCK or row["size"] != record.layout.size or len(record.digests) != blocks or record.record_path != path:
                 raise ValueError("its parts do not fit together")
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
             message = f"the record of a parity file cannot be read: {err}"
             raise CorruptError(message, where=path, hint="what it protects has no second place") from err
         return record

@@ -79,7 +79,7 @@ class SpreadFiles:
         if missing and self.parity.keys() - {path for one in planned for path in self._paths(one)}:
             # An earlier job had other groups, by layouts or for want of nodes: what its parity protects needs no other.
             records = read_records(self.backend.reader, self.id, self.parity)
-            stored = [(domains[node], r.layout) for path, r in records.items() for node in self._whole(self.parity[path], r.layout.size)]
+            stored = [(domains[node], r.layout) for path, r in records.items() for node in self._nodes_with(path, r.layout.size)]
             protected = protected_files(stored, holders, sizes, domains)
             planned = plan_parity({path: held for path, held in holders.items() if path not in protected}, sizes, domains, groups)
             missing = [one for one in planned if not self._is_made(one)]
@@ -89,10 +89,13 @@ class SpreadFiles:
         path = parity_path(self.id, planned.layout)
         return path, record_path(path)
 
+    def _nodes_with(self, path: str, size: int) -> set[int]:
+        """The nodes that have a parity file whole, with its record."""
+        return self._whole(self.parity.get(path, {}), size) & self.parity.get(record_path(path), {}).keys()
+
     def _is_made(self, planned: PlannedParity) -> bool:
         """Whether a node that has none of its terms has a parity file whole, with its record."""
-        path, record = self._paths(planned)
-        nodes = self._whole(self.parity.get(path, {}), planned.layout.size) & self.parity.get(record, {}).keys()
+        nodes = self._nodes_with(self._paths(planned)[0], planned.layout.size)
         return not {self.nodes.domains[node] for node in nodes} <= {term.domain for term in planned.layout.terms}
 
 

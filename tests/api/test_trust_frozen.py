@@ -186,3 +186,16 @@ def test_what_kernels_of_torch_write_without_counting_is_never_trusted(tmp_path:
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_a_tensor_that_overlaps_another_is_never_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each counts its versions apart: a write to one is not seen at the other."""
+    job = Job(tmp_path / "run", monkeypatch, TrustFrozen())
+    job.model[0].register_parameter("top", nn.Parameter(job.frozen.data[:4], requires_grad=False))
+    assert [job.save() for _ in range(2)] == [FROZEN + 1, 2]
+    for rows in (slice(0, 2), slice(6, 8)):
+        with torch.no_grad():
+            job.frozen[rows] += 1
+        job.save()
+        assert job.is_exact()
+    job.checkpointer.close()

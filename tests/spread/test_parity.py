@@ -105,6 +105,8 @@ def test_records_that_are_damaged_are_passed_over(tmp_path: Path, files: dict[st
     with pytest.raises(NotFoundError, match="no parity has this file"):
         reader.parity.size(f"data/{ID}-00001.safetensors")
     assert all(f"parity on node {name} is passed over" in caplog.text for name in "acd")
+    with pytest.raises(CorruptError):
+        ParityRecord.decode(b"[" * 100_000, ID, f"parity/{ID}-0.json")
 
 
 # ---- making

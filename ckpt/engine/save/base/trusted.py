@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt.adapters.shard_table import ShardTable
@@ -63,7 +64,8 @@ class Trust:
     ) -> Trust:
         """``asked``: the candidates of this save; ``versions`` of all tensors."""
         # Parameters without gradients alone: fused optimizers and the kernels of batch normalization write to tensors and count nothing.
-        frozen = shard_table.frozen - shard_table.trainable
+        # What overlaps another tensor changes with it, and the versions of the two are counted apart.
+        frozen = shard_table.frozen - shard_table.trainable - _overlapping(shard_table)
         names = [name for name in asked if name in frozen and policy.covers(name) and _is_counted(versions[name])]
         identities = {name: (versions[name], *map(_memory, shard_table.tensors[name].parts)) for name in names}
         return cls(remembered=remembered, identities=identities, hashes_all=remembered.since >= policy.hash_every - 1)
@@ -110,6 +112,25 @@ class Trust:
 
 def _is_counted(version: tuple[object, ...]) -> bool:
     return not any(UNCOUNTED in entry if isinstance(entry, tuple) else entry == UNCOUNTED for entry in version)
+
+
+def _overlapping(shard_table: ShardTable) -> set[str]:
+    """Names of the tensors that have some of their memory in common with another one."""
+    names, starts, ends = list[str](), list[int](), list[int]()
+    for name, tensor in shard_table.tensors.items():
+        for _, memory in tensor.parts:
+            if memory.numel():
+                last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
+                names.append(name)
+                starts.append(memory.data_ptr())
+                ends.append(memory.data_ptr() + (last + 1) * memory.itemsize)
+    order = np.argsort(starts, kind="stable")
+    start, end = np.array(starts, dtype=np.uint64)[order], np.array(ends, dtype=np.uint64)[order]
+    # By their starts: one reaches into the next, or begins before the furthest end so far.
+    overlaps = np.zeros(len(order), dtype=bool)
+    overlaps[:-1] |= start[1:] < end[:-1]
+    overlaps[1:] |= start[1:] < np.maximum.accumulate(end)[:-1]
+    return {names[i] for i in order[overlaps].tolist()}
 
 
 def _memory(part: LocalShard) -> tuple[object, ...]:
