@@ -58,8 +58,9 @@ def fingerprint(model: TinyEngine) -> int:
 # ------------------------------------------------------------------------------------------------------------- trainer
 
 
-def train(folder: str, steps: int, wait_for: int = 1) -> tuple[dict[int, int], list[float]]:
-    """Train on what engines write; fingerprints of the weights by step, and mean rewards. ``wait_for``: engines that must have joined."""
+def train(folder: str, steps: int, wait_for: int = 1, wait_at: int = 0) -> tuple[dict[int, int], list[float]]:
+    """Train on what engines write; fingerprints of the weights by step, and mean rewards. ``wait_for``: engines that must have joined at
+    step ``wait_at``."""
     torch.manual_seed(0)
     policy = TinyEngine(CONFIG)
     for name, param in policy.named_parameters():
@@ -80,7 +81,7 @@ def train(folder: str, steps: int, wait_for: int = 1) -> tuple[dict[int, int], l
             state["last"] = step == steps - 1
             fingerprints[step] = fingerprint(policy)
             source.publish(step)  # returns at once; optimizer.step() waits for the copy
-            tokens = _rollouts(folder, step, wait_for if step == 0 else 1)
+            tokens = _rollouts(folder, step, wait_for if step == wait_at else 1)
             rewards.append(float(reward(tokens).mean()))
             if dist.get_rank() == 0:
                 taken = {sink.sink: sink.step for sink in source.report().sinks}
@@ -96,13 +97,14 @@ def train(folder: str, steps: int, wait_for: int = 1) -> tuple[dict[int, int], l
 
 
 def _rollouts(folder: str, step: int, wait_for: int) -> Tensor:
-    """Rows of the newest rollouts, not older than ``STALE`` versions, for all ranks alike."""
+    """Rows of the newest rollouts, not older than ``STALE`` versions, for all ranks alike, once ``wait_for`` engines have written some."""
     tokens = torch.zeros(PROMPTS, LENGTH + 1, dtype=torch.int64)
     if dist.get_rank() == 0:
         end = time.monotonic() + PATIENCE
         while True:
-            files = sorted(path for path in Path(folder).glob("rollout-*.npy") if int(path.name.split("-")[1]) >= step - STALE)
-            if len({path.name.split("-")[2] for path in files}) >= wait_for:
+            written = list(Path(folder).glob("rollout-*.npy"))
+            files = sorted(path for path in written if int(path.name.split("-")[1]) >= step - STALE)
+            if files and len({path.name.split("-")[2] for path in written}) >= wait_for:
                 break
             if time.monotonic() > end:
                 raise TimeoutError(f"no rollouts for step {step}")
@@ -182,7 +184,7 @@ def all_at_once(steps: int) -> None:
         return subprocess.Popen(run, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [launch(4, "train", folder, "--steps", str(steps)), launch(2, "engine", folder, "a")]
+        jobs = [launch(4, "train", folder, "--steps", str(steps), "--engines", "2"), launch(2, "engine", folder, "a")]
         while not list(Path(folder).glob("rollout-000002-*")) and jobs[0].poll() is None:
             time.sleep(0.1)
         jobs.append(launch(1, "engine", folder, "b", "--leave-after", "3"))
@@ -197,6 +199,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help="where rollouts go, and the trainer leaves its address")
     parser.add_argument("name", nargs="?", default="a", help="of an engine")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--engines", type=int, default=1, help="the trainer waits half way until so many have joined")
     parser.add_argument("--leave-after", type=int, help="versions after which an engine leaves")
     given = parser.parse_args()
     if given.role is None:
@@ -205,7 +208,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         if given.role == "train":
-            train(given.folder, given.steps)
+            train(given.folder, given.steps, given.engines, given.steps // 2)
         else:
             engine(given.folder, given.name, given.leave_after)
     finally:
