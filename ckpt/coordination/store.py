@@ -273,6 +273,8 @@ def _serve(
 _connected = threading.Event()
 """That the connection which was made last is there, or failed: lives are counted in the order in which groups are made."""
 _connected.set()
+_groups_in_order = threading.Lock()
+"""Held while a group takes its place behind the one before it."""
 
 
 def group_store(base: Any, name: str, rank: int) -> Store:
@@ -285,10 +287,12 @@ def group_store(base: Any, name: str, rank: int) -> Store:
     global _connected
     # Each group of a process waits for the connection of the group before it. The number of a life is a counter in
     # the store: all ranks have to count their groups in the same order, or one would read what another life wrote.
-    before, _connected = _connected, threading.Event()
+    mine = threading.Event()
+    with _groups_in_order:  # two threads behind one group: one of them would wait for a group that nobody makes
+        before, _connected = _connected, mine
     host, port = _served_at(base)
 
-    def connect(sockets: list[socket.socket], mine: threading.Event = _connected) -> KeyValues:
+    def connect(sockets: list[socket.socket]) -> KeyValues:
         from torch.distributed.distributed_c10d import PrefixStore
 
         before.wait()
@@ -312,7 +316,8 @@ def _served_at(store: Any) -> tuple[str | None, int | None]:
 
 def _forget_parent() -> None:
     """A forked child has none of the threads."""
-    global _connected
+    global _connected, _groups_in_order
+    _groups_in_order = threading.Lock()
     _connected = threading.Event()
     _connected.set()
     _connections.clear()

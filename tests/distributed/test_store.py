@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,18 @@ def test_other_kinds_of_stores(tmp_path: Path) -> None:
             store.part("below").set("a", b"3")
             assert (store.check(["a"]), store.peek("a"), store.part("below").peek("a"), store.add("n", 2)) == (True, value, b"3", 2)
             assert store.host is None
+
+
+def test_groups_that_threads_make_at_once_all_connect() -> None:
+    """Each group waits for the one before it. Two that took the same place would leave one that nobody makes to be waited for."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            groups = list(pool.map(lambda n: group_store(HashStore(), f"group {n}", 0), range(600)))
+            assert set(pool.map(lambda group: group.within(10.0).add("n", 1), groups)) == {1}
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_connection_that_nobody_uses_ends(server: Server) -> None:

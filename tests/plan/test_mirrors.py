@@ -156,7 +156,7 @@ def test_a_job_of_many_machines_is_planned_in_time() -> None:
         mesh, domains = Mesh.of({"dp": ranks}), on_hosts(ranks, 8)
         tensors = [TensorSpec(f"w{n}", DTYPES["float32"], (ranks * 64, 256), TensorLayout(mesh)) for n in range(20)]
         assignments = assign(tensors)
-        began = time.process_time()
+        began = time.thread_time()
         mirrors = placed(domains, 1)
         plan = plan_mirrored(tensors, assignments, mirrors, rank=5)
         files = [
@@ -166,7 +166,7 @@ def test_a_job_of_many_machines_is_planned_in_time() -> None:
         assert data_number(files[5].path) == 14
         grids = Grids(files, assignments, {t.name: t for t in tensors}, range(ranks), coded=False, mirrors=mirrors)
         assert len({id(grids.of(t.name)) for t in tensors}) <= 20
-        costs[ranks] = time.process_time() - began
+        costs[ranks] = time.thread_time() - began
         assert np.array_equal(grids.of("w3").files, assignments["w3"].owners)
     print(costs)
     assert costs[8192] < 8**1.3 * (costs[1024] + 0.1)

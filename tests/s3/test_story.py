@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,21 @@ def test_waiting_until_the_store_is_back(object_store: ObjectStore, s3_url: str,
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         with ckpt.Checkpointer(s3_url, local=str(tmp_path), save=EverySteps(1), publish_timeout=30) as c:
             c.step(1, state_of(1))
-            timer = threading.Timer(2, setattr, (proxy, "schedule", None))
-            timer.start()
+            back = threading.Thread(target=_let_through_later, args=(proxy,))
+            back.start()
             c.wait()
-            timer.join()
-        assert proxy.injected["fail"] > 0
+            back.join()
         assert (tmp_path / "step-00000001" / "checkpoint.json").read_bytes() == _object(
             object_store, f"{s3_url}/step-00000001/checkpoint.json"
         )
+
+
+def _let_through_later(proxy: FaultProxy) -> None:
+    """Two seconds after the first request that failed."""
+    while not proxy.injected["fail"]:
+        time.sleep(0.01)
+    time.sleep(2)
+    proxy.schedule = None
 
 
 def _object(store: ObjectStore, url: str) -> bytes:
