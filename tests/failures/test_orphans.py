@@ -31,7 +31,7 @@ def test_the_next_save_removes_what_a_crash_left(tmp_path: Path, *, committed_be
     count = FaultyProcess()
     with wrap_backends(count.wrap):
         ckpt.save(str(tmp_path / "elsewhere"), state)
-    crash = FaultyProcess(Fault(at=count.operations - 4, kind="crash"))
+    crash = FaultyProcess(Fault(at=count.log.index("put_if checkpoint.json"), kind="crash"))  # before it commits: all is written
     with wrap_backends(crash.wrap), pytest.raises(SimulatedCrash):
         ckpt.save(str(tmp_path), state)
     assert files(tmp_path) - before, "the crash was meant to leave something"
