@@ -145,7 +145,7 @@ def test_both_holders_are_gone_and_only_their_files_come_from_the_root(ranks: Ra
     shutil.rmtree(saved / "node1")
     results = ranks.run(2, train, str(saved), [2, 3], range(0))
     assert [r["start"] for r in results] == [2, 2]
-    assert str(results[0]["from"]).startswith(f"{saved}/root/step-00000002: disk of this host ")
+    assert str(results[0]["from"]).startswith(f"{saved / 'root' / 'step-00000002'}: disk of this host ")
     assert 0 < sum(r["bytes"].get("root", 0) for r in results) <= 2 * lost  # headers are read by each rank
     assert sum(sum(r["bytes"].values()) for r in results) > sum(r["bytes"].get("root", 0) for r in results)
 

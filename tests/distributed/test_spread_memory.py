@@ -106,7 +106,8 @@ def test_all_trainers_die_and_then_a_machine(
     daemons[1].stop()
     results = ranks.run(2, resume, str(tmp_path), [0, 2], 0)
     assert [start for start, _ in results] == [2] * 2
-    assert all("/root/step-00000002: memory of this host" in text and text.endswith("root 0 B") for _, text in results), results
+    step = tmp_path / "root" / "step-00000002"
+    assert all(f"{step}: memory of this host" in text and text.endswith("root 0 B") for _, text in results), results
 
 
 def test_machines_without_ranks_give_what_they_have(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:
