@@ -40,7 +40,7 @@ _PART: ContextVar[TaskPart | None] = ContextVar("part", default=None)
 
 
 def refuse_executor(reason: str) -> None:
-    """Raise UsageError if the user chose an executor for what is not divided."""
+    """Raise UsageError if the user asked for an executor, and this command does not divide its work."""
     if click.get_current_context().meta.get(_EXECUTOR) is not None:
         raise UsageError(f"--executor is {reason}")
 
