@@ -50,7 +50,7 @@ class Group(Members):
             links = LivenessLinks(position, self.ranks, call.timeout, store=self.store.host, on_death=on_death)
             try:
                 links.connect(call.lead(links.row(), links.word) if call.is_leader else call.follow(links.row()))
-            except BaseException:
+            except BaseException:  # after Ctrl-C, too: no connection of half of the ranks stays open
                 links.close()
                 raise
             self.links = links
