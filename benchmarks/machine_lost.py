@@ -1,10 +1,10 @@
 """``python -m benchmarks.machine_lost``: a machine of four is lost, and the three that are left go on in another layout, from memory.
 
 Each machine is a set of namespaces (tests/machines/bed.py) with a rank and a memory daemon, and a link of ``--rate`` Mbit/s each way; so
-*seconds* of the restore are compared with those that plain sockets need, on the same links and at the same time, to bring each machine
-the bytes of its new part that it does not have (*must cross*). *crossed* is what the network cards of the three received during the
-restore, more than they must by the ratio. Then two machines are lost that have each other's only copies: the boxes that are missing come
-from storage, and *storage* is what was read there, beside the bytes that are in no memory any more (*missing*).
+*seconds* of the restore are compared with those that plain sockets need on the same links, all at once, to bring each machine the bytes of
+its new part that it does not have (*must cross*) from the machines that have them. *crossed* is what the network cards of the three
+received during the restore, more than they must by the ratio. Then two machines are lost that have each other's only copies: the boxes that
+are missing come from storage, and *storage* is what was read there, beside the bytes that are in no memory any more (*missing*).
 
 *Each alone*: the ranks read without an exchange, each all of the chunks that it needs a part of (``exchange=False``).
 
@@ -95,8 +95,8 @@ def restore(folder: str, rows: int, dim: int, *, exchange: bool | None) -> dict[
     return {"seconds": seconds, "crossed": crossed, "sources": dict(c.restored_from.sources)}
 
 
-def plain_sockets(addresses: Sequence[str], need: int) -> float:
-    """Each machine gets ``need`` bytes from the others, in equal parts, all at once. Seconds of the slowest."""
+def plain_sockets(addresses: Sequence[str], crossing: Sequence[Sequence[int]]) -> float:
+    """Machine i gets ``crossing[i][j]`` bytes from machine j, all at once. Seconds of the slowest."""
     import torch
     import torch.distributed as dist
 
@@ -104,9 +104,8 @@ def plain_sockets(addresses: Sequence[str], need: int) -> float:
     with socket.create_server(("0.0.0.0", FLOOR_PORT), backlog=8) as listening:
         dist.barrier()
         began = time.perf_counter()
-        others = [r for r in range(len(addresses)) if r != rank]
-        threads = [threading.Thread(target=_give, args=(listening, need // len(others))) for _ in others]
-        threads += [threading.Thread(target=_take, args=(addresses[r], need // len(others))) for r in others]
+        threads = [threading.Thread(target=_give, args=(listening,)) for row in crossing if row[rank]]
+        threads += [threading.Thread(target=_take, args=(addresses[r], n)) for r, n in enumerate(crossing[rank]) if n]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -116,15 +115,16 @@ def plain_sockets(addresses: Sequence[str], need: int) -> float:
     return float(seconds)
 
 
-def _give(listening: socket.socket, nbytes: int) -> None:
+def _give(listening: socket.socket) -> None:
     taker, _ = listening.accept()
     with taker:
-        taker.sendall(bytes(nbytes))
+        taker.sendall(bytes(int.from_bytes(taker.recv(8, socket.MSG_WAITALL), "big")))
 
 
 def _take(address: str, nbytes: int) -> None:
     buffer = bytearray(1 << 20)
     with socket.create_connection((address, FLOOR_PORT)) as giver:
+        giver.sendall(nbytes.to_bytes(8, "big"))
         while nbytes > 0:
             count = giver.recv_into(buffer)
             if not count:
@@ -132,15 +132,19 @@ def _take(address: str, nbytes: int) -> None:
             nbytes -= count
 
 
-def must_cross(rows: int, dim: int, left: Sequence[int], held: Sequence[set[int]]) -> list[int]:
-    """Bytes of its new part that each machine that is left does not have, and another one has. ``held``: whose rows each has in memory."""
-    there = set[int]().union(*(held[m] for m in left))
-    if dim == 1:
-        return [TENSORS * 4 * rows * (COLUMNS // len(left)) * len(there - held[m]) // MACHINES for m in left]
+def must_cross(rows: int, dim: int, left: Sequence[int], held: Sequence[set[int]]) -> list[list[int]]:
+    """For each machine that is left, the bytes of its new part that it does not have, by the machine of ``left`` that gives them: of
+    those that have them, each gives as much. ``held``: whose rows each has in memory."""
+    crossing = [[0] * len(left) for _ in left]
     cut, old = rows // len(left), rows // MACHINES
-    parts = [{*range(new * cut, (new + 1) * cut)} for new in range(len(left))]
-    away = [{row for k in there - held[m] for row in range(k * old, (k + 1) * old)} for m in left]
-    return [TENSORS * 4 * COLUMNS * len(mine & rows_away) for mine, rows_away in zip(parts, away, strict=True)]
+    for place, m in enumerate(left):
+        for whose in set[int]().union(*(held[other] for other in left)) - held[m]:
+            first, last = max(place * cut, whose * old), min((place + 1) * cut, (whose + 1) * old)
+            elements = max(0, last - first) * COLUMNS if dim == 0 else old * (COLUMNS // len(left))
+            givers = [i for i, other in enumerate(left) if whose in held[other]]
+            for giver in givers:
+                crossing[place][giver] += TENSORS * 4 * elements // len(givers)
+    return crossing
 
 
 def holders(folder: str) -> list[set[int]]:
@@ -168,17 +172,17 @@ def one_round(folder: str, rows: int, mbit: int, dim: int, *, both: bool, exchan
         if not both:  # not a byte can come from there
             Path(f"{folder}/root").rename(f"{folder}/elsewhere")
         left = [m for m in range(MACHINES) if m not in gone]
-        needs = must_cross(rows, dim, left, held)
+        crossing = must_cross(rows, dim, left, held)
         with Job(bed, partial(restore, exchange=exchange), folder, rows, dim, hosts=left) as job:
             ended = job.results(300)
-        with Job(bed, plain_sockets, [bed.address(m) for m in left], max(needs), hosts=left) as job:
+        with Job(bed, plain_sockets, [bed.address(m) for m in left], crossing, hosts=left) as job:
             floor = max(job.results(300))
     whose = {k for m in left for k in held[m]}
     size = rows * COLUMNS * 4 * TENSORS
     return {
         "seconds": max(row["seconds"] for row in ended),
         "floor": floor,
-        "must": sum(needs),
+        "must": sum(map(sum, crossing)),
         "crossed": sum(row["crossed"] for row in ended),
         "storage": sum(row["sources"]["root"] for row in ended),
         "missing": size * (MACHINES - len(whose)) // MACHINES,

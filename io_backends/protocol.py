@@ -12,7 +12,7 @@ systems do not. ``conformance.py`` tests every row that shows through the port.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -264,6 +264,11 @@ class Backend(Protocol):
         """Let caches of this machine forget ``length`` bytes of the object from ``offset`` on, or all from there, so that the next read
         comes from the storage. Only a hint: never fails, and where nothing is cached it does nothing."""
         return None  # noqa: RET501  a body, so that backends without caches need none
+
+    def nearby(self, paths: Collection[str]) -> Collection[str] | None:
+        """Those of the objects ``paths`` that lie on the machine of this process, as far as that can be seen without reading them; None
+        where a read costs the same wherever it is made. Only a hint: never fails."""
+        return None
 
     def size(self, path: str) -> int:
         """Size of the object in bytes.

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 
 def spell(machines: Sequence[Hashable]) -> Any:
@@ -29,18 +30,18 @@ def spell(machines: Sequence[Hashable]) -> Any:
     return {"each": each.tolist()}
 
 
+def numbers_of(spelled: Any, count: int) -> npt.NDArray[np.int64]:
+    """The machine of each of ``count`` ranks, by their places: what :func:`spell` numbered, in the order of the first rank on each."""
+    if isinstance(spelled, list):
+        size, machines = spelled
+        return np.arange(count, dtype=np.int64) // int(size) % int(machines)
+    if "each" in spelled:
+        return np.array(spelled["each"], dtype=np.int64)
+    sizes = [size for size, times in spelled["runs"] for _ in range(times)]
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
 def neighbours(spelled: Any, place: int, ranks: Sequence[int]) -> frozenset[int]:
     """Those of ``ranks`` that are on the machine of the one at ``place``, itself among them."""
-    if isinstance(spelled, list):
-        size, count = spelled
-        places = [at for first in range(place // size % count * size, len(ranks), size * count) for at in range(first, first + size)]
-        return frozenset(ranks[at] for at in places if at < len(ranks))
-    if "each" in spelled:
-        return frozenset(rank for rank, machine in zip(ranks, spelled["each"], strict=True) if machine == spelled["each"][place])
-    first = 0
-    for size, times in spelled["runs"]:
-        if place < first + size * times:
-            start = first + (place - first) // size * size
-            return frozenset(ranks[start : start + size])
-        first += size * times
-    raise ValueError(f"place {place} of {len(ranks)} is on no machine")
+    machine_of = numbers_of(spelled, len(ranks))
+    return frozenset(ranks[at] for at in np.flatnonzero(machine_of == machine_of[place]).tolist())

@@ -16,6 +16,7 @@ from ckpt.catalog import Grid
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 
+from .near_files import NearFiles
 from .overlap import overlapping_chunks
 
 MOST = 32
@@ -25,12 +26,19 @@ GOLDEN = 0.6180339887498949
 
 
 class SharedChunk(NamedTuple):
-    """A chunk that several ranks want parts of, and how many elements each does."""
+    """A chunk that several ranks want parts of, and how many elements each does; and those of these ranks that may read it for
+    all."""
 
     chunk: int
     box: Box
     ranks: tuple[int, ...]
     weights: tuple[int, ...]
+    readers: tuple[int, ...]
+
+    def reader(self, number: int) -> int:
+        """The rank that reads it, as the chunk of this number of all that are shared."""
+        wanted = dict(zip(self.ranks, self.weights, strict=True))
+        return reader_of(self.readers, [wanted[rank] for rank in self.readers], number)
 
 
 def wants(layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int) -> list[Box]:
@@ -39,29 +47,39 @@ def wants(layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int) 
 
 
 def shared_chunks(
-    grid: Grid, layout: TensorLayout, shape: tuple[int, ...], stored: Box, rank: int, near: Set[int] | None
+    grid: Grid,
+    layout: TensorLayout,
+    shape: tuple[int, ...],
+    stored: Box,
+    rank: int,
+    near: Set[int] | None,
+    near_files: NearFiles | None = None,
 ) -> tuple[list[SharedChunk], int]:
     """The chunks that ``rank`` wants parts of and others too, by number, and how many chunks it wants parts of at all. ``near`` are the
-    ranks that it shares with, of its own machine and itself among them; None if all do."""
+    ranks that it shares with, of its own machine and itself among them; None if all do. With ``near_files``, a rank that has a chunk's file
+    near reads it, if one of those that want it has, and shares it with its machine and with ranks that have not."""
     mine = {copy.chunk: copy.chunk_box for box in wants(layout, shape, stored, rank) for copy in overlapping_chunks(grid, box)}
     shared = []
     for chunk in sorted(mine):
         common = mine[chunk].intersect(stored)
         if common is None:
             continue
-        ranks, weights = _wanters(layout, shape, common)
-        if near is not None:
-            kept = [i for i, r in enumerate(ranks) if r in near]
-            ranks, weights = [ranks[i] for i in kept], [weights[i] for i in kept]
-        # More than MOST ranks want it: they are divided into groups of MOST, in order of rank, each of which reads
-        # the chunk once. Every rank finds its group by its own place in the list, so this needs no message either.
+        of_rank = _wanters(layout, shape, common)
+        ranks = tuple(r for r in of_rank if near is None or r in near)
+        readers = ranks
+        if near_files is not None:
+            readers, ranks = next(g for g in near_files.groups(grid.file(chunk), ranks, chunk) if rank in g.ranks)
+        # More than MOST ranks want it: they are divided into groups of MOST, in order, each of which reads the chunk
+        # once. Every rank finds its group by its own place in the list, so this needs no message either.
         first = ranks.index(rank) // MOST * MOST
-        if len(ranks[first : first + MOST]) > 1:
-            shared.append(SharedChunk(chunk, mine[chunk], tuple(ranks[first : first + MOST]), tuple(weights[first : first + MOST])))
+        block = ranks[first : first + MOST]
+        if len(block) > 1:
+            nearest = tuple(r for r in block if r in readers) or block
+            shared.append(SharedChunk(chunk, mine[chunk], block, tuple(of_rank[r] for r in block), nearest))
     return shared, len(mine)
 
 
-def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[list[int], list[int]]:
+def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> dict[int, int]:
     """The ranks that hold parts of a box, increasing, and how many elements of it each holds."""
     tiling = layout.tiling(shape)
     cells = overlapping_chunks(tiling, box)
@@ -70,7 +88,7 @@ def _wanters(layout: TensorLayout, shape: tuple[int, ...], box: Box) -> tuple[li
     ranks, places = np.unique(holders, return_inverse=True)
     weights = np.zeros(len(ranks), dtype=np.int64)
     np.add.at(weights, places.reshape(-1), np.repeat(sizes, holders.shape[1]))
-    return ranks.tolist(), weights.tolist()
+    return dict(zip(ranks.tolist(), weights.tolist(), strict=True))
 
 
 def reader_of(ranks: Sequence[int], weights: Sequence[int], number: int) -> int:

@@ -12,7 +12,7 @@ care. A checkpoint exists if a node that answers has its record: before the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -109,6 +109,10 @@ class SpreadBackend(Backend):
             self.node(self._nodes.own).evict(path)
         else:
             self.reader.evict(path, start, stop)
+
+    def nearby(self, paths: Collection[str]) -> Collection[str]:
+        """See ``Backend.nearby``."""
+        return self.reader.nearby(paths)
 
     def size(self, path: str) -> int:
         """See ``Backend.size``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Protocol
 
@@ -86,6 +86,17 @@ class NodeReader:
             if name not in self._listed:
                 self._listed[name] = self.holders(f"{name}/" if self.prefix else "")
             return self._listed[name]
+
+    def nearby(self, paths: Collection[str]) -> set[str]:
+        """Those of ``paths`` that a node of this machine has."""
+        own = self.nodes.node(self.nodes.own)
+        here = [n for n in range(self.nodes.total) if n == self.nodes.own or self.nodes.node(n).host == own.host]
+        near: set[str] = set()
+        for folder in {path.rpartition("/")[0] for path in paths}:
+            for node in here:
+                with suppress(CkptError):
+                    near |= {entry.path for entry in self.node(node).list_prefix(f"{folder}/")}
+        return near.intersection(paths)
 
     def places(self, path: str) -> Iterator[int]:
         """Where to read a file, in order."""

@@ -108,6 +108,7 @@ def test_all_trainers_die_and_then_a_machine(
     assert [start for start, _ in results] == [2] * 2
     step = tmp_path / "root" / "step-00000002"
     assert all(f"{step}: memory of this host" in text and text.endswith("root 0 B") for _, text in results), results
+    assert not any("memory of host" in text for _, text in results), results  # who reads a chunk for others has its file near
 
 
 def test_machines_without_ranks_give_what_they_have(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:

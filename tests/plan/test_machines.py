@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan.machines import neighbours, spell
+from ckpt.plan.machines import neighbours, numbers_of, spell
 
 LISTS = st.one_of(
     st.lists(st.sampled_from("abcd"), min_size=1, max_size=20),
@@ -21,6 +21,7 @@ LISTS = st.one_of(
 def test_neighbours_are_those_of_the_same_machine(machines: list[str]) -> None:
     ranks = range(100, 100 + len(machines))
     spelled = json.loads(json.dumps(spell(machines)))
+    assert numbers_of(spelled, len(machines)).tolist() == [[*dict.fromkeys(machines)].index(name) for name in machines]
     for place, name in enumerate(machines):
         assert neighbours(spelled, place, ranks) == {rank for rank, other in zip(ranks, machines, strict=True) if other == name}
 

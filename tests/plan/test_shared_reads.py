@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -13,6 +14,8 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.machines import spell
+from ckpt.plan.near_files import NearFiles, runs_of, spelled
 from ckpt.plan.shared_reads import MOST, reader_of, shared_chunks
 
 LAYOUTS: tuple[tuple[Split, ...], ...] = (
@@ -60,6 +63,52 @@ def test_every_rank_finds_the_same(case: tuple[Grid, TensorLayout, tuple[int, ..
             assert by_chunk[chunk].box == grid.box(chunk)
             assert dict(zip(by_chunk[chunk].ranks, by_chunk[chunk].weights, strict=True)) == sharing
         assert mine == wanted
+
+
+@given(cases(), st.data())
+def test_what_is_near_is_not_sent(
+    case: tuple[Grid, TensorLayout, tuple[int, ...], Box, dict[int, int] | None], data: st.DataObject
+) -> None:
+    """Each chunk goes to all ranks that want it, once; and none that has its file near gets it from another machine."""
+    grid, layout, shape, stored, _ = case
+    ranks = list(layout.mesh.ranks)
+    files = data.draw(st.lists(st.integers(0, 3), min_size=len(grid), max_size=len(grid)))
+    grid = Grid(cuts=grid.cuts, files=np.array(files, dtype=np.int32))
+    machine = {rank: data.draw(st.integers(0, 2)) for rank in ranks}
+    here = [data.draw(st.frozensets(st.integers(0, 3))) for _ in range(3)]
+    near = NearFiles(
+        json.loads(json.dumps(spelled([runs_of(here[machine[rank]]) for rank in ranks]))), spell([machine[r] for r in ranks]), ranks
+    )
+    everyone: dict[int, set[int]] = {}
+    for rank in ranks:
+        for shared in shared_chunks(grid, layout, shape, stored, rank, None)[0]:
+            everyone.setdefault(shared.chunk, set()).update(shared.ranks)
+    blocks: dict[int, dict[tuple[int, ...], set[int]]] = {}
+    for rank in ranks:
+        for shared in shared_chunks(grid, layout, shape, stored, rank, None, near)[0]:
+            assert rank in shared.ranks
+            blocks.setdefault(shared.chunk, {}).setdefault(shared.ranks, set()).add(shared.reader(shared.chunk + 5))
+    for chunk, sharing in blocks.items():
+        has = {r for r in everyone[chunk] if files[chunk] in here[machine[r]]}
+        assert sum(map(len, sharing)) == len({r for block in sharing for r in block})  # no rank is in two
+        for block, readers in sharing.items():
+            (reader,) = readers  # all name the same
+            assert reader in block and (reader in has or not has)
+            assert all(machine[r] == machine[reader] for r in has.intersection(block))
+    for chunk, wanting in everyone.items():
+        has = {r for r in wanting if files[chunk] in here[machine[r]]}
+        alone = wanting - {r for block in blocks.get(chunk, ()) for r in block}
+        assert alone <= has  # who shares with nobody has it near
+
+
+def test_what_many_ranks_have_near_takes_few_bytes() -> None:
+    """512 machines of 8 ranks, each of which has its own 8 files and those of the next."""
+    runs = [runs_of(f % 4096 for f in range(rank // 8 * 8, rank // 8 * 8 + 16)) for rank in range(4096)]
+    assert len(json.dumps(spelled(runs))) < 10_000
+    near = NearFiles(spelled(runs), spell([rank // 8 for rank in range(4096)]), range(4096))
+    assert near.groups(17, [0, 8, 16, 23, 24, 32], 0) == [((8,), (8, 0, 32)), ((16, 23), (16, 23, 24))]
+    assert near.groups(17, [0, 8, 16, 23, 24, 32], 1) == [((8,), (8, 24)), ((16, 23), (16, 23, 0, 32))]
+    assert near.groups(17, [40, 48], 0) == [((40, 48), (40, 48))]
 
 
 def test_very_many_ranks_share_in_blocks() -> None:

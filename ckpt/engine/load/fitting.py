@@ -13,7 +13,7 @@ from ckpt.catalog import Catalog, identity, job_tensors
 from ckpt.coordination.rows import Row
 from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.native.commit import LABELS
-from ckpt.plan import machines
+from ckpt.plan import machines, near_files
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.part import LABEL, part_in
@@ -43,7 +43,12 @@ def row_of_match(job: LoadJob, catalog: Catalog, binding: Binding, sharing: Shar
     }
     if binding.renames:
         row["renames"] = binding.renames
-    return row | {"shares": shared(sharing.digests()), "machine": machine()} if sharing.wanted else row
+    if not sharing.wanted:
+        return row
+    near = catalog.backend.nearby([file.path for file in catalog.files])
+    if near is not None:
+        row["near"] = near_files.runs_of(number for number, file in enumerate(catalog.files) if file.path in near)
+    return row | {"shares": shared(sharing.digests()), "machine": machine()}
 
 
 def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
@@ -64,9 +69,12 @@ def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
     if any("shares" not in row for row in rows.values()):
         return verdict | {"refused": None}
     digests = {digest: once(digest) for digest in {row["shares"] for row in rows.values()}}
+    ordered = [rows[rank] for rank in call.group.ranks]
+    if all("near" in row for row in ordered):
+        verdict["near_files"] = near_files.spelled([tuple(map(tuple, row["near"])) for row in ordered])
     return verdict | {
         "refused": refused(digests[row["shares"]] for row in rows.values()),
-        "machines": machines.spell([rows[rank]["machine"] for rank in call.group.ranks]),
+        "machines": machines.spell([row["machine"] for row in ordered]),
     }
 
 

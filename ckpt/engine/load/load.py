@@ -36,6 +36,7 @@ from ckpt.errors import ConflictError, ConsistencyError
 from ckpt.formats.mixed_steps import steps_text
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
+from ckpt.plan.near_files import NearFiles
 from ckpt.tracing.progress_callback import reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.peers import peers_of
@@ -120,6 +121,7 @@ def match(job: LoadJob, state: object) -> Matched:
                 unexpected=tuple(decision["unexpected"]),
                 refused=decision["refused"],
                 machines=decision.get("machines"),
+                near_files=decision.get("near_files"),
             )
     raise ConsistencyError("it was replaced again and again while ranks opened it", where=job.call.url, hint="load another step")
 
@@ -178,7 +180,8 @@ def exchange_of(matched: Matched, reader: Reader) -> ReadExchange | None:
         reader.check_tiling(entry)
     near = machines.neighbours(matched.machines, group.ranks.index(group.rank), group.ranks)
     parts = options.exchange == "parts"
-    sharing.divide(matched.refused, near if parts else None, what_is_worth(parts=parts, verify=options.verify))
+    near_files = None if matched.near_files is None else NearFiles(matched.near_files, matched.machines, group.ranks)
+    sharing.divide(matched.refused, near if parts else None, what_is_worth(parts=parts, verify=options.verify), near_files)
     return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), job.call)
 
 

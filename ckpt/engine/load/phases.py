@@ -19,7 +19,8 @@ from .whole_chunks import TensorLoad
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Matched:
     """A checkpoint that fits on every rank. ``sharing``: what this rank may share with others; ``refused``: the rank sets that do not
-    share after all, None if nobody does; ``machines`` says which ranks are on one machine (``ckpt.plan.machines``)."""
+    share after all, None if nobody does; ``machines`` says which ranks are on one machine (``ckpt.plan.machines``), ``near_files`` which
+    have which files near (``ckpt.plan.near_files``), None where a file costs all ranks the same."""
 
     job: LoadJob
     catalog: Catalog
@@ -29,6 +30,7 @@ class Matched:
     unexpected: tuple[str, ...]
     refused: Sequence[str] | None
     machines: Any
+    near_files: Any
 
     @property
     def jobs(self) -> list[TensorLoad]:

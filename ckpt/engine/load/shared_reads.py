@@ -12,6 +12,10 @@ that a layout names, load the same tensors: each rank gives the leader a digest 
 sets whose ranks differ. They read for themselves.
 
 Small chunks share one read of up to ``piece`` bytes, if the same ranks want them.
+
+Where files lie on the machines of the job (node-local disks, the memory tier), each rank tells the leader which are near, and gets from it
+who has which near (``ckpt.plan.near_files``). Then what a rank has near it reads or gets on its own machine, and other bytes cross the
+network once: as what a rank wants.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.cache_blocks import CacheBlock, pieces
 from ckpt.plan.match import common_box
-from ckpt.plan.shared_reads import SharedChunk, reader_of, shared_chunks, wants
+from ckpt.plan.near_files import NearFiles
+from ckpt.plan.shared_reads import SharedChunk, shared_chunks, wants
 from ckpt.settings import limits
 
 from .whole_chunks import TensorLoad
@@ -167,9 +172,15 @@ class SharedReads:
         """Stored tensors that may be shared."""
         return (jobs[0].entry for _, kinds in self.rank_sets.values() for jobs in kinds.values())
 
-    def divide(self, refused: Collection[str], near: Set[int] | None, worth: Callable[[SharedChunk, int], bool]) -> None:
+    def divide(
+        self,
+        refused: Collection[str],
+        near: Set[int] | None,
+        worth: Callable[[SharedChunk, int], bool],
+        near_files: NearFiles | None = None,
+    ) -> None:
         """Find the shared reads. ``refused``: rank sets that do not share; ``near``: the ranks of this machine, if only those share;
-        ``worth``: whether to share a chunk of elements of this size."""
+        ``worth``: whether to share a chunk of elements of this size; ``near_files``: who has which file near, if reads differ by that."""
         # What is cut alike is looked at once: a model has very many tensors, and few ways to cut them.
         known: dict[tuple[int, object], tuple[list[SharedChunk], int]] = {}
         alike: dict[tuple[int, object, int], _Alike] = {}
@@ -177,14 +188,14 @@ class SharedReads:
             # ``number`` counts the chunks of all tensors of the rank set, in an order that all its ranks have in
             # common (largest tensor first, then by name). It is the seed of :func:`reader_of`: that ranks agree about
             # it is what makes them agree about who reads.
-            few: dict[tuple[int, ...], list[_Small]] = {}
+            few: dict[_Sharing, list[_Small]] = {}
             number = 0
             for kind, jobs in sorted(self.rank_sets[key][1].items(), key=_order):
                 entry = jobs[0].entry
                 place = (id(entry.grid), kind[1:])
                 sized = (*place, entry.dtype.itemsize)
                 if place not in known:
-                    known[place] = shared_chunks(entry.grid, kind.layout, kind.shape, kind.stored, self.rank, near)
+                    known[place] = shared_chunks(entry.grid, kind.layout, kind.shape, kind.stored, self.rank, near, near_files)
                 if sized not in alike:
                     alike[sized] = _Alike.of(*known[place], entry.dtype.itemsize, self.rank, worth)
                 cut = alike[sized]
@@ -193,11 +204,11 @@ class SharedReads:
                     self.needed += len(jobs) * cut.needed
                 for shared in cut.large:
                     item = SharedReadItem(jobs, kind.stored, shared.chunk, shared.box, 0, self.piece)
-                    self._add([item], shared.ranks, reader_of(shared.ranks, shared.weights, number + shared.chunk))
-                for ranks, members in cut.small.items():
-                    few.setdefault(ranks, []).extend([(jobs, kind.stored, s, n, number) for s, n in members])
+                    self._add([item], shared.ranks, shared.reader(number + shared.chunk))
+                for sharing, members in cut.small.items():
+                    few.setdefault(sharing, []).extend([(jobs, kind.stored, s, n, number) for s, n in members])
                 number += len(entry.grid)
-            for ranks, smalls in few.items():
+            for (ranks, _), smalls in few.items():
                 self._add_small(ranks, smalls)
 
     def _leave_out(self, kind: _Kind, jobs: Sequence[TensorLoad], cut: _Alike) -> None:
@@ -214,11 +225,11 @@ class SharedReads:
         for member in members:
             jobs, stored, shared, nbytes, _ = member
             if at + nbytes > self.piece:
-                self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
+                self._add(items, ranks, first[2].reader(first[4] + first[2].chunk))
                 items, first, at = [], member, 0
             items.append(SharedReadItem(jobs, stored, shared.chunk, shared.box, at, self.piece))
             at += -(-nbytes // ALIGN) * ALIGN
-        self._add(items, ranks, reader_of(ranks, first[2].weights, first[4] + first[2].chunk))
+        self._add(items, ranks, first[2].reader(first[4] + first[2].chunk))
 
     def _add(self, items: Sequence[SharedReadItem], ranks: tuple[int, ...], reader: int) -> None:
         shared_read = SharedRead(items, ranks, reader)
@@ -237,8 +248,8 @@ class _Alike:
 
     chunks: frozenset[int]
     large: Sequence[SharedChunk]
-    small: Mapping[tuple[int, ...], Sequence[tuple[SharedChunk, int]]]
-    """By the ranks that share them, with their bytes."""
+    small: Mapping[_Sharing, Sequence[tuple[SharedChunk, int]]]
+    """With their bytes."""
     wanted: int
     """How many chunks the rank wants parts of, shared or not."""
     needed: int
@@ -248,10 +259,10 @@ class _Alike:
     def of(cls, chunks: Sequence[SharedChunk], wanted: int, itemsize: int, rank: int, worth: Callable[[SharedChunk, int], bool]) -> _Alike:
         taken = [c for c in chunks if worth(c, itemsize)]
         sizes = [c.box.numel * itemsize for c in taken]
-        small: dict[tuple[int, ...], list[tuple[SharedChunk, int]]] = {}
+        small: dict[_Sharing, list[tuple[SharedChunk, int]]] = {}
         for c, size in zip(taken, sizes, strict=True):
             if size <= limits.SMALL_SHARED_READ:
-                small.setdefault(c.ranks, []).append((c, size))
+                small.setdefault((c.ranks, c.readers), []).append((c, size))
         return cls(
             chunks=frozenset(c.chunk for c in taken),
             large=[c for c, size in zip(taken, sizes, strict=True) if size > limits.SMALL_SHARED_READ],
@@ -260,6 +271,9 @@ class _Alike:
             needed=itemsize * sum(c.weights[c.ranks.index(rank)] for c in taken),
         )
 
+
+_Sharing = tuple[tuple[int, ...], tuple[int, ...]]
+"""The ranks of shared chunks, and those of them that may read."""
 
 _Small = tuple[Sequence[TensorLoad], Box, SharedChunk, int, int]
 """What an :class:`SharedReadItem` is made of, its bytes, and the number of the tensor's first chunk among those of its rank set."""

@@ -13,10 +13,11 @@ stranger can name nothing but data files of the directory that it lies in.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from ckpt.formats.external.virtual_backends import ReadOnly
 from ckpt.formats.native.paths import path_problem
 from ckpt.io_backends.registry import join_url, open_backend
@@ -142,6 +143,19 @@ class RunBackend(ReadOnly):
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         backend, inner = self._place(path)
         backend.evict(inner, offset, length)
+
+    def nearby(self, paths: Collection[str]) -> Collection[str] | None:
+        """See ``Backend.nearby``."""
+        near = self._own.nearby([path for path in paths if not is_reference(path)])
+        if near is None:
+            return None
+        of_run: dict[Backend, list[str]] = {}
+        with suppress(CkptError):
+            for path in filter(is_reference, paths):
+                backend, inner = self._place(path)
+                of_run.setdefault(backend, []).append(inner)
+        others = (UP + inner for backend, inners in of_run.items() for inner in backend.nearby(inners) or ())
+        return {*near, *others}
 
     def size(self, path: str) -> int:
         backend, inner = self._place(path)
