@@ -108,7 +108,7 @@ def test_the_memory_tier_has_the_state_of_the_call(daemon: MemoryClient) -> None
 def test_a_base_on_a_gpu_is_referred_to(tmp_path: Path) -> None:
     model, optimizer = trained("cuda")
     big = torch.randn(1 << 20, device="cuda")
-    ckpt.save(str(tmp_path / "a"), {"model": model, "optimizer": optimizer, "big": big})
+    ckpt.save(str(tmp_path / "a"), {"model": model, "optimizer": optimizer, "big": big}, reusable=True)
     model(torch.randn(8, 33, device="cuda")).square().mean().backward()
     optimizer.step()
     report = ckpt.save(str(tmp_path / "b"), {"model": model, "optimizer": optimizer, "big": big}, base=str(tmp_path / "a"))
