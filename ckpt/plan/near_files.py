@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .machines import numbers_of, spell
 
 
-class Group(NamedTuple):
+class SharingRanks(NamedTuple):
     """Ranks that share reads of a file, and those of them that may be the ``readers``; these come first."""
 
     readers: tuple[int, ...]
@@ -51,7 +51,7 @@ class NearFiles:
                 for file in range(first, first + count):
                     self._sets_with.setdefault(file, set()).add(number)
 
-    def groups(self, file: int, ranks: Sequence[int], turn: int) -> list[Group]:
+    def groups(self, file: int, ranks: Sequence[int], turn: int) -> list[SharingRanks]:
         """``ranks``, divided by who reads a file for whom: a group for each machine that has it near, whose ranks read it from there. The
         other ranks are dealt out to these groups, ``turn`` says to which the first goes. One group of all if nobody has it near."""
         sets = self._sets_with.get(file, ())
@@ -60,9 +60,9 @@ class NearFiles:
         for rank in ranks:
             (near.setdefault(self._machine_of[rank], []) if self._set_of[rank] in sets else far).append(rank)
         if not near:
-            return [Group(tuple(ranks), tuple(ranks))]
+            return [SharingRanks(tuple(ranks), tuple(ranks))]
         readers = list(near.values())
         dealt: list[list[int]] = [[] for _ in readers]
         for i, rank in enumerate(far, turn):
             dealt[i % len(readers)].append(rank)
-        return [Group(tuple(mine), (*mine, *others)) for mine, others in zip(readers, dealt, strict=True)]
+        return [SharingRanks(tuple(mine), (*mine, *others)) for mine, others in zip(readers, dealt, strict=True)]
