@@ -86,10 +86,10 @@ class Generators(PerRank):
         if world_size == len(ranks) and position in nodes and MeshCoordinate.of(nodes[position]) == seat:
             source, origin = position, "own"
         else:
-            count, held = holders(nodes, "streams")
-            if seat.number % count not in held:
+            count, holder_of = holders(nodes, "streams")
+            if seat.number % count not in holder_of:
                 raise ShapeError(f"of {count} streams, no rank saved the one with number {seat.number % count}")
-            source, origin = held[seat.number % count], "stream" if seat.number < count else "derived"
+            source, origin = holder_of[seat.number % count], "stream" if seat.number < count else "derived"
         self._check(nodes[source])
         return RankChoice(ranks=[source], take=partial(self._take, source, origin, seat.number))
 
@@ -102,11 +102,11 @@ class Generators(PerRank):
             mine.pop("cuda", None)
         wrong = [n for n in sorted({*saved, *mine}) if saved.get(n) != mine.get(n)]
         if wrong:
-            said = (f"{n}: {saved.get(n, 'none')} in the checkpoint, {mine.get(n, 'none')} in the state" for n in wrong)
-            raise ShapeError(f"other random number generators: {'; '.join(said)}")
+            differences = (f"{n}: {saved.get(n, 'none')} in the checkpoint, {mine.get(n, 'none')} in the state" for n in wrong)
+            raise ShapeError(f"other random number generators: {'; '.join(differences)}")
 
     def _take(self, source: int, origin: Origin, number: int, values: list[Any]) -> None:
-        states = {name: found["state"] for name, found in values[0]["streams"].items()}
+        states = {name: stream["state"] for name, stream in values[0]["streams"].items()}
         streams = self._ready(states)
         for name, stream in streams.items():
             if origin == "derived" or name not in states:

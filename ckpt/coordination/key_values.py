@@ -61,8 +61,8 @@ class KeyValues:
         """The values of keys that are there."""
         if not self._extended:
             return [self._joined(key, bytes(self._store.get(key))) for key in keys]
-        found = [bytes(value) for some in _some(keys) for value in self._store.multi_get(list(some))]
-        return [self._joined(key, value) for key, value in zip(keys, found, strict=True)]
+        values = [bytes(value) for some in _some(keys) for value in self._store.multi_get(list(some))]
+        return [self._joined(key, value) for key, value in zip(keys, values, strict=True)]
 
     def append(self, key: str, data: bytes) -> None:
         """Add at most ``MOST`` bytes to what ranks have appended to a key."""

@@ -94,8 +94,8 @@ def pinned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory that a GPU copies from at full speed, of PyTorch's own pool; plain memory, which is slower, where that has none."""
     global _warned
     try:
-        found: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return found
+        memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory
     except RuntimeError as err:
         if not _warned:
             _warned = True

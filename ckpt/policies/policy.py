@@ -48,11 +48,11 @@ P = TypeVar("P", bound=Policy)
 
 def flat(policies: Iterable[P]) -> tuple[P, ...]:
     """``policies``, with the members of joined ones in their place, each once."""
-    found: list[P] = []
+    distinct: list[P] = []
     for policy in policies:
         members = cast(tuple[P, ...], policy.policies) if isinstance(policy, JoinedPolicy) else (policy,)
-        found += [member for member in members if member not in found]
-    return tuple(found)
+        distinct += [member for member in members if member not in distinct]
+    return tuple(distinct)
 
 
 def check_whole(value: object, what: str, least: int) -> None:

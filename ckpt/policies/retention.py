@@ -79,10 +79,10 @@ def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime) -> Ver
 
 def _lasting(step: StepInfo, *, newest: bool, last_written: bool) -> list[str]:
     """Why no policy can remove ``step``, references apart."""
-    found = ["newest"] if newest else ["written last"] if last_written else []
+    reasons = ["newest"] if newest else ["written last"] if last_written else []
     if step.tags:
-        found.append(f"tagged {', '.join(map(repr, sorted(step.tags)))}")
-    return found
+        reasons.append(f"tagged {', '.join(map(repr, sorted(step.tags)))}")
+    return reasons
 
 
 def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[int]:
@@ -94,13 +94,13 @@ def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[in
             used.setdefault(referrer, []).append(s.step)
     # The transitive closure of "uses bytes of": a kept checkpoint needs those that it refers to, and these need
     # theirs.
-    found = set(kept)
+    needed = set(kept)
     open_ends = [*kept, *(r for r in used if r not in known)]
     while open_ends:
-        new = [step for step in used.get(open_ends.pop(), ()) if step not in found]
-        found.update(new)
+        new = [step for step in used.get(open_ends.pop(), ()) if step not in needed]
+        needed.update(new)
         open_ends += new
-    return found
+    return needed
 
 
 def _references(referrers: Iterable[int]) -> list[str]:

@@ -108,10 +108,10 @@ _FORMS = {
 
 def _parse(name: str, value: str) -> KeepPolicy | None:
     """None if ``value`` is not of the rule's form."""
-    found = re.fullmatch(_FORMS[name], value, re.ASCII)
-    if found is None:
+    match = re.fullmatch(_FORMS[name], value, re.ASCII)
+    if match is None:
         return None
-    parts = found.groupdict()
+    parts = match.groupdict()
     if name == "latest":
         return Latest(int(parts["n"]))
     if name == "every":

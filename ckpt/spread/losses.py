@@ -26,8 +26,8 @@ NAMED = 4
 def lost_files(backend: SpreadBackend, catalog: NativeCatalog) -> list[int]:
     """Rows of the catalog's files that nobody has whole, and that cannot be computed."""
     prefix = data_prefix(catalog.record.id)
-    held = backend.holders(prefix)
-    lost = [n for n, f in enumerate(catalog.files) if f.size not in held.get(f.path, {}).values()]
+    sizes = backend.holders(prefix)
+    lost = [n for n, f in enumerate(catalog.files) if f.size not in sizes.get(f.path, {}).values()]
     lost = [n for n in lost if not _is_computable(backend, catalog.files[n])]
     if not lost or (root := backend.root()) is None:
         return lost

@@ -163,8 +163,8 @@ def _survivors(directory: str, own: Sequence[str | None]) -> Sequence[StorageNod
 
 def _agreed(call: Call, phase: str, local: Any, nodes: Sequence[Row]) -> list[Row]:
     """What the first rank of each node says, in the order of nodes."""
-    found: list[Row] = call.map_reduce(phase, local, lambda rows: [rows[node["ranks"][0]] for node in nodes])
-    return found
+    agreed: list[Row] = call.map_reduce(phase, local, lambda rows: [rows[node["ranks"][0]] for node in nodes])
+    return agreed
 
 
 def _nodes(rows: dict[int, Row]) -> list[Row]:

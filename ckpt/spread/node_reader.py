@@ -75,11 +75,11 @@ class NodeReader:
     def holders(self, prefix: str = "") -> dict[str, dict[int, int]]:
         """For each file whose path starts with ``prefix``, its size on each node that has it. Nodes that do not answer are left out."""
         listed = self.nodes.ask_all(lambda node: list(self.node(node).list_prefix(prefix)), reachable=True)
-        held: dict[str, dict[int, int]] = {}
+        sizes: dict[str, dict[int, int]] = {}
         for node, entries in listed.items():
             for entry in entries:
-                held.setdefault(entry.path, {})[node] = entry.size
-        return held
+                sizes.setdefault(entry.path, {})[node] = entry.size
+        return sizes
 
     def _folder(self, name: str) -> dict[str, dict[int, int]]:
         with self._lock:

@@ -262,12 +262,12 @@ class SpreadTier:
             log.warning("second copies are still being made after %g s", self._timeout)
         group = self._group
         call = Group(group.rank, group.ranks, own_store(group) if group.store is not None else None, group.served)
-        found: list[int] = call.call("copies", self.url, self._timeout).map_reduce(
+        uncopied: list[int] = call.call("copies", self.url, self._timeout).map_reduce(
             "finish", lambda: {"uncopied": list(self.uncopied)}, _united
         )
         if self._copier is not None:
             self._copier.report_complete()
-        return tuple(found)
+        return tuple(uncopied)
 
     def close(self) -> None:
         """Serve no other node any more."""

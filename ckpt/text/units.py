@@ -45,8 +45,8 @@ def duration(seconds: float) -> str:
 
 def seconds(text: str) -> float | None:
     """The seconds that ``90min``, ``36h``, ``1d12h`` or ``0`` stand for; None for anything else."""
-    found = re.fullmatch(r"0|(?=.)" + "".join(rf"(?:(\d{{1,9}}){unit})?" for unit in _UNITS), text.strip(), re.ASCII)
-    return None if found is None else float(sum(int(n or 0) * length for n, length in zip(found.groups(), _UNITS.values(), strict=True)))
+    match = re.fullmatch(r"0|(?=.)" + "".join(rf"(?:(\d{{1,9}}){unit})?" for unit in _UNITS), text.strip(), re.ASCII)
+    return None if match is None else float(sum(int(n or 0) * length for n, length in zip(match.groups(), _UNITS.values(), strict=True)))
 
 
 def age(created: str | None, now: datetime | None = None) -> str:

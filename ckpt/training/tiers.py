@@ -103,10 +103,10 @@ class Tiers:
         """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most: a
         root that does not answer is not asked again before it has answered somebody else."""
         if self._answers:
-            found: Future[str | None] = Future()
-            threading.Thread(target=self._look, args=(n, found), name="ckpt-look", daemon=True).start()
+            at_root: Future[str | None] = Future()
+            threading.Thread(target=self._look, args=(n, at_root), name="ckpt-look", daemon=True).start()
             try:
-                self._see(found.result(LOOK))
+                self._see(at_root.result(LOOK))
             except (StorageError, FutureTimeoutError) as err:
                 self._answers = False
                 log.warning(
@@ -115,22 +115,22 @@ class Tiers:
                 )
         return self._last_seen
 
-    def _look(self, n: int, found: Future[str | None]) -> None:
+    def _look(self, n: int, at_root: Future[str | None]) -> None:
         try:
-            found.set_result(committed_id(open_backend(step_url(self.root, n))))
+            at_root.set_result(committed_id(open_backend(step_url(self.root, n))))
         except (CorruptError, FormatError):
-            found.set_result(None)  # what publishes it says so
+            at_root.set_result(None)  # what publishes it says so
         except BaseException as err:  # noqa: BLE001  whoever waits raises it
-            found.set_exception(err)
+            at_root.set_exception(err)
 
     def _see(self, *ids: str | None) -> None:
         self._last_seen = max((id for id in (self._last_seen, *ids) if id is not None), default=None)
 
     def _at_root(self) -> list[Step]:
-        found = _numbered(_checked(self._known_root.list(), self.root))
+        steps = _numbered(_checked(self._known_root.list(), self.root))
         self._answers = True
-        self._see(*(s.id for s in found))
-        return found
+        self._see(*(s.id for s in steps))
+        return steps
 
     def _say_passed(self, near: Iterable[Step], far: Iterable[Step]) -> None:
         """Warn of local checkpoints that give way to others at the root, once of each."""
@@ -146,10 +146,10 @@ class Tiers:
 
     def steps(self) -> list[Step]:
         """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
-        found: dict[int | None, Step] = {}
+        by_number: dict[int | None, Step] = {}
         for step in reversed(self._ordered([*self._near(), *self._at_root()])):
-            found[step.number] = step
-        return list(found.values())
+            by_number[step.number] = step
+        return list(by_number.values())
 
     def latest(self) -> int | None:
         """The highest committed step. Only the newest few commit records are read."""

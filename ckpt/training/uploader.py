@@ -142,19 +142,19 @@ class Uploader:
                 call.linger()
                 return False
             self.unpublished, step = tuple(seen["steps"]), max(seen["steps"], default=None)
-            found = call.map_reduce("look", dict, lambda rows: self._choose())
-            self.unpublished, step, id = tuple(found["behind"]), found["step"], found["id"]
+            choice = call.map_reduce("look", dict, lambda rows: self._choose())
+            self.unpublished, step, id = tuple(choice["behind"]), choice["step"], choice["id"]
             # what failed and need not be published any more counts no longer
             upload_round.failed = {n: e for n, e in upload_round.failed.items() if n in self.unpublished}
             if step is None:
                 call.linger()
                 return False
-            call.map_reduce("copy", lambda: self._copy(call, found["name"]), self._commit)
+            call.map_reduce("copy", lambda: self._copy(call, choice["name"]), self._commit)
             upload_round.failed.pop(step, None)
             self.unpublished = tuple(n for n in self.unpublished if n != step)
             if self._leads:
-                log.info("step %d is published: %s", step, join_url(self._tiers.root, found["name"]))
-                self.published(step, join_url(self._tiers.root, found["name"]), id)
+                log.info("step %d is published: %s", step, join_url(self._tiers.root, choice["name"]))
+                self.published(step, join_url(self._tiers.root, choice["name"]), id)
                 self._tiers.retain_root()
                 self._tiers.retain()
         except Exception as err:  # noqa: BLE001  finish() raises it

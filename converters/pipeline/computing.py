@@ -69,7 +69,7 @@ class Computing:
             MismatchError: operands have values that the formula does not take.
         """
         batch, used = list[ComputedBox](), 0
-        for part in (part for whole in boxes for part in self._parts(whole)):
+        for part in (part for box in boxes for part in self._parts(box)):
             if batch and used + part.operand_bytes > min(self._memory, _BATCH):
                 self._compute(batch, used)
                 batch, used = [], 0

@@ -138,11 +138,11 @@ def _agreed_structure(catalog: Catalog, work: DividedWork) -> _Structure:
         return {"broken": sorted(broken), "problems": [p.to_json() for p in looked[0].problems]}
 
     record = catalog.record
-    found = work.agree("structure", lambda: {"record": None if record is None else record.id}, look)
+    structure = work.agree("structure", lambda: {"record": None if record is None else record.id}, look)
     if looked:
         return looked[0]
-    mine = _with_chunks(catalog, frozenset(found["broken"]), [])
-    return replace(mine, problems=tuple(Problem.from_json(p) for p in found["problems"]))
+    mine = _with_chunks(catalog, frozenset(structure["broken"]), [])
+    return replace(mine, problems=tuple(Problem.from_json(p) for p in structure["problems"]))
 
 
 def _with_chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -> _Structure:

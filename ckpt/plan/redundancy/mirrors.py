@@ -141,8 +141,8 @@ class MirrorPlacement:
         # owner with all replicas would take chunks times ranks where every rank has everything.
         keys = (np.arange(len(holders))[:, None] * self._base + holders).ravel()
         order = np.argsort(keys)
-        found = np.searchsorted(keys, assignment.cell * self._base + assignment.owners, sorter=order)
-        of_chunk: IntArray = codes[order[found]]
+        places = np.searchsorted(keys, assignment.cell * self._base + assignment.owners, sorter=order)
+        of_chunk: IntArray = codes[order[places]]
         return of_chunk
 
     def _has_mirrors(self, assignment: ChunkAssignment) -> bool:

@@ -73,8 +73,8 @@ class Header:
         """XXH3-128 in hex of the chunks that have one, before coding, by key."""
         text, width = self.digests128.decode(), CHUNK_DIGITS_128
         places = zip(self.keys, self.layout.columns.places.tolist(), strict=True) if text else ()
-        found = ((key, text[width * place : width * (place + 1)]) for key, place in places)
-        return {key: digest for key, digest in found if digest != NO_DIGEST_128}
+        digests = ((key, text[width * place : width * (place + 1)]) for key, place in places)
+        return {key: digest for key, digest in digests if digest != NO_DIGEST_128}
 
 
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
