@@ -242,7 +242,7 @@ class MemoryClient:
     # ---- other machines
 
     def address(self) -> str:
-        """``host:port`` at which daemons and readers on other machines reach this one; it listens there from the first call on.
+        """``host:port`` at which readers on other machines reach this one; it listens there from the first call on.
 
         Raises:
             UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
@@ -254,21 +254,8 @@ class MemoryClient:
         return [(str(host), int(port)) for host, port in self._ask({"ask": "address"})[0]["addresses"]]
 
     def secret(self) -> str:
-        """What peers of this daemon have to know. Send it only where you would send a password."""
+        """What readers on other machines have to know. Send it only where you would send a password."""
         return place.secret_of(self.folder)
-
-    def pull(self, source: str, paths: Sequence[str], *, secret: str | None = None, pace: float | None = None) -> None:
-        """Begin to fetch objects from the daemon at ``source`` (``host:port``), at most ``pace`` bytes a second.
-
-        Each appears here when all its bytes have come and have the digest that they had there. ``pulls`` says how far they are. ``secret``:
-        that of the source, unless it is the same as here.
-        """
-        split_host(source)
-        self._ask({"ask": "pull", "source": source, "paths": list(paths), "secret": secret, "pace": pace})
-
-    def pulls(self) -> Sequence[Message]:
-        """For each object that was to be fetched: source, path, size, bytes copied, state (waiting, copying, complete, failed), error."""
-        return tuple(self._ask({"ask": "pulls"})[0]["pulls"])
 
     # ---- the daemon itself
 
@@ -288,7 +275,7 @@ class MemoryClient:
         """Let the program that is installed now go on in its place, with all objects. For upgrades.
 
         Raises:
-            BusyError: saves or copies are going on.
+            BusyError: saves are going on.
             StorageError: the program that is installed now does not start; the daemon goes on as it was.
         """
         self._ask({"ask": "replace"})

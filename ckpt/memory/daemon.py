@@ -17,14 +17,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt._version import __version__
 from ckpt.errors import AccessError, BusyError, CkptError, FormatError, UsageError, error_to_json
 
 from . import place
 from .messages import PROTOCOL, Message, close_all, receive, send
-from .pulling import ObjectPuller
 from .serving import MemoryServer
 from .standby import HandedOver, Standby
 from .store import Lent, MemoryStore
@@ -77,7 +75,6 @@ class MemoryDaemon:
         self._idle = idle
         self._selector = selectors.DefaultSelector()
         self._connections: set[ClientConnection] = set()
-        self._puller = ObjectPuller(store)
         self._server = server
         self._began = self._used = time.monotonic()
         self._ending = False
@@ -99,8 +96,6 @@ class MemoryDaemon:
             "delete": self._delete,
             "drop": self._drop,
             "address": self._address,
-            "pull": self._pull,
-            "pulls": self._pulls,
         }
 
     def stop(self) -> None:
@@ -131,7 +126,7 @@ class MemoryDaemon:
         return self._ending or self._standby is not None
 
     def _look_whether_to_go_on(self) -> None:
-        if self._connections or self._server or self._puller.is_busy():
+        if self._connections or self._server:
             self._used = time.monotonic()
         if not place.is_ours(self._folder, self._inode) and not self._connections:
             log.warning("the memory daemon ends: its folder is gone, and nobody can reach it")
@@ -140,7 +135,6 @@ class MemoryDaemon:
             self._ending = True
 
     def _end(self) -> Replaced | None:
-        self._puller.close()
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
@@ -235,7 +229,6 @@ class MemoryDaemon:
             "clients": len(self._connections) - 1,
             "addresses": [list(address) for address in server.addresses] if server is not None else [],
             "peers": len(server) if server is not None else 0,
-            "pulls": self._puller.rows(),
         }
         return status, []
 
@@ -244,8 +237,8 @@ class MemoryDaemon:
         return {"pid": os.getpid()}, []
 
     def _replace(self, connection: ClientConnection, asked: Message) -> Answer:
-        if any(c.lent is not None for c in self._connections) or self._puller.is_busy():
-            raise BusyError("saves or copies into this memory are going on", hint="wait until they have ended, then replace the daemon")
+        if any(c.lent is not None for c in self._connections):
+            raise BusyError("saves into this memory are going on", hint="wait until they have ended, then replace the daemon")
         self._standby = Standby(self._folder, self._hand_over())
         return {"pid": os.getpid()}, []
 
@@ -265,8 +258,7 @@ class MemoryDaemon:
     def _put(self, connection: ClientConnection, asked: Message) -> Answer:
         if connection.lent is None:
             raise UsageError("this connection has borrowed no memory", hint="please report this")
-        digest = asked.get("digest")
-        known = self._store.put(connection.lent, str(asked["path"]), None if digest is None else str(digest))
+        known = self._store.put(connection.lent, str(asked["path"]))
         connection.lent = None
         return {"object": known.row()}, []
 
@@ -300,18 +292,6 @@ class MemoryDaemon:
         if self._server is None:
             self._server = MemoryServer(self._store, self._secret)
         return {"addresses": [list(address) for address in self._server.addresses]}, []
-
-    def _pull(self, connection: ClientConnection, asked: Message) -> Answer:
-        paths: list[Any] = asked["paths"]
-        pace = asked.get("pace")
-        if pace is not None and not float(pace) > 0:
-            raise UsageError(f"a pace of {pace} bytes a second", hint="pace= is a positive number, or None")
-        secret = str(asked["secret"]) if asked.get("secret") else self._secret
-        self._puller.pull(str(asked["source"]), secret, list(map(str, paths)), None if pace is None else float(pace))
-        return {}, []
-
-    def _pulls(self, connection: ClientConnection, asked: Message) -> Answer:
-        return {"pulls": self._puller.rows()}, []
 
 
 def _of_another_account() -> AccessError:

@@ -77,7 +77,7 @@ class Loan:
         """The same as ``data``."""
         return self.data.data
 
-    def put(self, path: str, digest: str | None = None) -> MemoryObject:
+    def put(self, path: str) -> MemoryObject:
         """Name what was filled; from here on it cannot be written, and outlives this process. If that fails, it is given back.
 
         Raises:
@@ -87,7 +87,7 @@ class Loan:
         mapping, self.mapping = self._mapped(), None
         try:
             self._mappings.keep(self._file, mapping)
-            answer, _ = self._connection.ask({"ask": "put", "path": path, "digest": digest})
+            answer, _ = self._connection.ask({"ask": "put", "path": path})
             self._ended = True
         except OSError as err:
             if isinstance(err, CkptError):

@@ -13,17 +13,16 @@ class MemoryObject:
     path: str
     size: int
     """Bytes."""
-    digest: str | None
-    """XXH3-128 of all its bytes, in hex, if somebody gave or asked for it."""
     version: str
     """Another one for each object that was ever put."""
     modified: float
     """When it was put: seconds since 1970 by the machine's clock."""
 
     def row(self) -> list[Any]:
-        return [self.path, self.size, self.digest, self.version, self.modified]
+        # The third was a digest. It keeps its place, so that daemons and clients that still have one understand these rows.
+        return [self.path, self.size, None, self.version, self.modified]
 
     @classmethod
     def of(cls, row: Any) -> MemoryObject:
-        path, size, digest, version, modified = row
-        return cls(str(path), int(size), None if digest is None else str(digest), str(version), float(modified))
+        path, size, _, version, modified = row
+        return cls(str(path), int(size), str(version), float(modified))

@@ -17,8 +17,6 @@ from .serving import MOST_ANSWER, PURPOSE
 
 TIMEOUT = 30.0
 """Seconds in which nothing moves, after which a peer counts as dead."""
-_DIGEST_SPEED = 256 * limits.MIB
-"""Bytes a second that a machine hashes at least, whatever else it does."""
 _IDLE = 8
 
 
@@ -35,17 +33,13 @@ def split_host(address: str) -> tuple[str, int]:
 
 
 class RemoteMemory:
-    """The objects of the daemon at ``address``; any number of threads may ask at once. Connections are made when they are needed.
+    """The objects of the daemon at ``address``; any number of threads may ask at once. Connections are made when they are needed."""
 
-    ``alive`` is called within waits; an error of it ends them.
-    """
-
-    def __init__(self, address: str, secret: str, timeout: float = TIMEOUT, alive: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, address: str, secret: str, timeout: float = TIMEOUT) -> None:
         self.address = address
         self._host, self._port = split_host(address)
         self._secret = secret
         self._timeout = timeout
-        self._alive = alive
         self._idle = IdleConnections[Channel](_IDLE)
 
     def hello(self) -> tuple[str, str]:
@@ -73,18 +67,12 @@ class RemoteMemory:
             NotFoundError: there is no such object.
             StorageError: the daemon is gone or hangs.
         """
-        return self._object(self._ask({"ask": "stat", "path": path}))
+        answer = self._ask({"ask": "stat", "path": path})
+        with self._understood():
+            return MemoryObject.of(answer["object"])
 
-    def digest(self, known: MemoryObject) -> MemoryObject:
-        """What ``stat`` gives now, with the digest of its bytes. If nobody has given one, the daemon reads all of them first, and gets the
-        time for it; raises as ``stat``."""
-        patience = self._timeout + known.size / _DIGEST_SPEED
-        return self._object(self._ask({"ask": "digest", "path": known.path}, patience=patience))
-
-    def read_into(
-        self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None
-    ) -> MemoryObject:
-        """Fill ``view``, and give all of it to ``update`` in order; the object that the bytes are of.
+    def read_into(self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None) -> None:
+        """Fill ``view``, and give all of it to ``update`` in order.
 
         Raises:
             NotFoundError: there is no such object.
@@ -98,15 +86,10 @@ class RemoteMemory:
                 channel.receive_into(block)
                 update(block)
 
-        question = {"ask": "read", "path": path, "offset": offset, "length": len(view)}
-        return self._object(self._ask(question, fill))
+        self._ask({"ask": "read", "path": path, "offset": offset, "length": len(view)}, fill)
 
     def close(self) -> None:
         self._idle.clear()
-
-    def _object(self, answer: Message) -> MemoryObject:
-        with self._understood():
-            return MemoryObject.of(answer["object"])
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
@@ -117,13 +100,11 @@ class RemoteMemory:
             hint = "use the same release of ckpt on both machines"
             raise FormatError(f"the memory daemon's answer cannot be read: {err!r}", where=f"mem://{self.address}", hint=hint) from err
 
-    def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None, *, patience: float | None = None) -> Message:
-        """The answer to a question, which comes within ``patience`` seconds; ``then`` takes what comes behind it."""
+    def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None) -> Message:
+        """The answer to a question; ``then`` takes what comes behind it."""
         with self._channel() as channel:
-            channel.timeout = self._timeout if patience is None else patience
             send(channel, question, ())
             answer, _ = receive(channel, MOST_ANSWER)
-            channel.timeout = self._timeout
             if "error" not in answer:
                 then(channel)
         if "error" in answer:
@@ -154,7 +135,7 @@ class RemoteMemory:
     def _dial(self) -> Channel:
         try:
             addresses = _addresses(self._host, self._port)
-            return dial(addresses, self._secret.encode(), self._timeout, peer="the daemon", purpose=PURPOSE, alive=self._alive)
+            return dial(addresses, self._secret.encode(), self._timeout, peer="the daemon", purpose=PURPOSE)
         except AccessError as err:
             raise AccessError(
                 "the memory daemon of that machine has another secret",

@@ -4,7 +4,6 @@ asked                                  answered
 {"ask": "hello"}                       {"id": the daemon's, "host": the machine's name}
 {"ask": "list", "prefix": …}           {"objects": [rows]}
 {"ask": "stat", "path": …}             {"object": row}
-{"ask": "digest", "path": …}           {"object": row}, which then has a digest
 {"ask": "read", "path": …,             {"object": row}, and then the bytes themselves, straight from the object's pages
  "offset": …, "length": …}
 """
@@ -105,8 +104,6 @@ class MemoryServer:
                 return {"objects": [known.row() for known in self._store.list(str(asked["prefix"]))]}, None
             case "stat":
                 return {"object": self._store.stat(str(asked["path"])).row()}, None
-            case "digest":
-                return {"object": self._store.digest(str(asked["path"])).row()}, None
             case "read":
                 return self._read(str(asked["path"]), int(asked["offset"]), int(asked["length"]))
             case other:

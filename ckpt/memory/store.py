@@ -16,10 +16,8 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import xxhash
 
 from ckpt.errors import ConflictError, NoSpaceError, NotFoundError
 from ckpt.settings import limits
@@ -129,7 +127,7 @@ class MemoryStore:
                 hint="keep fewer versions (keep=), drop some (ckpt memory drop mem://…), or set CKPT_MEMORY_BUDGET, in bytes",
             )
 
-    def put(self, lent: Lent, path: str, digest: str | None = None) -> MemoryObject:
+    def put(self, lent: Lent, path: str) -> MemoryObject:
         """Give lent memory, which its borrower has stopped writing to, a name. If that fails it stays lent.
 
         Raises:
@@ -138,9 +136,9 @@ class MemoryStore:
         with self._lock:
             if path in self._entries:
                 raise _taken(path)
-            return self._put(lent, path, digest)
+            return self._put(lent, path)
 
-    def _put(self, lent: Lent, path: str, digest: str | None) -> MemoryObject:
+    def _put(self, lent: Lent, path: str) -> MemoryObject:
         try:
             reading = open_to_read(lent.file)
         except OSError as err:
@@ -150,7 +148,7 @@ class MemoryStore:
             self._drop(path)
         self._lent.remove(lent)
         self._number += 1
-        known = MemoryObject(path, lent.size, digest, f"{self.id}-{self._number}", time.time())
+        known = MemoryObject(path, lent.size, f"{self.id}-{self._number}", time.time())
         self._entries[path] = ObjectFile(known, lent.capacity, lent.file, reading)
         return known
 
@@ -182,7 +180,7 @@ class MemoryStore:
             try:
                 if data:
                     os.pwrite(lent.file, data, 0)
-                return self._put(lent, path, None)
+                return self._put(lent, path)
             except BaseException:
                 self.take_back(lent)
                 raise
@@ -233,25 +231,6 @@ class MemoryStore:
         """
         with self._lock:
             return self._get(path).known
-
-    def digest(self, path: str) -> MemoryObject:
-        """An object with the digest of its bytes, which is computed if nobody has given it.
-
-        Raises:
-            NotFoundError: there is none.
-        """
-        known, file = self.open(path)
-        try:
-            if known.digest is not None:
-                return known
-            digest = digest_of_file(file, known.size)
-        finally:
-            os.close(file)
-        with self._lock:
-            entry = self._entries.get(path)
-            if entry is not None and entry.known.version == known.version:
-                self._entries[path] = replace(entry, known=replace(known, digest=digest))
-        return replace(known, digest=digest)
 
     def list(self, prefix: str) -> list[MemoryObject]:
         """Objects whose path starts with ``prefix``, sorted."""
@@ -386,18 +365,6 @@ def checkpoint_of(path: str) -> str:
     if above and (above[-1] in ("data", "parity") or above[-1].startswith("index-")):
         above = above[:-1]
     return "/".join(above) or path
-
-
-def digest_of_file(file: int, size: int, look: Callable[[], None] = lambda: None) -> str:
-    """XXH3-128 of the first ``size`` bytes, in hex; ``look`` is called now and then."""
-    digest = xxhash.xxh3_128()
-    block = bytearray(limits.MIB)
-    for offset in range(0, size, len(block)):
-        view = memoryview(block)[: min(len(block), size - offset)]
-        os.preadv(file, [view], offset)
-        digest.update(view)
-        look()
-    return digest.hexdigest()
 
 
 def _content(entry: ObjectFile) -> bytes:

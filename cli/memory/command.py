@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import click
 
@@ -114,10 +113,6 @@ def _status(output: Output, *, listen: bool) -> None:
             rows.append((units.size(status[kind]), "", meaning))
     if rows:
         output.table((">SIZE", "COPIES", "WHAT"), rows)
-    for pull in status["pulls"]:
-        if pull["state"] != "complete":
-            error: dict[str, Any] = pull["error"] or {}
-            output.line(f"{pull['state']}: {pull['path']} from {pull['source']} {error.get('message', '')}".rstrip())
 
 
 def _drop(output: Output, url: str | None) -> None:

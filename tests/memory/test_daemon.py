@@ -425,7 +425,7 @@ serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flus
             old.communicate()
 
     def test_nonsense_is_refused_and_others_are_served(self, daemon: MemoryClient) -> None:
-        asked = ("get", "lend", "put_bytes", "pull", "delete")
+        asked = ("get", "lend", "put_bytes", "pull", "delete")  # pull is of earlier daemons
         wrong = [
             b"j",
             b"jnot json",

@@ -18,31 +18,21 @@ from ckpt.spread.node_server import NodeServer
 from ckpt.spread.nodes import NodeSet, StorageNode
 from ckpt.spread.remote_node import NodeConnections, RemoteNode
 from ckpt.spread.runs import forget, know, run_url
-from tests.memory.daemons import daemon_in
 from tests.memory.flipping import flipping
-from tests.memory.test_pulling import await_pulls
 
 MIB = 1 << 20
 
 
-def test_between_daemons(daemon: MemoryClient, tmp_path: Path) -> None:
-    """A fetch fails, and the next one brings the right bytes; a load reads once more."""
+def test_in_a_load_from_another_machine(daemon: MemoryClient) -> None:
+    """What was wrong is read once more."""
     wanted = torch.arange(2 * MIB)
     ckpt.save("mem://run/step-00000001", {"w": wanted})
-    (data,) = [known.path for known in daemon.list() if "/data/" in known.path]
-    with daemon_in(tmp_path / "other") as other, flipping(daemon.addresses()[0], 9 * MIB, up=False) as proxy:
+    with flipping(daemon.addresses()[0], 9 * MIB, up=False) as proxy:
         address = f"127.0.0.1:{proxy.address[1]}"
-        other.pull(address, [data], secret=daemon.secret())
-        (row,) = await_pulls(other)
-        assert (row["state"], row["error"]["type"], proxy.flipped) == ("failed", "CorruptError", 1)
-        assert list(other.list()) == [] and other.status()["lent"] == 0
-        other.pull(address, [data], secret=daemon.secret())
-        assert [(row["state"], row["path"]) for row in await_pulls(other)] == [("complete", data)]
-        proxy.armed = True
         client.trust(address, daemon.secret())
         state = {"w": torch.zeros_like(wanted)}
         ckpt.load(f"mem://{address}/run/step-00000001", state)
-        assert torch.equal(state["w"], wanted) and proxy.flipped == 2
+        assert torch.equal(state["w"], wanted) and proxy.flipped == 1
 
 
 def below(path: Path, prefix: str) -> Backend:

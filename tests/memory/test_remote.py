@@ -1,0 +1,62 @@
+"""Reading from the daemon of another machine: what stalls, lies or is of another release."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from ckpt.errors import FormatError, StorageError, UsageError
+from ckpt.live.wire import receive, send
+from ckpt.memory import serving
+from ckpt.memory.remote import RemoteMemory
+from ckpt.memory.serving import MemoryServer
+from ckpt.memory.store import MemoryStore
+
+MIB = 1 << 20
+
+
+def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never an error message among the bytes of an object."""
+    monkeypatch.setattr(serving, "_SILENT_SECONDS", 0.3)
+    store = MemoryStore(64 * MIB)
+    lent = store.lend(32 * MIB)
+    os.pwrite(lent.file, b"\x01" * (32 * MIB), 0)
+    store.put(lent, "run/f")
+    server = MemoryServer(store, "secret")
+    peer = RemoteMemory(f"127.0.0.1:{server.addresses[-1][1]}", "secret")._dial()
+    send(peer, {"ask": "read", "path": "run/f", "offset": 0, "length": 32 * MIB}, ())
+    receive(peer, MIB)
+    time.sleep(1.0)
+    got = bytearray()
+    with suppress(ConnectionError):
+        while data := peer.sock.recv(MIB):
+            got += data
+    assert 0 < len(got) < 32 * MIB and got.count(1) == len(got)
+    bad = RemoteMemory(f"127.0.0.1:{server.addresses[-1][1]}", "secret")
+    with pytest.raises(FormatError, match="cannot be read"):
+        bad._ask({"ask": "read", "path": "run/f", "offset": "a"})
+    assert bad.stat("run/f").size == 32 * MIB  # over the same connection
+    bad.close()
+    peer.close()
+    server.close()
+    store.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "x..y"])
+def test_a_host_that_no_name_can_be_is_gone(host: str) -> None:
+    with pytest.raises(StorageError, match="the memory daemon is gone"):
+        RemoteMemory(f"{host}:80", "secret").hello()
+    with pytest.raises(UsageError):
+        RemoteMemory("host:²", "secret")
+
+
+def test_an_answer_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteMemory, "_ask", lambda *_, **__: {"object": ["run/f", "large"]})
+    memory = RemoteMemory("host:80", "secret")
+    for question in (memory.hello, partial(memory.stat, "run/f"), partial(memory.list, "")):
+        with pytest.raises(FormatError, match="answer cannot be read"):
+            question()
