@@ -9,6 +9,7 @@ import pytest
 
 from ckpt import settings
 from ckpt.errors import UsageError
+from ckpt.settings.variables import NAMES, warn_of_misspelt
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,5 +29,16 @@ def test_every_variable_is_documented() -> None:
     read = set(re.findall(r'"(CKPT_\w+)"', Path(settings.__file__).read_text()))
     table = set(re.findall(r"^``(CKPT_\w+)``", settings.__doc__ or "", re.MULTILINE))
     page = set(re.findall(r"^\| `(CKPT_\w+)` \|", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
-    assert read == table == page
+    assert read == table == page == set(NAMES)
     assert "CKPT_DIRECT" in read
+
+
+def test_a_misspelt_variable_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not those of the user that only begin like ours."""
+    for name in ("CKPT_TIMOUT", "CKPT_DIR", "CKPT_PATH", "CKPT_TIMEOUT"):
+        monkeypatch.setenv(name, "5")
+    warn_of_misspelt.cache_clear()
+    assert settings.timeout(None) == settings.timeout(None) == 5
+    assert [record.getMessage() for record in caplog.records] == [
+        "the environment variable CKPT_TIMOUT is ignored: ckpt has none of this name. Did you mean CKPT_TIMEOUT?"
+    ]

@@ -1,4 +1,4 @@
-"""The environment variables that ckpt reads, all of them. Arguments win over them.
+"""The environment variables that ckpt reads, all of them. Arguments win over them. Names that are nearly one of these are warned of.
 
 =====================  =======  ==============================================================================
 ``CKPT_TIMEOUT``       600      seconds without a sign of life after which a rank counts as dead
@@ -48,6 +48,8 @@ from typing import Literal
 from ckpt.errors import UsageError
 from ckpt.text.urls import url_text
 
+from .variables import variable
+
 DEFAULT_TIMEOUT = 600.0
 
 Direct = Literal["auto", "on", "off"]
@@ -69,7 +71,7 @@ def _cores() -> int:
 
 
 def direct() -> Direct:
-    text = os.environ.get("CKPT_DIRECT", "auto")
+    text = variable("CKPT_DIRECT", "auto")
     for known in ("auto", "on", "off"):
         if text == known:
             return known
@@ -79,11 +81,11 @@ def direct() -> Direct:
 def socket_interfaces() -> list[tuple[str, str]]:
     """The variables that are set and name network interfaces, and what they say, the most important first."""
     names = ("CKPT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return [(name, text) for name in names if (text := os.environ.get(name, "").strip())]
+    return [(name, text) for name in names if (text := variable(name, "").strip())]
 
 
 def spans() -> bool:
-    text = os.environ.get("CKPT_SPANS", "on")
+    text = variable("CKPT_SPANS", "on")
     if text not in ("on", "off"):
         raise UsageError(f"spans are on or off, not {text!r}", where="CKPT_SPANS")
     return text == "on"
@@ -91,14 +93,14 @@ def spans() -> bool:
 
 def progress() -> float | None:
     """Seconds between two notes of how far a save is; 0: none, None: as suits the storage."""
-    text = os.environ.get("CKPT_PROGRESS", "auto")
+    text = variable("CKPT_PROGRESS", "auto")
     if text in ("auto", "off"):
         return None if text == "auto" else 0.0
     return _positive("progress", None, "CKPT_PROGRESS", 1.0)
 
 
 def conditional_put() -> Literal["require", "emulate"]:
-    text = os.environ.get("CKPT_CONDITIONAL_PUT", "require")
+    text = variable("CKPT_CONDITIONAL_PUT", "require")
     if text not in ("require", "emulate"):
         raise UsageError(f"conditional puts are required or emulated: require or emulate, not {text!r}", where="CKPT_CONDITIONAL_PUT")
     return "emulate" if text == "emulate" else "require"
@@ -111,7 +113,7 @@ def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | N
         UsageError: one is no root.
     """
     if given is None:
-        text = os.environ.get("CKPT_SOURCES")
+        text = variable("CKPT_SOURCES")
         if text is None:
             return None
         return tuple(root.strip() for root in text.split(";") if root.strip())
@@ -122,7 +124,7 @@ def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | N
 
 
 def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
-    text = os.environ.get("CKPT_S3_CHECKSUM", "auto")
+    text = variable("CKPT_S3_CHECKSUM", "auto")
     for known in ("auto", "off", "crc32", "sha256", "md5"):
         if text == known:
             return known
@@ -131,15 +133,15 @@ def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
 
 def domain() -> str | None:
     """What fails together with this machine, if somebody says so."""
-    return os.environ.get("CKPT_DOMAIN", "").strip() or None
+    return variable("CKPT_DOMAIN", "").strip() or None
 
 
 def storage_options() -> str | None:
-    return os.environ.get("CKPT_STORAGE_OPTIONS") or None
+    return variable("CKPT_STORAGE_OPTIONS") or None
 
 
-def _positive(what: str, given: float | None, variable: str, default: float) -> float:
-    text: object = given if given is not None else os.environ.get(variable)
+def _positive(what: str, given: float | None, name: str, default: float) -> float:
+    text: object = given if given is not None else variable(name)
     if text is None:
         return default
     try:
@@ -147,37 +149,37 @@ def _positive(what: str, given: float | None, variable: str, default: float) -> 
     except (TypeError, ValueError):
         value = 0.0
     if not 0 < value < float("inf"):
-        raise UsageError(f"{what} must be a positive number, not {text!r}", where=None if given is not None else variable)
+        raise UsageError(f"{what} must be a positive number, not {text!r}", where=None if given is not None else name)
     return value
 
 
 def live_secret() -> str | None:
-    return os.environ.get("CKPT_LIVE_SECRET") or None
+    return variable("CKPT_LIVE_SECRET") or None
 
 
 def live_local() -> bool:
-    text = os.environ.get("CKPT_LIVE_LOCAL", "on")
+    text = variable("CKPT_LIVE_LOCAL", "on")
     if text not in ("on", "off"):
         raise UsageError(f"memory of the same machine is read directly or not: on or off, not {text!r}", where="CKPT_LIVE_LOCAL")
     return text == "on"
 
 
 def memory_dir() -> str | None:
-    return os.environ.get("CKPT_MEMORY_DIR") or None
+    return variable("CKPT_MEMORY_DIR") or None
 
 
 def memory_secret() -> str | None:
-    return os.environ.get("CKPT_MEMORY_SECRET") or None
+    return variable("CKPT_MEMORY_SECRET") or None
 
 
 def memory_budget() -> str | None:
     """A size, such as ``64GiB``; None: half of what is available."""
-    return os.environ.get("CKPT_MEMORY_BUDGET") or None
+    return variable("CKPT_MEMORY_BUDGET") or None
 
 
 def memory_port() -> int:
     """0: any, when somebody asks."""
-    text = os.environ.get("CKPT_MEMORY_PORT", "").strip() or "0"
+    text = variable("CKPT_MEMORY_PORT", "").strip() or "0"
     if not text.isdigit() or int(text) > 65535:
         raise UsageError(f"a port is a number up to 65535, not {text!r}", where="CKPT_MEMORY_PORT")
     return int(text)
@@ -185,7 +187,7 @@ def memory_port() -> int:
 
 def memory_machines() -> Sequence[str]:
     """Addresses of memory daemons, ``host:port``."""
-    return tuple(dict.fromkeys(one.strip() for one in os.environ.get("CKPT_MEMORY", "").split(",") if one.strip()))
+    return tuple(dict.fromkeys(one.strip() for one in variable("CKPT_MEMORY", "").split(",") if one.strip()))
 
 
 def memory_idle() -> float:
