@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .text.printable import printable
+from .text.printable import in_known_places, printable
 
 __all__ = [
     "AccessError",
@@ -71,7 +71,7 @@ __all__ = [
 class CkptError(Exception):
     """Root of the tree. ``hint`` says what to do about it; ``where`` is the URL, file or tensor it is about.
 
-    ``str`` gives all three, fit for a terminal: control characters in names are escaped.
+    ``str`` gives all three, fit for a terminal: control characters in names are escaped, and places are called as users know them.
     """
 
     exit_code = 1
@@ -88,7 +88,7 @@ class CkptError(Exception):
             text += f"\n  where: {self.where}" if "\n" in text else f" ({self.where})"
         if self.hint is not None:
             text += f"\n  try: {self.hint}"
-        return printable(text)
+        return printable(in_known_places(text))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.where, self.hint))

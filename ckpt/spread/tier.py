@@ -24,6 +24,7 @@ from ckpt.plan.redundancy.kinship import RankKinship, groups_by_kinship
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.policies import EverySteps, SavePolicy
 from ckpt.policies.arguments import check_arguments
+from ckpt.text.printable import show_as
 from ckpt.text.urls import url_text
 
 from .copies_seen import note_copies
@@ -137,6 +138,8 @@ class SpreadTier:
         self.in_memory = is_memory(self._directory)
         self.own_url = f"{self.url}-alone"
         """The same without what is only read: what may be removed here."""
+        for url in (self.url, self.own_url):
+            show_as(url, self._directory)
         self.nodes = self._set(JobNodes(nodes=[own_node(self._directory)], own=0), ())
         self._meeting: JobNodes | None = None
         self._copier: NodeCopier | None = None

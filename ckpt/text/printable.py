@@ -1,6 +1,7 @@
-"""Text of others on a terminal: names, paths and messages may hold control characters, which a terminal would obey.
+"""Text for people: what errors and logs say goes through here.
 
-Invariant: what :func:`printable` gives moves no cursor, sets no title or clipboard and turns no text around.
+Names, paths and messages of others may hold control characters, which a terminal would obey. Invariant: what :func:`printable` gives moves
+no cursor, sets no title or clipboard and turns no text around.
 """
 
 from __future__ import annotations
@@ -29,12 +30,29 @@ def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")
 
 
+_places: dict[str, str] = {}
+"""Beginnings of URLs that mean something inside one job only → what users call the place."""
+
+
+def show_as(url: str, place: str) -> None:
+    """From now on errors and logs of this process say ``place``, a directory or a URL that users know, for ``url`` and what lies below it.
+    For good: an error is often shown when whatever it is about has ended."""
+    _places[url.rstrip("/")] = place.rstrip("/")
+
+
+def in_known_places(text: str) -> str:
+    """``text`` with the places that users know, in place of URLs that mean something inside one job only."""
+    for url in sorted(_places, key=len, reverse=True):  # one may begin with another
+        text = text.replace(url, _places[url])
+    return text
+
+
 class _Printable(logging.Filter):
-    """Log messages name tensors and files too, and most handlers write to a terminal."""
+    """Log messages name tensors, files and places too, and most handlers write to a terminal."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        safe = printable(text)
+        safe = printable(in_known_places(text))
         if safe != text:
             record.msg, record.args = safe, ()
         return True
