@@ -18,9 +18,10 @@ import numpy as np
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.formats.native.paths import id_of, parity_prefix
 from ckpt.io_backends.checks import byte_view
-from ckpt.plan.redundancy.parity import ParityPiece, ParityTable
+from ckpt.plan.redundancy.parity import ParityPiece, ParityTable, ParityTerm
 
 from .parity_record import BLOCK, RECORD_LIMIT, ParityRecord, block_digest, record_path
+from .xor_reads import add_xor
 
 log = logging.getLogger("ckpt")
 
@@ -142,18 +143,9 @@ class ParitySource:
     # ---- bytes
 
     def _compute(self, parity: str, piece: ParityPiece, view: memoryview) -> None:
-        scratch = memoryview(bytearray(min(BLOCK, len(view))))
-        for start in range(0, len(view), BLOCK):
-            block = view[start : start + BLOCK]
-            self._files.read_from_any(parity, piece.offset + start, block)
-            result = np.frombuffer(block, dtype=np.uint8)
-            for term in piece.terms:
-                first, last = max(start, term.at), min(start + len(block), term.at + term.length)
-                if first < last:
-                    part = scratch[: last - first]
-                    self._files.read_from_any(term.path, term.offset + first - term.at, part)
-                    there = result[first - start : last - start]
-                    np.bitwise_xor(there, np.frombuffer(part, dtype=np.uint8), out=there)
+        np.frombuffer(view, dtype=np.uint8)[:] = 0
+        stored = ParityTerm(parity, piece.layout.size, piece.offset, piece.length, 0, domain="")
+        add_xor(view, [stored, *piece.terms], self._files.read_from_any)
 
     def _check(self, save: _SaveParity, piece: ParityPiece) -> None:
         path = save.paths[piece.layout.name]

@@ -20,6 +20,7 @@ from .backend import SpreadBackend
 from .nodes import NodeSet
 from .parity_record import BLOCK, ParityRecord, block_digest
 from .spread_files import SpreadFiles
+from .xor_reads import add_xor
 
 log = logging.getLogger("ckpt")
 
@@ -71,18 +72,13 @@ class ParityWriter:
             own.delete(record.path)
 
     def _block(self, backend: SpreadBackend, layout: ParityLayout, at: int, length: int) -> memoryview:
-        began, received = time.monotonic(), self.received
-        block = np.zeros(length, dtype=np.uint8)
-        scratch = np.empty(length, dtype=np.uint8)
-        for term in layout.overlapping(at, at + length):
-            part = scratch[: term.length]
-            backend.reader.read_from_any(term.path, term.offset, part.data)
-            there = block[term.at : term.at + term.length]
-            np.bitwise_xor(there, part, out=there)
-            self.received += term.length
+        began = time.monotonic()
+        block = np.zeros(length, dtype=np.uint8).data
+        received = add_xor(block, [*layout.overlapping(at, at + length)], backend.reader.read_from_any)
+        self.received += received
         if self._pace is not None:
-            time.sleep(max(0.0, (self.received - received) / self._pace - (time.monotonic() - began)))
-        return block.data
+            time.sleep(max(0.0, received / self._pace - (time.monotonic() - began)))
+        return block
 
 
 def _compare(own: Backend, file: DataFile) -> None:

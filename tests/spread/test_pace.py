@@ -1,42 +1,71 @@
-"""Copies to other nodes go at the speed that ``pace`` allows."""
+"""Copies to other nodes, and reads for parity, go at the speed that ``pace`` allows: by a clock that moves when somebody sleeps, and else
+stands still."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ckpt
 from ckpt.io_backends import Backend, PosixBackend
+from ckpt.settings import limits
+from ckpt.spread import copying, parity_writer
 from ckpt.spread.copying import NodeCopier
 from ckpt.spread.nodes import NodeSet, StorageNode
 from ckpt.spread.runs import forget, know, run_url
+
+PACE = 8e6
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each sleep so far."""
+    seconds: list[float] = []
+    clock = SimpleNamespace(sleep=seconds.append, monotonic=lambda: sum(seconds))
+    for module in (copying, parity_writer):
+        monkeypatch.setattr(module, "time", clock)
+    return seconds
 
 
 def below(path: Path, name: str, prefix: str) -> Backend:
     return PosixBackend(str(path / name / prefix))
 
 
-@pytest.mark.alone
-def test_copies_take_their_time(tmp_path: Path) -> None:
-    nodes = [StorageNode(name=name, domain=name, below=partial(below, tmp_path, name)) for name in "ab"]
-    run = NodeSet(url=run_url("pace"), nodes=nodes, own=0, copies=1)
+@contextmanager
+def saved(path: Path, names: str, parity: int | None, own: int) -> Iterator[NodeSet]:
+    """A checkpoint on the first of several nodes, and the nodes as ``own`` sees them."""
+    nodes = [StorageNode(name=name, domain=name, below=partial(below, path, name)) for name in names]
+    run = NodeSet(url=run_url("pace"), nodes=nodes, own=0, copies=0 if parity else 1, parity=parity)
     know(run)
-    state = {f"w{n}": torch.rand(250_000) for n in range(4)}
-    ckpt.save(f"{run.url}/step-1", state)
-    seconds = {}
-    for pace in (None, 8e6):
-        copier = NodeCopier(run, pace)
-        began = time.monotonic()
+    ckpt.save(f"{run.url}/step-1", {f"w{n}": torch.rand(1_250_000) for n in range(4)})
+    forget(run)
+    run = NodeSet(url=run.url, nodes=nodes, own=own, copies=run.copies, parity=parity)
+    know(run)
+    yield run
+    forget(run)
+
+
+@pytest.mark.parametrize(("names", "parity", "own"), [("ab", None, 0), ("abc", 3, 1)])
+def test_the_pace_is_kept(tmp_path: Path, slept: list[float], names: str, parity: int | None, own: int) -> None:
+    with saved(tmp_path, names, parity, own) as run:
+        copier = NodeCopier(run, PACE)
         copier.add()
         assert copier.finish(60) and copier.uncopied == ()
-        seconds[pace] = time.monotonic() - began
-        assert copier.copied >= 4_000_000
-        for path in (tmp_path / "b").rglob("data/*"):
-            assert path.read_bytes() == (tmp_path / "a" / path.relative_to(tmp_path / "b")).read_bytes()
-            path.unlink()
-    forget(run)
-    assert seconds[8e6] >= 0.5 and seconds[8e6] - (seconds[None] or 0) < 5
+    assert copier.copied >= 10_000_000 and sum(slept) == pytest.approx(copier.copied / PACE)
+    assert max(slept) <= limits.HASH_BUFFER / PACE  # in steps, and not all at the end
+    (made,) = (path for path in (tmp_path / names[1]).rglob("*") if path.suffix in (".safetensors", ".xor"))
+    if parity is None:
+        assert made.read_bytes() == (tmp_path / "a" / made.relative_to(tmp_path / "b")).read_bytes()
+
+
+def test_without_a_pace_nobody_sleeps(tmp_path: Path, slept: list[float]) -> None:
+    with saved(tmp_path, "ab", None, 0) as run:
+        copier = NodeCopier(run, None)
+        copier.add()
+        assert copier.finish(60) and copier.copied >= 20_000_000 and slept == []

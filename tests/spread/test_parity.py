@@ -192,6 +192,22 @@ def test_parity_of_a_job_with_other_groups_counts(saved: tuple[NodeSet, Path]) -
         forget(more)
 
 
+def test_bytes_without_their_record_protect_nothing(saved: tuple[NodeSet, Path]) -> None:
+    """Node b has its parity without the record, which the node of the file has beside a copy: whatever takes that node takes the record."""
+    nodes, path = saved
+    for own in (1, 2):
+        copier(nodes, own)
+    record, content = parity_files(path, "b")
+    write(path / "a" / "step-1" / "parity" / content.name, content.read_bytes())
+    record.rename(path / "a" / "step-1" / "parity" / record.name)
+    more = nodes_at(path, "abcdef")
+    more.groups = [("a", "d", "e"), ("b", "c", "f")]
+    know(more)
+    there = SpreadFiles.of(f"{more.url}/step-1", more)
+    assert not there.is_complete and {one.target for one in there.missing_parity()} == {3}
+    forget(more)
+
+
 def test_nobody_waits_for_a_step_that_has_lost_a_node(saved: tuple[NodeSet, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds, and so ``Checkpointer.wait``, end at once; only a step that others may still complete is waited for."""
     nodes, path = saved
