@@ -34,8 +34,6 @@ PHASES = {
     "capture": ("ckpt.memory.client:MemoryClient", "lend"),
     "seal": ("ckpt.memory.client:Loan", "put"),
     "commit": ("ckpt.spread.backend:SpreadBackend", "put_if"),
-    "copy": ("ckpt.spread.copying:NodeCopier", "_copy"),
-    "arrive": ("ckpt.spread.node_server:ArrivingFile", "commit"),
     "publish": ("ckpt.maintenance.copy:Transfer", "copy"),
     "published": ("ckpt.maintenance.copy:Transfer", "commit"),
     "retain": ("ckpt.spread.backend:SpreadBackend", "delete"),
@@ -43,6 +41,17 @@ PHASES = {
     "restore": ("ckpt.spread.backend:SpreadBackend", "read_hashed"),
 }
 """Name of a phase → module, or module and class, and the function with which it begins."""
+COPY_PHASES = {
+    "copy": ("ckpt.spread.copying:NodeCopier", "_copy"),
+    "arrive": ("ckpt.spread.node_server:ArrivingFile", "commit"),
+}
+PARITY_PHASES = {
+    "parity": ("ckpt.spread.parity_writer:ParityWriter", "_make"),
+    "xor": ("ckpt.spread.xor_reads", "run_tasks"),
+    "record": ("ckpt.spread.parity_record:ParityRecord", "encode"),
+    "compute": ("ckpt.spread.parity_source:ParitySource", "_compute"),
+}
+ALL_PHASES = {**PHASES, **COPY_PHASES, **PARITY_PHASES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +95,8 @@ def is_whole(state: dict[str, Any], n: int, dim: int) -> bool:
     return state["n"] == n and torch.equal(mine.to_local(), wanted.to_local()) and torch.equal(state["b"], torch.full((9,), float(n)))
 
 
-def life(folder: str, steps: int, dim: int, fault: Fault | None) -> Ending:
-    """Go on, and save ``steps`` more."""
+def life(folder: str, steps: int, dim: int, fault: Fault | None, parity: int | None = None) -> Ending:
+    """Go on, and save ``steps`` more, with a copy or with parity."""
     machine = dist.get_rank()
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
@@ -103,7 +112,7 @@ def life(folder: str, steps: int, dim: int, fault: Fault | None) -> Ending:
             arm(fault, client.connect().status()["pid"])
         try:
             saves = {"save": EverySteps(3), "keep": Latest(2), "timeout": TIMEOUT, "publish_timeout": 1.0}
-            with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), **saves) as c:  # type: ignore[arg-type]
+            with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(parity=parity), **saves) as c:  # type: ignore[arg-type]
                 state = state_of(-1, dim)
                 restored = c.restore(state)
                 whole = restored is None or is_whole(state, restored, dim)
@@ -146,7 +155,7 @@ def arm(fault: Fault, daemon: int) -> None:
         timer.daemon = True
         timer.start()
         return
-    where, name = PHASES[fault.phase]
+    where, name = ALL_PHASES[fault.phase]
     module, _, cls = where.partition(":")
     owner = getattr(importlib.import_module(module), cls) if cls else importlib.import_module(module)
     setattr(owner, name, _happening(getattr(owner, name), fault.nth, happen))
