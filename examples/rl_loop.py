@@ -33,7 +33,8 @@ CONFIG = EngineConfig(vocabulary=64, dim=32, hidden=64, layers=2, heads=4, kv_he
 PROMPTS, LENGTH = 16, 8
 STALE = 2
 """Rollouts may be as many versions old as this."""
-PATIENCE = 60.0
+PATIENCE = 100.0
+"""Seconds that a job waits for another one, which may only be starting."""
 
 
 def reward(tokens: Tensor) -> Tensor:
@@ -102,9 +103,9 @@ def _rollouts(folder: str, step: int, wait_for: int) -> Tensor:
     if dist.get_rank() == 0:
         end = time.monotonic() + PATIENCE
         while True:
-            written = list(Path(folder).glob("rollout-*.npy"))
-            files = sorted(path for path in written if int(path.name.split("-")[1]) >= step - STALE)
-            if files and len({path.name.split("-")[2] for path in written}) >= wait_for:
+            written = _written(folder)
+            files = sorted(path for at, _, path in written if at >= step - STALE)
+            if files and len({name for _, name, _ in written}) >= wait_for:
                 break
             if time.monotonic() > end:
                 raise TimeoutError(f"no rollouts for step {step}")
@@ -114,11 +115,16 @@ def _rollouts(folder: str, step: int, wait_for: int) -> Tensor:
     return tokens
 
 
+def _written(folder: str) -> list[tuple[int, str, Path]]:
+    """Step, engine and file of each rollout."""
+    return [(int(path.name.split("-")[1]), path.name.split("-")[2], path) for path in Path(folder).glob("rollout-*.npy")]
+
+
 def _farewell(source: ckpt.live.Source, step: int) -> None:
     """Give engines that are there the time to take the last version."""
     if dist.get_rank() == 0:
-        end = time.monotonic() + 10
-        while any(sink.step != step and sink.state != "lost" for sink in source.report().sinks) and time.monotonic() < end:
+        end = time.monotonic() + PATIENCE
+        while any(sink.step != step and sink.state not in ("left", "lost") for sink in source.report().sinks) and time.monotonic() < end:
             time.sleep(0.05)
     dist.barrier()
 
@@ -185,7 +191,8 @@ def all_at_once(steps: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         jobs = [launch(4, "train", folder, "--steps", str(steps), "--engines", "2"), launch(2, "engine", folder, "a")]
-        while not list(Path(folder).glob("rollout-000002-*")) and jobs[0].poll() is None:
+        # Engines skip versions where the trainer is faster, so no step is sure to have a rollout. The trainer waits half way for both.
+        while not any(step >= 2 for step, *_ in _written(folder)) and jobs[0].poll() is None:
             time.sleep(0.1)
         jobs.append(launch(1, "engine", folder, "b", "--leave-after", "3"))
         codes = [job.wait() for job in jobs]
