@@ -1,9 +1,10 @@
-"""A rank by itself: its address, a group of one, and a state that takes whatever a source has."""
+"""What adapters of live states share: a rank by itself, a state that takes whatever a source has, and waiting for a step."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -11,6 +12,36 @@ from ckpt.transport.endpoints import own_addresses
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ckpt.live import Version
+    from ckpt.tracing.progress_callback import ProgressCallback
+
+
+class Taker(Protocol):
+    """A ``ckpt.live.Sink`` or an ``EngineSink``."""
+
+    def take(
+        self, newer_than: Version | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None
+    ) -> Version: ...
+
+
+def take_step(
+    sink: Taker,
+    step: int | None,
+    timeout: float | None = None,
+    *,
+    newer_than: Version | None = None,
+    progress: bool | ProgressCallback | None = None,
+) -> Version:
+    """Take versions newer than ``newer_than`` until one is of ``step`` or a later one: engines' requests name steps. None: the next one.
+
+    ``timeout``: seconds for all of it; None: for each version what the sink waits by default. Raises as ``take``.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    version = sink.take(newer_than, timeout, progress=progress)
+    while step is not None and version.step < step:
+        version = sink.take(version, None if end is None else max(0.0, end - time.monotonic()), progress=progress)
+    return version
 
 
 class ReceivedState:

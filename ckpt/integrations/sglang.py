@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ckpt.errors import UsageError
 
 from .engines import EngineSink
+from .received import take_step
 
 _OPTIONS = ("checkpoint", "only", "rename", "names", "convention", "numbers", "stage", "optional", "timeout")
 
@@ -35,7 +36,7 @@ class CkptReceiver:
         """Take the newest version, or wait for the ``step`` of the payload, for its ``timeout``; with ``progress``, show a bar."""
         given = dict(payload or {})
         _check(given, ("step", "timeout", "progress"))
-        self.sink.take(given.get("step"), given.get("timeout"), progress=bool(given.get("progress")))
+        take_step(self.sink, given.get("step"), given.get("timeout"), progress=bool(given.get("progress")))
 
     def destroy(self) -> None:
         """End the connection."""

@@ -6,7 +6,6 @@ same number in another one: both have the same layout. Replicas on several machi
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -15,9 +14,9 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from ckpt.adapters.dtensor import is_dtensor
 from ckpt.errors import ConflictError
-from ckpt.live import Sink, Source, Version
+from ckpt.live import Sink, Source
 
-from .received import ReceivedState, group_of_one, own_address
+from .received import ReceivedState, group_of_one, own_address, take_step
 
 T = TypeVar("T")
 
@@ -61,12 +60,9 @@ class CkptTransport(CheckpointTransport[T], Generic[T]):
             DeadlineError: the other rank does not serve that step in time.
             ConflictError: it serves a later one.
         """
-        end = time.monotonic() + timeout.total_seconds()
-        taken: Version | None = None
         received = ReceivedState()
         with Sink(metadata, {"state": received}, process_group=self._alone, secret=self._secret, timeout=self._timeout) as sink:
-            while taken is None or taken.step < step:
-                taken = sink.take(newer_than=taken, timeout=max(0.0, end - time.monotonic()))
+            taken = take_step(sink, step, timeout.total_seconds())
         if taken.step != step:
             raise ConflictError(f"step {step} was asked for, and the source serves step {taken.step}", where=metadata)
         value: T = received.value

@@ -16,7 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from ckpt.errors import UsageError
 from ckpt.live import Sink, Source, Version
 
-from .received import ReceivedState, group_of_one, own_address
+from .received import ReceivedState, group_of_one, own_address, take_step
 
 
 @CheckpointEngineRegistry.register("ckpt")
@@ -91,10 +91,7 @@ class CkptCheckpointEngine(CheckpointEngine):
         """The tensors of the next version, or of step ``global_steps``."""
         if self._sink is None:
             raise UsageError("receive_weights before init_process_group", hint="verl calls it on rollout workers")
-        while True:
-            self._version = self._sink.take(newer_than=self._version, timeout=self._timeout, progress=self._progress)
-            if global_steps is None or self._version.step >= global_steps:
-                break
+        self._version = take_step(self._sink, global_steps, newer_than=self._version, progress=self._progress)
         for name, tensor in self._received.value.items():
             yield name, tensor
 

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from ckpt.errors import UsageError
 
 from .engines import EngineSink
+from .received import take_step
 
 
 @dataclass
@@ -65,7 +66,7 @@ class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo
         """Take a version."""
         if self.sink is None:
             raise UsageError("update_weights before init_weight_transfer_engine", hint="give it the address of a ckpt.live.Source first")
-        self.sink.take(update_info.step, update_info.timeout, progress=update_info.progress)
+        take_step(self.sink, update_info.step, update_info.timeout, progress=update_info.progress)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ckpt.errors import CkptError, ConflictError, CoverageError, DeadlineError, RankFailedError, StateError, TornError, UsageError
 from ckpt.integrations.engines import EngineSink
+from ckpt.integrations.received import take_step
 from ckpt.live import Source
 from tests.distributed.ranks import Ranks
 from tests.integrations import engine_stubs
@@ -81,14 +82,29 @@ def test_an_engine_follows_a_trainer(trainer: Trainer) -> None:
         assert sink.version is None and sink.recorded.fallbacks.keys() == {"more.computed"}
         for step in (1, 2):
             tensors = trainer.publish(step)
-            assert sink.take(step).step == step
+            assert sink.take().step == step
             assert sink.version is not None and sink.version.step == step
             assert bits(model) == by_itself(SIZES, Tp(1, 2), tensors)
         before = bits(model)
         with pytest.raises(DeadlineError):
-            sink.take(step=3, timeout=0.3)
-        trainer.publish(4)
-        assert sink.take(step=3).step == 4 and bits(model) != before
+            sink.take(newer_than=sink.version, timeout=0.3)
+        assert bits(model) == before
+        with pytest.raises(UsageError, match="newer_than= is a version, not 2"):
+            sink.take(2)  # type: ignore[arg-type]
+
+
+def test_engines_that_ask_for_a_step_get_it_or_a_later_one(trainer: Trainer) -> None:
+    model = ZooModel(SIZES, Tp(1, 2))
+    with EngineSink(trainer.source.address, model.load_weights, model) as sink:
+        tensors = trainer.publish(2)
+        with pytest.raises(DeadlineError):
+            take_step(sink, 3, timeout=0.5)
+        assert sink.version is not None and sink.version.step == 2  # a whole one, until there is what was asked for
+        assert bits(model) == by_itself(SIZES, Tp(1, 2), tensors)
+        tensors = trainer.publish(4)
+        assert take_step(sink, 3, timeout=20).step == 4
+        assert take_step(sink, None).step == 4
+        assert bits(model) == by_itself(SIZES, Tp(1, 2), tensors)
 
 
 def test_names_of_the_trainer(tmp_path: Path) -> None:
@@ -111,7 +127,7 @@ def test_names_come_from_the_source(trainer: Trainer) -> None:
             sink.take(timeout=0.2)
         for step in (1, 2):
             tensors = trainer.publish(step)
-            assert sink.take(step, progress=lambda done, total: amounts.append((done, total))).step == step
+            assert sink.take(progress=lambda done, total: amounts.append((done, total))).step == step
             assert sink.recorded.fallbacks.keys() == {"more.computed"}
             assert bits(model) == by_itself(SIZES, Tp(1, 2), tensors)
     assert amounts and amounts[-1][0] == amounts[-1][1] > 0
@@ -172,7 +188,7 @@ def two_ranks(address: str, folder: Path | None) -> tuple[int, dict[str, bytes]]
             with pytest.raises(TornError):  # on both ranks: an engine with half of a version must not answer
                 _ = sink.version
         fail[0] = False
-        return sink.take(step=1).step, bits(model)
+        return sink.take().step, bits(model)
 
 
 @pytest.mark.parametrize("given", [True, False])

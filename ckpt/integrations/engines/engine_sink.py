@@ -104,13 +104,13 @@ class EngineSink:
             raise TornError("the engine has parts of a version only", where=self._sink.address, hint="take again before it answers")
         return self._sink.version
 
-    def take(self, step: int | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None) -> Version:
+    def take(
+        self, newer_than: Version | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None
+    ) -> Version:
         """Bring the newest version into the engine, which must not answer meanwhile; collective.
 
         Args:
-            step: wait for a version of this step or a later one.
-            timeout: seconds to wait for it.
-            progress: as for ``ckpt.live.Sink.take``.
+            newer_than, timeout, progress: as for ``ckpt.live.Sink.take``.
 
         Raises:
             CoverageError: as :meth:`Recorded.finish`. If it raises on one rank, the engine is torn on all.
@@ -123,10 +123,8 @@ class EngineSink:
             self._sink.run_on_all(lambda: recorded.append(self._record(tensors)))
             (self._recorded,) = recorded  # now that it went well on all ranks: they begin the next take alike
             self._state.update(self._recorded.state)
-        version: Version | None = None
-        while version is None or (step is not None and version.step < step):
-            version = self._sink.take(newer_than=version, timeout=max(0.0, end - time.monotonic()), progress=progress)
-            self._unfinished = True
+        version = self._sink.take(newer_than=newer_than, timeout=max(0.0, end - time.monotonic()), progress=progress)
+        self._unfinished = True
         self._sink.run_on_all(self.recorded.finish)
         self._unfinished = False
         return version
