@@ -24,8 +24,9 @@ from ckpt.dtypes import DTYPES
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.live import Source
 from ckpt.live.catalog import LiveCatalog
-from ckpt.live.client import Holder, pull_all
+from ckpt.live.client import Holder
 from ckpt.live.filling import Filling, plan_filling
+from ckpt.live.pull import PiecePull
 from ckpt.live.segments.mapped import LocalHolder, SegmentShare
 from ckpt.live.segments.published import PublishedSegment, SegmentLayout
 from ckpt.live.segments.reader import MappedSegment, SegmentMappings
@@ -130,17 +131,8 @@ def _take(clock: Clock, rounds: int, old: dict[str, torch.Tensor], new: dict[str
         pieces: list[tuple[Share, int, memoryview]] = []
         free = rooms.copy()
         with clock.step("TCP: send and receive"):
-            pull_all(
-                plan.transfers,
-                holders,
-                lambda *piece, into=pieces: into.append(piece),
-                version="v",
-                rank=RECEIVER,
-                secret=SECRET.encode(),
-                timeout=TIMEOUT,
-                shared=False,
-                room=partial(_room, free),
-            )
+            pull = PiecePull(version="v", rank=RECEIVER, secret=SECRET.encode(), timeout=TIMEOUT, shared=False, room=partial(_room, free))
+            pull.run(plan.transfers, holders, lambda *piece, into=pieces: into.append(piece))
         _clear(new)
         with clock.step("TCP: place"):
             filling = Filling(plan)

@@ -81,7 +81,7 @@ WITHOUT_TORCH = (
     "ckpt.byte_source",
     *("ckpt.memory", "ckpt.live.wire", "ckpt.live.connections"),
     *("ckpt.observe", "ckpt.monitors", "ckpt.events.event", "ckpt.events.event_threads", "ckpt.events.alerts"),
-    *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pieces", "relays", "server", "wire")),
+    *(f"ckpt.live.{name}" for name in ("catalog", "client", "holdings", "pieces", "pull", "relays", "server", "wire")),
     *(
         f"ckpt.live.{name}"
         for name in ("control", "registry", "secret", "segments.published", "segments.segment", "source_connection", "status", "versions")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .status import SinkStatus as SinkStatus
     from .status import SourceStatus as SourceStatus
     from .status import VersionStatus as VersionStatus
-    from .take import TakeReport as TakeReport
+    from .takes.report import TakeReport as TakeReport
     from .versions import Version as Version
 
 _WHERE = {
@@ -28,7 +28,7 @@ _WHERE = {
     "PublishReport": "publication",
     "Version": "versions",
     "Sink": "sink",
-    "TakeReport": "take",
+    "TakeReport": "takes.report",
     "SourceStatus": "status",
     "VersionStatus": "status",
     "SinkStatus": "status",

@@ -1,4 +1,4 @@
-"""Takes pieces of a live state from the ranks that hold them, several at once. Another holder takes the place of one that is lost.
+"""Takes pieces of a live state from one rank that holds them (``pull`` takes from several).
 
 No torch. Each piece is compared with its digest before anything of it is placed.
 """
@@ -6,30 +6,22 @@ No torch. Each piece is compared with its digest before anything of it is placed
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import numpy as np
 import xxhash
 
-from ckpt.concurrency.workers import Pending, run_tasks
 from ckpt.errors import (
-    CancelledError,
     CkptError,
-    CorruptError,
-    CoverageError,
     FormatError,
     GroupError,
-    NotFoundError,
     RankFailedError,
 )
-from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
+from ckpt.plan.transfers import MOST_PIECE, RequestList
 from ckpt.text.urls import address_text
 from ckpt.tracing.spans import Spans
 from ckpt.transport.endpoints import network
@@ -54,13 +46,9 @@ from .pieces.pull_messages import (
     UNOPENED,
     receive_error,
 )
-from .relays.box_digests import box_digests
 from .wire import Address, dial
 
 log = logging.getLogger("ckpt")
-
-REPLACED = (GroupError, NotFoundError, CorruptError)
-"""Errors of one holder, after which another one may have the bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,158 +258,3 @@ def _naming(holder: Holder) -> Iterator[None]:
         lost = RankFailedError(f"{holder} is gone: {err}", hint="look why that process ended")
         lost.ranks = () if holder.relay else (holder.rank,)
         raise lost from err
-
-
-# ---- from several holders
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PullBase:
-    """What a receiver has of an earlier version: ``fill`` packs the boxes of a piece of a share."""
-
-    version: str
-    fill: Callable[[Share, int, memoryview], None]
-
-    def of(self, share: Share) -> PieceBase:
-        return PieceBase(version=self.version, fill=partial(self.fill, share))
-
-
-@dataclass(eq=False)
-class Pulled:
-    """What came, in bytes of boxes by rank; ``lost`` are holders that others stood in for, and what happened to them."""
-
-    received: dict[int, int] = field(default_factory=dict)
-    lost: dict[int, CkptError] = field(default_factory=dict)
-    transferred: int = 0
-    """Bytes that came for it: fewer, where holders sent what changed."""
-    dense: Counter[str] = field(default_factory=Counter)
-    """Bytes of boxes that came whole although there was a base, by why."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Unfinished:
-    """What a lost holder has not given."""
-
-    holder: int
-    share: Share
-    pieces: set[int]
-
-
-def pull_all(
-    plan: TransferPlan,
-    holders: Mapping[int, Holder],
-    place: Callable[[Share, int, memoryview], None],
-    *,
-    version: str,
-    rank: int,
-    secret: bytes,
-    timeout: float,
-    threads: int = 4,
-    alive: Callable[[], None] = lambda: None,
-    shared: bool = True,
-    base: PullBase | None = None,
-    room: Callable[[int], memoryview] | None = None,
-    spans: Spans | None = None,
-) -> Pulled:
-    """Take every share of a plan; ``base`` is what the receiver has of an earlier version. ``place`` gets share, number and bytes of each
-    piece, from several threads; it may keep them if ``room`` gave the memory for them. ``alive`` is called often, from this thread.
-    ``spans`` get a ``pull`` for each connection to a holder, and within it a ``verify`` for each piece.
-
-    Raises:
-        RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError: a holder is lost, and nobody else has what it had.
-        CkptError: as ``PieceClient``; and the errors of ``place`` and ``alive``.
-    """
-    pulled, lock, stop = Pulled(), threading.Lock(), threading.Event()
-    unfinished: list[_Unfinished] = []
-
-    def going() -> None:
-        if stop.is_set():
-            raise CancelledError("another part of the transfer failed")
-
-    def witnessed(witness: Holder, requests: RequestList) -> list[list[int]]:
-        """What the source says of boxes that a relay gives. Where that rank is lost, the digests that the relay has kept must do."""
-        try:
-            client = PieceClient(witness, secret, timeout, alive=going, shared=False)
-            try:
-                return client.digests(version, requests)
-            finally:
-                client.close()
-        except GroupError as err:
-            with lock:
-                pulled.lost.setdefault(witness.rank, err)
-        except NotFoundError as err:
-            log.debug("live: %s tells no digests any more: %s", witness, err)
-        return []
-
-    def pull(holder: int, share: Share) -> None:
-        left = set(range(len(share.requests.pieces)))
-        giver = holders[holder]
-        digests: list[list[int]] = []
-
-        def placed(piece: int, view: memoryview) -> None:
-            going()
-            if digests and box_digests(share.requests, piece, view) != digests[piece]:
-                raise CorruptError("it gives other bytes than the source has published", where=str(giver), hint="look at its memory")
-            place(share, piece, view)
-            with lock:
-                left.discard(piece)
-                pulled.received[holder] = pulled.received.get(holder, 0) + share.requests.bytes_of(piece)
-
-        try:
-            if giver.witness is not None:
-                digests += witnessed(giver.witness, share.requests)
-            began = time.perf_counter()
-            client = PieceClient(giver, secret, timeout, alive=going, shared=shared, room=room, spans=spans)
-            try:
-                client.pull(giver.version or version, share.requests, placed, None if base is None or giver.relay else base.of(share))
-            finally:
-                with lock:
-                    pulled.transferred += client.transferred
-                    pulled.dense += client.dense
-                if spans is not None:
-                    spans.add("pull", began, time.perf_counter(), client.transferred)
-                client.close()
-        except REPLACED as err:
-            with lock:
-                pulled.lost[holder] = err
-                unfinished.append(_Unfinished(holder, share, left))
-
-    shares = list(plan.shares.items())
-    while shares:
-        shares.sort(key=lambda item: (item[0] <= rank, item[0]))  # each receiver begins with another holder
-        tasks = [partial(pull, holder, share) for holder, share in shares]
-        _run_alive(tasks, threads, alive, stop)
-        replaced, unfinished = unfinished, []
-        shares = list(chain.from_iterable(_others(plan, lost, pulled) for lost in replaced))
-    return pulled
-
-
-def _others(plan: TransferPlan, lost: _Unfinished, pulled: Pulled) -> list[tuple[int, Share]]:
-    """Who stands in for a lost holder; its error if nobody can."""
-    try:
-        return list(plan.without(lost.holder, lost.share, lost.pieces, pulled.lost.keys()).items())
-    except CoverageError as err:
-        error = pulled.lost[lost.holder]
-        error.message += f"; {err.message} of {err.where}" if err.where else f"; {err.message}"
-        raise error from err
-
-
-def _run_alive(tasks: Sequence[Callable[[], None]], threads: int, alive: Callable[[], None], stop: threading.Event) -> None:
-    pending = Pending(lambda: run_tasks(tasks, threads, "ckpt-pull"), "ckpt-pull")
-    try:
-        while not pending.wait(0.05):
-            alive()
-    except BaseException:
-        stop.set()
-        pending.wait()
-        raise
-    pending.result()
-
-
-def piece_boxes(share: Share, piece: int) -> list[tuple[int, int, int, int]]:
-    """For each box of a piece: the number of its want and of its request, and where in the piece it begins and ends."""
-    places, _ = share.requests.places(piece)
-    rows = share.requests.pieces[piece]
-    nbytes = share.requests.nbytes[rows.start : rows.stop].tolist()
-    wants = share.wants[rows.start : rows.stop].tolist()
-    return [(want, request, at, at + size) for want, request, at, size in zip(wants, rows, places, nbytes, strict=True)]

@@ -18,8 +18,8 @@ from ckpt.plan.match import common_box
 from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers, wanted_digest
 
 from .catalog import LiveCatalog
-from .client import piece_boxes
 from .naming.renaming import Target, source_targets
+from .pull import piece_boxes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,29 +34,21 @@ from ckpt.tracing.progress_callback import ProgressCallback, callback_of, report
 from ckpt.tracing.spans import Spans
 from ckpt.transport.shm_pool import machine
 
-from .client import Pulled
 from .control import split_address
 from .naming.renaming import in_other_names, views_of
 from .offered import DROPS, OfferedVersion, find_newest
-from .pieces.dense import FIRST, NOT_KEPT, TORN
+from .pull import Pulled
 from .relays.relay import Relay
 from .relays.relayed import RelayedVersion
 from .secret import sink_secret
 from .source_connection import SourceConnection
-from .take import (
-    MatchedTake,
-    PlannedTake,
-    Puller,
-    SinkCache,
-    StagedTake,
-    SwitchedTake,
-    TakeReport,
-    match_take,
-    plan_take,
-    stage_take,
-    switch_take,
-)
-from .take_meter import TakeMeter
+from .takes.cache import SinkCache
+from .takes.meter import TakeMeter
+from .takes.phases import MatchedTake, PlannedTake, StagedTake, SwitchedTake
+from .takes.puller import Puller
+from .takes.report import TakeReport
+from .takes.state_version import StateVersion
+from .takes.steps import bytes_that_came, dropped_anywhere, match_take, plan_take, stage_take, switch_take
 from .versions import Version
 
 if TYPE_CHECKING:
@@ -139,12 +130,7 @@ class Sink:
         """What the last version that all ranks have taken refers to."""
         self._source = SourceConnection(address, self._secret, self._options.timeout, self._group.size, relays=relay)
         self._relay = Relay(self._secret, self._options.timeout) if relay else None
-        self._version: Version | None = None
-        self._base: str | None = None
-        """How holders call the version that the state is;"""
-        self._delta_base: str | None = None
-        """the same where the source can tell what changed since."""
-        self._torn: str | None = None
+        self._state_version = StateVersion()
         self._closed = False
         self._connected = False
         """Whether the ranks have tried to connect to each other, in their first take."""
@@ -158,9 +144,9 @@ class Sink:
         Raises:
             TornError: the last take broke off while it changed the state. The next one repairs it.
         """
-        if self._torn is not None:
-            raise TornError(self._torn, where=self.address, hint="take again before the state is used")
-        return self._version
+        if self._state_version.torn is not None:
+            raise TornError(self._state_version.torn, where=self.address, hint="take again before the state is used")
+        return self._state_version.version
 
     def take(
         self, newer_than: Version | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None
@@ -287,7 +273,7 @@ class Sink:
     def _find(self, call: Call, newer_than: Version | None, end: float) -> OfferedVersion:
         """The newest version, and all that its manifest refers to."""
         try:
-            return find_newest(call, self._source, self._blobs, newer_than, end, base=None if self._torn else self._delta_base)
+            return find_newest(call, self._source, self._blobs, newer_than, end, base=self._state_version.delta_base)
         except BaseException:
             self._source.disconnect()
             raise
@@ -306,8 +292,8 @@ class Sink:
             threads=self._options.threads,
             receiver=-1 - self._group.ranks.index(self._group.rank),
             local=machine() if settings.live_local() else None,
-            base=self._base if self._torn is None else None,
-            no_base=FIRST if self._version is None and self._torn is None else TORN,
+            base=self._state_version.base,
+            no_base=self._state_version.no_base,
             alive=call.check_failures,
             meter=meter,
         )
@@ -338,7 +324,7 @@ class Sink:
             finally:
                 if staged is None and self._relay is not None:  # who waits for what does not come asks others
                     self._relay.end()
-            agreed = job.agree({"dropped": staged is None}, _whether_dropped)
+            agreed = job.agree({"dropped": staged is None}, dropped_anywhere)
         return None if agreed["dropped"] else staged
 
     def _offer(self, job: LoadJob, relay: Relay, matched: MatchedTake, puller: Puller) -> tuple[RelayedVersion | None, PlannedTake]:
@@ -360,36 +346,32 @@ class Sink:
         None on all ranks if an in-place take lost its version on the way: the state is torn then, and the next try brings another one.
         """
         matched = staged.planned.matched
-        version = matched.offered.version
-        was = "what was there before" if self._version is None or self._torn is not None else str(self._version)
-        torn = f"the state is a mix of {was} and {version}, as a take broke off"
+        torn = self._state_version.mixed_with(matched.offered.version)
         setters = self._accept(job, matched, torn)
         began = time.monotonic()
         with job.call.phase("switch"):
-            self._torn = torn
+            self._state_version.torn = torn
             pulled: Pulled | None = None
             try:
                 with job.span("switch"):
                     pulled = switch_take(staged, puller, self._cache, setters, self.address)
-                self._version, self._base = version, matched.offered.manifest.name
-                self._delta_base = self._base if staged.planned.why_whole in (None, FIRST, TORN, NOT_KEPT) else None
+                self._state_version.become(matched.offered.version, matched.offered.manifest.name, staged.planned.why_whole)
             except NotFoundError:
                 if last or not self._in_place:
                     raise
             try:
-                row: Row = {"dropped": pulled is None}
-                row |= (
-                    {"from": {}, "dense": {}} if pulled is None else {"from": staged.came_from(pulled), "dense": staged.came_whole(pulled)}
-                )
-                agreed = job.agree(row, _what_came)
+                row: Row = {"dropped": pulled is None, "from": {}, "dense": {}}
+                if pulled is not None:
+                    row |= {"from": staged.came_from(pulled), "dense": staged.came_whole(pulled)}
+                agreed = job.agree(row, bytes_that_came)
             except GroupError as err:
                 # A rank died or hangs, with all that it needs: what is here is whole. One that raised may have only a part.
                 if isinstance(err, DeadlineError) or (isinstance(err, RankFailedError) and err.cause is None):
-                    self._torn = None if not self._in_place else torn
+                    self._state_version.torn = None if not self._in_place else torn
                 raise
         if pulled is None or agreed["dropped"]:
             return None
-        self._torn = None
+        self._state_version.torn = None
         return SwitchedTake(began=began, pulled=pulled, took_from=agreed["from"], dense=agreed["dense"])
 
     def _accept(self, job: LoadJob, matched: MatchedTake, torn: str) -> Sequence[Callable[[], None]]:
@@ -397,27 +379,10 @@ class Sink:
         if not matched.objects:
             return accept(matched.binding, job.writes, self.address)
         with job.call.phase("accept"):
-            self._torn = torn
+            self._state_version.torn = torn
             setters = accept(matched.binding, job.writes, self.address)
             job.agree({}, _nothing)
         return setters
-
-
-def _whether_dropped(rows: dict[int, Row]) -> Row:
-    """Leader: did a rank find that the version is there no longer."""
-    return {"dropped": any(row["dropped"] for row in rows.values())}
-
-
-def _what_came(rows: dict[int, Row]) -> Row:
-    """Leader: bytes of all ranks, by whom they came from, and why they came whole."""
-    return _whether_dropped(rows) | {what: _summed(row[what] for row in rows.values()) for what in ("from", "dense")}
-
-
-def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(total)
 
 
 def _nothing(rows: dict[int, Row]) -> None:

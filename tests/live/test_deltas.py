@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.layout.geometry import Box
 from ckpt.live import Sink, Source
-from ckpt.live.client import Holder, PullBase, Pulled, piece_boxes, pull_all
+from ckpt.live.client import Holder
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
 from ckpt.live.pieces.delta import PieceComparer, apply_changes
+from ckpt.live.pull import PiecePull, PullBase, Pulled, piece_boxes
 from ckpt.live.server import PieceServer
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
 from tests.live.test_pieces import RECEIVER, SECRET, SOURCE, want
@@ -93,17 +94,8 @@ class Receiver:
 
     def take(self, holders: dict[int, Holder], base: str | None) -> Pulled:
         of = None if base is None else PullBase(version=base, fill=self.fill)
-        return pull_all(
-            self.plan,
-            holders,
-            self.place,
-            version="v2",
-            rank=RECEIVER,
-            secret=SECRET,
-            timeout=5.0,
-            shared=False,
-            base=of,
-        )
+        how = PiecePull(version="v2", rank=RECEIVER, secret=SECRET, timeout=5.0, shared=False, base=of)
+        return how.run(self.plan, holders, self.place)
 
     def has(self, number: int) -> bool:
         wanted = version(number)

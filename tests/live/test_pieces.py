@@ -21,12 +21,12 @@ from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Shard
 from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.live import client as live_client
 from ckpt.live import server as live_server
-from ckpt.live.client import Holder, PieceClient, Pulled, piece_boxes, pull_all
+from ckpt.live.client import Holder, PieceClient
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
 from ckpt.live.pieces.pull_messages import PURPOSE
 from ckpt.live.publication import not_sealed
+from ckpt.live.pull import PiecePull, Pulled, piece_boxes
 from ckpt.live.server import PieceServer
 from ckpt.live.wire import dial
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
@@ -101,7 +101,7 @@ class Filled:
 
 def pull(plan: TransferPlan, holders: dict[int, Holder], filled: Filled, **options: Any) -> Pulled:
     kwargs: dict[str, Any] = {"version": "v1", "rank": RECEIVER, "secret": SECRET, "timeout": 5.0, **options}
-    return pull_all(plan, holders, filled.place, **kwargs)
+    return PiecePull(**kwargs).run(plan, holders, filled.place)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -351,17 +351,8 @@ def test_a_holder_that_dies_is_replaced_in_the_same_call(started: Any, shared: b
             processes[1][0].kill()
             processes[1][0].join()
 
-    pulled = pull_all(
-        plan,
-        holders,
-        place,
-        version="v1",
-        rank=RECEIVER,
-        secret=SECRET,
-        timeout=5.0,
-        threads=1,
-        shared=shared,
-    )
+    how = PiecePull(version="v1", rank=RECEIVER, secret=SECRET, timeout=5.0, threads=1, shared=shared)
+    pulled = how.run(plan, holders, place)
     filled.check()
     assert list(pulled.lost) == [1] and 1 in pulled.lost[1].ranks  # type: ignore[attr-defined]
 
@@ -380,7 +371,7 @@ def test_without_another_holder_the_error_names_who_died(started: Any) -> None:
             began = time.monotonic()
 
     with pytest.raises(RankFailedError, match=r"rank 0 \(.*is gone.*only rank 0 had .*of tensor t0") as caught:
-        pull_all(plan, holders, place, version="v1", rank=9, secret=SECRET, timeout=20.0)
+        PiecePull(version="v1", rank=9, secret=SECRET, timeout=20.0).run(plan, holders, place)
     assert caught.value.ranks == (0,) and time.monotonic() - began < 2
 
 
@@ -444,16 +435,7 @@ def test_an_error_of_the_caller_ends_all_threads(servers: list[PieceServer]) -> 
         time.sleep(0.05)
 
     before = threading.active_count()
+    how = PiecePull(version="v1", rank=9, secret=SECRET, timeout=5.0, alive=alive)
     with pytest.raises(CkptError, match="this rank stops"):
-        pull_all(
-            plan,
-            {r: holder_of(s, r) for r, s in enumerate(servers)},
-            place,
-            version="v1",
-            rank=9,
-            secret=SECRET,
-            timeout=5.0,
-            alive=alive,
-        )
+        how.run(plan, {r: holder_of(s, r) for r, s in enumerate(servers)}, place)
     assert not [t for t in threading.enumerate() if t.name.startswith("ckpt-pull")] and threading.active_count() <= before + 4
-    assert live_client.REPLACED

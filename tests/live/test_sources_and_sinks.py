@@ -24,7 +24,7 @@ from ckpt.cli.main import cli
 from ckpt.errors import AccessError, ConsistencyError, CorruptError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
 from ckpt.live.source_connection import SourceConnection, check_holders
-from ckpt.live.take import Puller
+from ckpt.live.takes.puller import Puller
 from ckpt.rng import Generators
 from tests.distributed.ranks import Ranks
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, wait_for

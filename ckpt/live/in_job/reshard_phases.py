@@ -11,8 +11,9 @@ from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.tensors import LocalTensor
 from ckpt.errors import ConsistencyError
 from ckpt.live.catalog import LiveCatalog
-from ckpt.live.client import Holder, Pulled
+from ckpt.live.client import Holder
 from ckpt.live.filling import FillPlan
+from ckpt.live.pull import Pulled
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

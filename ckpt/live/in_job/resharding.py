@@ -41,11 +41,11 @@ from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError
 from ckpt.live.catalog import LiveCatalog
-from ckpt.live.client import Pulled, pull_all
 from ckpt.live.filling import Filling, FillPlan, plan_filling
 from ckpt.live.holdings import Holdings
 from ckpt.live.naming.renaming import check_alike, in_other_names, views_of
 from ckpt.live.naming.wording import worded
+from ckpt.live.pull import PiecePull, Pulled
 from ckpt.live.server import PieceServer
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
@@ -265,10 +265,7 @@ class _Reshard:
             filling.zero_padding()
             with self.job.span("copy", sum(box.numel * plan.targets[n][1].dtype.itemsize for n, box in plan.transfers.own)):
                 filling.copy_own(offered.local, self.call.heartbeat)
-            pulled = pull_all(
-                plan.transfers,
-                offered.holders,
-                filling.place,
+            pull = PiecePull(
                 version=self.version,
                 rank=self.group.rank,
                 secret=offered.meeting.secret,
@@ -277,6 +274,7 @@ class _Reshard:
                 alive=self.call.check_failures,
                 spans=options.spans,
             )
+            pulled = pull.run(plan.transfers, offered.holders, filling.place)
         settle_devices(devices, WHAT)
         changed([part.memory for local in targets for part in local.parts])
         return filling.copied, pulled
