@@ -160,10 +160,13 @@ def gaps_of(indices: IntArray) -> IntArray:
 
 def code_counts(gaps: IntArray) -> dict[int, int]:
     """How many codes gaps take, by width."""
-    longest = int(gaps.max(initial=0))
-    # Divisions take longer than all else here, so only gaps that are too long for one code are divided.
-    longer = {width: gaps[gaps >= _most(width)] if longest >= _most(width) else gaps[:0] for width in WIDTHS}
-    return {width: len(gaps) + int((longer[width] // _most(width)).sum()) for width in WIDTHS}
+    counts, longer = {}, gaps
+    for width in WIDTHS:
+        # Divisions take longer than all else here, so only gaps that are too long for one code are divided. These are few,
+        # and what is too long for a width is so for all before it.
+        longer = longer.take((longer >= _most(width)).nonzero()[0])
+        counts[width] = len(gaps) + int((longer // _most(width)).sum())
+    return counts
 
 
 def encode_gaps(gaps: IntArray, width: int) -> npt.NDArray[np.uint8]:
@@ -171,11 +174,19 @@ def encode_gaps(gaps: IntArray, width: int) -> npt.NDArray[np.uint8]:
     most = _most(width)
     codes = gaps.astype(_CODES[width])
     longer = (gaps >= most).nonzero()[0]
-    if len(longer):
-        skips, rest = np.divmod(gaps[longer], most)
-        codes[longer] = rest
-        codes = np.insert(codes, longer.repeat(skips), most)
-    return codes.view(np.uint8)
+    if not len(longer):
+        return codes.view(np.uint8)
+    long_gaps = gaps.take(longer)
+    skips = long_gaps // most
+    codes[longer] = long_gaps - skips * most
+    # As ``np.insert``, which would sort the places first.
+    at = longer.repeat(skips)
+    at += np.arange(len(at))
+    lengthened = np.full(len(codes) + len(at), most, dtype=codes.dtype)
+    is_gap = np.ones(len(lengthened), dtype=np.bool_)
+    is_gap[at] = False
+    lengthened[is_gap] = codes
+    return lengthened.view(np.uint8)
 
 
 def decode_gaps(codes: npt.NDArray[np.uint8], width: int, count: int, length: int, where: str) -> IntArray:
