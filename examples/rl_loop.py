@@ -191,8 +191,8 @@ def all_at_once(steps: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         jobs = [launch(4, "train", folder, "--steps", str(steps), "--engines", "2"), launch(2, "engine", folder, "a")]
-        # Engines skip versions where the trainer is faster, so no step is sure to have a rollout. The trainer waits half way for both.
-        while not any(step >= 2 for step, *_ in _written(folder)) and jobs[0].poll() is None:
+        # No step is sure to have a rollout: engines skip versions where the trainer is faster. Half way it waits for both.
+        while not any(step >= min(2, steps // 2) for step, *_ in _written(folder)) and jobs[0].poll() is None:
             time.sleep(0.1)
         jobs.append(launch(1, "engine", folder, "b", "--leave-after", "3"))
         codes = [job.wait() for job in jobs]

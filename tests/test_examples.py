@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -374,6 +375,16 @@ def test_engines_come_and_go_while_a_trainer_publishes(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole
+
+
+@pytest.mark.slow
+def test_the_second_engine_comes_before_the_trainer_has_ended() -> None:
+    """Also where the first one skips versions, or there are few: the trainer waits half way."""
+    command = [sys.executable, str(EXAMPLES / "rl_loop.py"), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^engine b \(TP 1\) leaves after versions \[\d", done.stdout, re.MULTILINE)
+    assert re.search(r"^engine a \(TP 2\) leaves after versions .*2\]$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
