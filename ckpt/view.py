@@ -43,7 +43,7 @@ class StoredTensor:
 
     @property
     def step(self) -> int | None:
-        """The training step that its values are of, if that is an earlier one than the checkpoint's (``mixed_steps``)."""
+        """The earliest training step that values of it are of, if that is an earlier one than the checkpoint's (``mixed_steps``)."""
         return self._entry.step
 
     def read(self) -> torch.Tensor:

@@ -117,9 +117,17 @@ def _row(entry: TensorEntry) -> tuple[str, ...]:
     notes = [f"= {entry.alias}"] if entry.alias is not None else []
     notes += [f"without padding {units.shape(entry.logical)}"] if entry.logical is not None else []
     notes += [f"rank {entry.rank}"] if entry.rank is not None else []
-    notes += [f"of step {entry.step}"] if entry.step is not None else []
+    notes += [_steps(entry.grid.steps.tolist())] if entry.grid.steps is not None and entry.step is not None else []
     stored = ("", "") if entry.alias is not None else (units.size(entry.nbytes), f"{len(entry.grid):,}")
     return (entry.name, entry.dtype.name, units.shape(entry.shape), *stored, ", ".join(notes))
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """Of which earlier steps a tensor's chunks are; −1 is the checkpoint's own, and a single number is of all of them."""
+    earlier = [step for step in steps if step >= 0]
+    distinct = sorted({*earlier})
+    which = f"of step{'s' * (len(distinct) > 1)} {', '.join(map(str, distinct))}"
+    return which if len(steps) == 1 else f"{len(earlier)} of {len(steps)} chunks {which}"
 
 
 def _print_files(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:

@@ -60,7 +60,7 @@ class ConvertReport:
     repair: RepairReport | None = None
     """What was repaired of the source on the way; None if that was not asked for."""
     mixed_steps: Mapping[str, int] = field(default_factory=dict)
-    """Tensors of the source that are of an earlier step than the others, by stored name, and that step."""
+    """Tensors of the source with bytes of an earlier step than the others, by stored name, and the earliest such step."""
     notes: tuple[str, ...] = ()
     """What else the user should know: for ``hf``, what ``config.json`` was made of, or why it was not."""
 

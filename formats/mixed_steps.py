@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 def earlier_steps(catalog: Catalog) -> dict[str, int]:
-    """The step of each tensor that is of an earlier one than its checkpoint, by name, aliases too."""
+    """Tensors with bytes of an earlier step than their checkpoint's, by name, aliases too, and the earliest such step."""
     record = catalog.record
     if record is None or MIXED not in record.features:
         return {}
@@ -27,7 +27,7 @@ def earlier_steps(catalog: Catalog) -> dict[str, int]:
 
 
 def steps_text(steps: Mapping[str, int]) -> str:
-    """How many tensors are of which earlier step; the latest first."""
+    """How many tensors are of which earliest step; the latest first."""
     counts = sorted(Counter(steps.values()).items(), reverse=True)
     more = f" and {len(counts) - _SHOWN} more steps" if len(counts) > _SHOWN else ""
     return ", ".join(f"{count:,} of step {step}" for step, count in counts[:_SHOWN]) + more

@@ -9,8 +9,21 @@ from ckpt.catalog import Contents
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import read_index_file, read_record
-from ckpt.formats.native.commit import ALIASES, ANCHORS, APART, COMMIT_PATH, LABELS, MIXED, REFERENCED, VALUES, VIRTUAL, CommitRecord
-from ckpt.formats.native.datafiles.references import is_reference
+from ckpt.formats.native.commit import (
+    ALIASES,
+    ANCHORS,
+    APART,
+    COMMIT_PATH,
+    ELSEWHERE,
+    LABELS,
+    MIXED,
+    REFERENCED,
+    VALUES,
+    VIRTUAL,
+    CommitRecord,
+    is_ours,
+)
+from ckpt.formats.native.datafiles.references import is_reference, split_url
 from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index, has_steps
 from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
@@ -43,7 +56,8 @@ class RebuildReport:
     bytes: int
     """Of all tensors, before coding."""
     lost: tuple[str, ...]
-    """What could not be recovered, now or by an earlier rebuild: ``values``, ``aliases and padding``, ``metrics and tags``."""
+    """What could not be recovered, now or by an earlier rebuild: ``values``, ``aliases and padding``, ``metrics and tags``, and ``what lies
+    in other checkpoints`` if nothing that is left says whether the save referred to those beside it, and it may have."""
     dry_run: bool
 
 
@@ -81,7 +95,8 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
     if index.record is not None and VIRTUAL in index.record.features:
         hint = "import it again: `ckpt import`"
         raise FormatError("a virtual checkpoint has no data files to rebuild its index from", where=url, hint=hint)
-    if not index.is_whole and _refers(backend, index, chosen):
+    refers = None if index.is_whole else _refers(backend, index, chosen)
+    if refers:
         raise FormatError(
             "a checkpoint that refers to data files of others cannot be rebuilt: its own files do not say which",
             where=url,
@@ -94,6 +109,8 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
             hint="restore the index from a copy, or load another checkpoint",
         )
     rebuilt, lost = (_kept(index), ()) if index.is_whole else _rebuilt(backend, index, chosen)
+    if not index.is_whole and refers is None and _may_refer(backend):
+        lost = (*lost, ELSEWHERE)
     if index.record is not None:  # the values of an earlier rebuild are whole, but they are none
         lost = tuple(dict.fromkeys((*lost, *index.record.lost)))
     if not index.is_whole and not dry_run:
@@ -152,15 +169,35 @@ def _chosen(backend: Backend, index: _Index, id: str | None) -> str:
     return saves[-1] if id is None else id
 
 
-def _refers(backend: Backend, index: _Index, id: str) -> bool:
-    """Whether the save has chunks in data files of others, as far as what is left of its index says: these would be missing."""
+def _refers(backend: Backend, index: _Index, id: str) -> bool | None:
+    """Whether the save has chunks in data files of others, which would be missing; None if nothing that is left of its index says it."""
     if index.record is not None:
         return REFERENCED in index.record.features
     try:
         rows = decode_files(backend.read_whole(index_path(id, FILES), INDEX_LIMIT), backend.url)
     except (NotFoundError, CorruptError):
-        return False
+        return None
     return any(is_reference(file.path) for file in rows)
+
+
+def _may_refer(backend: Backend) -> bool:
+    """Whether there is a checkpoint beside this one that others may refer to. Its own files do not say whether it did."""
+    try:
+        run, own = split_url(backend)
+    except UsageError:
+        return False
+    here = open_backend(run)
+    for entry in here.list_dir(""):
+        data = read_record(here, entry) if entry.endswith("/") and entry.rstrip("/") != own else None
+        if data is None:
+            continue
+        try:
+            if CommitRecord.from_bytes(data, here.url).reusable:
+                return True
+        except (CorruptError, FormatError):
+            if is_ours(data):
+                return True
+    return False
 
 
 def _is_mixed(backend: Backend, index: _Index, id: str) -> bool:
@@ -168,7 +205,7 @@ def _is_mixed(backend: Backend, index: _Index, id: str) -> bool:
     if index.record is not None:
         return MIXED in index.record.features and not _has_tables(index)
     try:
-        return has_steps(backend.read_whole(index_path(id, TENSORS), INDEX_LIMIT), backend.url)
+        return has_steps(backend.read_whole(index_path(id, GRIDS), INDEX_LIMIT), backend.url)
     except (NotFoundError, CorruptError):
         return False
 

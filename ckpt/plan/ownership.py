@@ -43,14 +43,15 @@ from .subdivide import caps, refine
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What all ranks that hold a tensor must agree about: name, dtype, global shape, the part of it that is not padding, and the
-    layout."""
+    """What all ranks that hold a tensor must agree about: name, dtype, global shape, the part of it that is not padding, the layout, and
+    whether each row (index of dimension 0) has chunks of its own."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     layout: TensorLayout
     logical: tuple[int, ...] | None = None
+    rows_apart: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +123,7 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
         members = of_layout.get(id(t.layout))
         if members is None:
             may_merge = merge_flat_shards and t.layout.is_flat  # some of a layout's tensors, and others not
-            grid = _flat_grid(t) if may_merge else None
+            grid = _flat_grid(t) if may_merge and not t.rows_apart else None
             if grid is not None:
                 merged[_replica_group(t.layout), t.layout.splits[-1].over].append((t, grid))
                 continue
@@ -136,10 +137,10 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
     for members in groups.values():
         alike: dict[object, ChunkAssignment] = {}
         for t, rotation in _rotations(members):
-            key = id(t.layout), t.shape, t.dtype.itemsize, rotation
+            key = id(t.layout), t.shape, t.dtype.itemsize, rotation, t.rows_apart
             known = alike.get(key)
             if known is None:
-                known = alike[key] = _assignment(t.layout, t.shape, t.dtype.itemsize, rotation)
+                known = alike[key] = _assignment(t.layout, t.shape, t.dtype.itemsize, rotation, rows_apart=t.rows_apart)
             assignments[t.name] = known
     for flat in merged.values():
         assignments.update((t.name, _assignment_of_rows(grid, rotation)) for t, grid, rotation in _merged_rotations(flat))
@@ -251,17 +252,17 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
 
 
 @lru_cache(maxsize=2048)
-def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rotation: int) -> ChunkAssignment:
+def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rotation: int, *, rows_apart: bool = False) -> ChunkAssignment:
     tiling = layout.tiling(shape)
     if tiling.cuts is None:
-        return _assignment_of_boxes(tiling, itemsize, rotation)
+        return _assignment_of_boxes(tiling, itemsize, rotation, rows_apart=rows_apart)
     widest = tiling.widest(shape)
     replicas = tiling.holders.shape[1]
     # A cell is cut along one dimension only (``row``), so that the parts of a row-major cell stay long runs of bytes.
     # Along the others it is cut only where a chunk would be larger than ``limits.CHUNK``.
     small = replicas == 1 or not shape or math.prod(widest) * itemsize < limits.UNDIVIDED
     row = None if small else _row_dim(widest, replicas)
-    most = caps(widest, itemsize, limits.CHUNK)
+    most = caps(_row(widest) if rows_apart else widest, itemsize, limits.CHUNK)
     refined = [refine(cuts, replicas if dim == row else 1, most[dim]) for dim, cuts in enumerate(tiling.cuts)]
     counts = [len(parent) for _, parent, _ in refined]
     # The grid's cells in row-major order: ``index`` has the coordinates of every chunk, ``parents`` the cell of the
@@ -275,7 +276,11 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
     return ChunkAssignment(cuts=tuple(new for new, _, _ in refined), owners=owners, cell=parents, cell_holders=tiling.holders)
 
 
-def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int) -> ChunkAssignment:
+def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, *shape[1:])
+
+
+def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, rows_apart: bool) -> ChunkAssignment:
     """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk."""
     # Boxes of one shape are cut alike.
     offsets, shapes = tiling.all_boxes()
@@ -283,7 +288,7 @@ def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int) -> ChunkA
     # Flat ranges of a model with thousands of ranks are hundreds of thousands of boxes of few different shapes. Each
     # shape is cut once, and the result is spread over all boxes that have it, by index arithmetic alone.
     kinds, kind = _distinct_rows(shapes)
-    cut = [_cut_box(tuple(shape), replicas, itemsize) for shape in kinds.tolist()]
+    cut = [_cut_box(tuple(shape), replicas, itemsize, rows_apart=rows_apart) for shape in kinds.tolist()]
     counts = np.array([len(part) for _, _, part in cut], dtype=np.int64)
     cell = np.repeat(np.arange(len(kind), dtype=np.int64), counts[kind])
     number = np.arange(len(cell), dtype=np.int64) - np.repeat(np.cumsum(counts[kind]) - counts[kind], counts[kind])
@@ -302,11 +307,11 @@ def _distinct_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
     return rows[np.unique(number, return_index=True)[1]], number
 
 
-def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int) -> tuple[IntArray, IntArray, IntArray]:
+def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int, *, rows_apart: bool) -> tuple[IntArray, IntArray, IntArray]:
     """The chunks of a box: offsets in it, shapes, and the number of the replica's part that each is in."""
     small = math.prod(shape) * itemsize < limits.UNDIVIDED
     row = _row_dim(shape, replicas)
-    most = caps(shape, itemsize, limits.CHUNK)
+    most = caps(_row(shape) if rows_apart else shape, itemsize, limits.CHUNK)
     refined = [refine((0, n), replicas if d == row and not small else 1, most[d]) for d, n in enumerate(shape)]
     at, sizes = cells([new for new, _, _ in refined])
     return at, sizes, refined[row][2][np.indices([len(r[1]) for r in refined])[row].ravel()]

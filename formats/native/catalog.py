@@ -357,7 +357,7 @@ def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents
     if excess is None and any(is_reference(f.path) for f in contents.files) != (REFERENCED in record.features):
         excess = f"it has {'the' if REFERENCED in record.features else 'not the'} feature {REFERENCED}, unlike its data files"
     if excess is None and MIXED in record.features and all(t.step is None for t in contents.tensors):
-        excess = f"it has the feature {MIXED}, and no tensor has a step"
+        excess = f"it has the feature {MIXED}, and no chunk is of an earlier step"
     if excess is not None:
         raise CorruptError(
             f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it: `ckpt rebuild`"

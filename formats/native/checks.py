@@ -105,8 +105,6 @@ def _tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry]) -> str |
         return f"its logical shape {logical} is not a leading part of {t.shape}"
     if t.rank is not None and t.rank < 0:
         return f"its rank is {t.rank}"
-    if t.step is not None and t.step < 0:
-        return f"its step is {t.step}"
     return None if t.alias is None else _alias_problem(t, by_name.get(t.alias))
 
 
@@ -115,8 +113,6 @@ def _alias_problem(t: TensorEntry, target: TensorEntry | None) -> str | None:
         return f"it is an alias of {t.alias!r}, which is not a stored tensor"
     if (t.dtype, t.shape) != (target.dtype, target.shape):
         return f"it is {t.dtype.name} {t.shape}, but the tensor {t.alias!r} that it is an alias of is {target.dtype.name} {target.shape}"
-    if t.step != target.step:
-        return f"it is of step {t.step}, but the tensor {t.alias!r} that it is an alias of is of step {target.step}"
     return None
 
 
@@ -131,6 +127,10 @@ def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
         return f"its grid has {grid.count} chunks, but names a file for {len(grid.files)}"
     if grid.files.min() < 0 or grid.files.max() >= files:
         return f"its grid names a data file that is not one of the {files}"
+    if grid.steps is not None and len(grid.steps) not in (1, grid.count):
+        return f"its grid has {grid.count} chunks, but gives a step for {len(grid.steps)}"
+    if grid.steps is not None and grid.steps.min() < -1:
+        return f"its grid gives the step {grid.steps.min()}"
     if grid.anchors is None:
         return None
     if len(grid.anchors) != grid.count:

@@ -38,7 +38,7 @@ MIXED = "mixed-steps"
 """The extension of checkpoints some of whose tensors are of an earlier step."""
 FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS, MIXED})
 """Extensions that this reader knows."""
-VALUES, ALIASES, LABELS = "values", "aliases and padding", "metrics and tags"
+VALUES, ALIASES, LABELS, ELSEWHERE = "values", "aliases and padding", "metrics and tags", "what lies in other checkpoints"
 """What a rebuild may not recover, as ``lost`` in the record says it."""
 
 INLINE_LIMIT = 8 << 10

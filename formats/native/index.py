@@ -52,7 +52,6 @@ _TENSORS = pa.schema(
         pa.field("rank", pa.int32()),
     ]
 )
-_TENSORS_WITH_STEPS = _TENSORS.append(pa.field("step", pa.int64()))
 _GRIDS = pa.schema(
     [
         pa.field("cuts", pa.list_(_NUMBERS)),
@@ -60,7 +59,8 @@ _GRIDS = pa.schema(
         pa.field("files", pa.list_(pa.int32()), nullable=False),
     ]
 )
-_GRIDS_WITH_ANCHORS = _GRIDS.append(pa.field("anchors", pa.list_(pa.int32())))
+_ANCHORS = pa.field("anchors", pa.list_(pa.int32()))
+_STEPS = pa.field("steps", _NUMBERS)
 _FILES = pa.schema(
     [
         pa.field("path", pa.utf8(), nullable=False),
@@ -107,7 +107,7 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
         tensors = sorted(contents.tensors, key=lambda t: t.name)
         grids, rows = _distinct_grids(tensors)
         cache.tensor_bytes = sum(t.nbytes for t in tensors if t.alias is None)
-        cache.tables = {TENSORS: _encode_tensors(tensors, rows), GRIDS: _encode_grids(grids)}
+        cache.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: _encode_grids(grids)}
     if cache.state is None:
         cache.state = _encode_state(contents)
     files = {
@@ -151,14 +151,15 @@ def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[in
 
 
 def _plain(grid: Grid) -> Grid:
-    """The same grid with one file number instead of many equal ones."""
-    files = np.asarray(grid.files, dtype=np.int32)
+    """The same grid with one file number or step instead of many equal ones."""
+    files, steps = np.asarray(grid.files, dtype=np.int32), grid.steps
     files = files[:1] if (files == files[0]).all() else files
-    return Grid(cuts=grid.cuts, boxes=grid.boxes, files=files, anchors=grid.anchors)
+    steps = steps[:1] if steps is not None and (steps == steps[0]).all() else steps
+    return Grid(cuts=grid.cuts, boxes=grid.boxes, files=files, anchors=grid.anchors, steps=steps)
 
 
 def _value(grid: Grid) -> tuple[object, ...]:
-    places = grid.files.tobytes(), None if grid.anchors is None else grid.anchors.tobytes()
+    places = tuple(None if column is None else column.tobytes() for column in (grid.files, grid.anchors, grid.steps))
     if grid.cuts is not None:
         return tuple(map(tuple, grid.cuts)), *places
     boxes = _box_rows(grid)
@@ -182,21 +183,20 @@ def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict
     }
 
 
-def _encode_tensors(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> bytes:
-    """tensors.arrow; the column of steps is there only if a tensor has one."""
-    columns = _tensor_columns(tensors, rows)
-    if all(t.step is None for t in tensors):
-        return to_file(columns, _TENSORS)
-    return to_file({**columns, "step": pa.array([t.step for t in tensors], pa.int64())}, _TENSORS_WITH_STEPS)
-
-
 def _encode_grids(grids: Sequence[Grid]) -> bytes:
-    """grids.arrow; the column of anchors is there only if a chunk has one."""
-    if all(grid.anchors is None for grid in grids):
-        return to_file(_grid_columns(grids), _GRIDS)
-    anchors = [np.zeros(0, dtype=np.int32) if grid.anchors is None else grid.anchors for grid in grids]
-    column = lists(pa.array(_joined(anchors, np.int32)), [len(a) for a in anchors], [grid.anchors is None for grid in grids])
-    return to_file({**_grid_columns(grids), "anchors": column}, _GRIDS_WITH_ANCHORS)
+    """grids.arrow; the columns of anchors and steps are there only if a chunk has one."""
+    columns, schema = _grid_columns(grids), _GRIDS
+    if any(grid.anchors is not None for grid in grids):
+        columns["anchors"], schema = _nullable([grid.anchors for grid in grids], np.int32), schema.append(_ANCHORS)
+    if any(grid.steps is not None for grid in grids):
+        columns["steps"], schema = _nullable([grid.steps for grid in grids], np.int64), schema.append(_STEPS)
+    return to_file(columns, schema)
+
+
+def _nullable(rows: Sequence[np.ndarray[Any, Any] | None], kind: type[np.int64] | type[np.int32]) -> pa.Array:
+    """A column of lists, null for None."""
+    there = [row for row in rows if row is not None]
+    return lists(pa.array(_joined(there, kind)), [0 if row is None else len(row) for row in rows], [row is None for row in rows])
 
 
 def _grid_columns(grids: Sequence[Grid]) -> dict[str, pa.Array]:
@@ -233,7 +233,7 @@ def _encode_state(contents: Contents) -> bytes:
 
 def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = False, mixed: bool = False) -> Contents:
     """The contents that the index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
-    ``anchored``: whether chunks have anchors; ``mixed``: whether tensors have steps of their own.
+    ``anchored``: whether chunks have anchors; ``mixed``: whether chunks have steps of their own.
 
     Raises:
         CorruptError: a file is not what the format says, or they contradict each other.
@@ -248,8 +248,8 @@ def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = Fal
     tensors = _known.get(key)
     known = tensors is not None
     if tensors is None:
-        grids = _GridTable(files[GRIDS], f"{where}/{GRIDS}", anchored=anchored)
-        tensors = _decode_tensors(files[TENSORS], grids, f"{where}/{TENSORS}", mixed=mixed)
+        grids = _GridTable(files[GRIDS], f"{where}/{GRIDS}", anchored=anchored, mixed=mixed)
+        tensors = _decode_tensors(files[TENSORS], grids, f"{where}/{TENSORS}")
     problem = find_problem(Contents(tensors=() if known else tensors, files=data_files, sources=sources))
     if problem is not None:
         _contradicts(problem, where)
@@ -273,21 +273,21 @@ def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:
 
 
 def has_steps(data: bytes, where: str) -> bool:
-    """Whether tensors.arrow has a tensor of an earlier step. Raises CorruptError if it cannot be read."""
+    """Whether grids.arrow has a chunk of an earlier step. Raises CorruptError if it cannot be read."""
     try:
-        columns = from_file(data, _TENSORS_WITH_STEPS, where)
+        columns = from_file(data, _GRIDS.append(_STEPS), where)
     except CorruptError:
-        from_file(data, _TENSORS, where)  # without the column
+        from_file(data, _GRIDS, where)  # without the column
         return False
-    return bool(columns["step"].null_count < len(columns["step"]))
+    return bool((flat_values(columns["steps"]) >= 0).any())
 
 
 def _contradicts(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the index contradicts itself: {what}", where=where, hint=f"restore {', '.join(INDEX_NAMES)}, or `ckpt rebuild`")
 
 
-def _decode_tensors(data: bytes, grids: _GridTable, where: str, *, mixed: bool) -> tuple[TensorEntry, ...]:
-    columns = from_file(data, _TENSORS_WITH_STEPS if mixed else _TENSORS, where)
+def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorEntry, ...]:
+    columns = from_file(data, _TENSORS, where)
     names, dtypes, shapes, logicals, rows, aliases, ranks = (columns[n].to_pylist() for n in _TENSORS.names)
     # Sorted names are part of the format: a reader can look a name up by bisection, and equal sets of tensors give
     # equal bytes.
@@ -298,7 +298,6 @@ def _decode_tensors(data: bytes, grids: _GridTable, where: str, *, mixed: bool) 
     except FormatError as err:
         raise FormatError(err.message, where=where, hint="use a newer release of this software") from err
     at = {n: i for i, n in enumerate(names)}
-    steps = columns["step"].to_pylist() if mixed else [None] * len(names)
     tensors = []
     for i, name in enumerate(names):
         if (rows[i] == _ALIAS) != (aliases[i] is not None):
@@ -315,17 +314,29 @@ def _decode_tensors(data: bytes, grids: _GridTable, where: str, *, mixed: bool) 
                 logical=logical,
                 alias=aliases[i],
                 rank=ranks[i],
-                step=steps[i],
             )
         )
     return tuple(tensors)
 
 
+class _Nullable:
+    """A column of lists that may be null; without a column, all are."""
+
+    def __init__(self, column: pa.Array | None) -> None:
+        self._spans = None if column is None else Ragged.of(column)
+        self._values = None if column is None else flat_values(column)
+
+    def row(self, number: int) -> np.ndarray[Any, Any] | None:
+        span = None if self._spans is None else self._spans.span(number)
+        return None if self._values is None or span is None else self._values[span]
+
+
 class _GridTable:
     """grids.arrow, decoded a row at a time: how to read boxes depends on the number of dimensions, which tensors know."""
 
-    def __init__(self, data: bytes, where: str, *, anchored: bool) -> None:
-        columns = from_file(data, _GRIDS_WITH_ANCHORS if anchored else _GRIDS, where)
+    def __init__(self, data: bytes, where: str, *, anchored: bool, mixed: bool) -> None:
+        schema = _GRIDS.append(_ANCHORS) if anchored else _GRIDS
+        columns = from_file(data, schema.append(_STEPS) if mixed else schema, where)
         self._where = where
         self._dims = Ragged.of(columns["cuts"])
         self._cuts = Ragged.of(columns["cuts"].values)
@@ -334,8 +345,8 @@ class _GridTable:
         self._box_values = flat_values(columns["boxes"])
         self._files = Ragged.of(columns["files"])
         self._file_values = flat_values(columns["files"])
-        self._anchors = Ragged.of(columns["anchors"]) if anchored else None
-        self._anchor_values = flat_values(columns["anchors"]) if anchored else None
+        self._anchors = _Nullable(columns["anchors"] if anchored else None)
+        self._steps = _Nullable(columns["steps"] if mixed else None)
         self._made: dict[int, Grid] = {}
 
     def grid(self, row: int, dims: int, name: str) -> Grid:
@@ -352,16 +363,17 @@ class _GridTable:
         if files is None or files.start == files.stop or (axes is None) == (boxes is None):
             _contradicts(f"the grid of tensor {name!r} needs files and exactly one of cuts and boxes", self._where)
         numbers = self._file_values[files]
-        span = self._anchors.span(row) if self._anchors is not None else None
-        anchors = self._anchor_values[span] if self._anchor_values is not None and span is not None else None
+        anchors, steps = self._anchors.row(row), self._steps.row(row)
+        if steps is not None and not len(steps):
+            _contradicts(f"the grid of tensor {name!r} has steps of no chunk", self._where)
         if axes is not None:
             spans = [self._cuts.span(i) or slice(0) for i in range(axes.start, axes.stop)]
-            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers, anchors=anchors)
+            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers, anchors=anchors, steps=steps)
         values = self._box_values[boxes]
         if dims == 0 or len(values) % (2 * dims):
             _contradicts(f"the boxes of tensor {name!r} do not have its {dims} dimensions", self._where)
         rows = values.reshape(-1, 2 * dims)
-        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers, anchors=anchors)
+        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers, anchors=anchors, steps=steps)
 
 
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:

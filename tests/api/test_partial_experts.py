@@ -316,6 +316,8 @@ def test_a_copy_needs_no_other_checkpoint_and_still_says_it(run: Path, job: Job,
         ({"experts": 4, "per_save": 1, "whole_every": 0}, "is a number, at least 1"),
         ({"experts": 4, "per_save": 5}, "cannot write 5 of 4 experts"),
         ({"experts": 4, "per_save": 2, "names": "*.experts.*"}, "is a glob with one {expert}"),
+        ({"experts": 4, "per_save": 2, "stacked": "*.experts.{expert}.*"}, "is a glob without {expert}, or None"),
+        ({"experts": 4, "per_save": 2, "stacked": ["*.experts.*"]}, "is a glob without {expert}, or None"),
     ],
 )
 def test_policies_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -329,6 +331,8 @@ def test_policies_that_cannot_be_are_refused(arguments: dict[str, Any], message:
         ({"partial_experts": 4}, "says which experts a save writes"),
         ({"partial_experts": HALF, "anchor": Anchor()}, "does not go with anchor="),
         ({"partial_experts": HALF, "local": "fast"}, "partial_experts= does not work with a local tier"),
+        ({"partial_experts": HALF, "local": ckpt.NodeLocal("fast")}, "partial_experts= does not work with a local tier"),
+        ({"partial_experts": HALF, "memory": ckpt.Memory(every=EverySteps(1))}, "partial_experts= does not work with a local tier"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run: Path, options: dict[str, Any], message: str) -> None:
@@ -342,9 +346,8 @@ def test_options_that_do_not_go_together_are_refused(run: Path, options: dict[st
 )
 def test_a_state_without_experts_or_with_more_is_an_error(run: Path, name: str, error: type[Exception], message: str) -> None:
     c = checkpointer_at(run)
-    c.save(1, {name: torch.ones(3)})
     with pytest.raises(error, match=message):
-        c.close()
+        c.save(1, {name: torch.ones(3)}).result()
 
 
 @pytest.mark.parametrize(("experts", "per_save"), [(4, 2), (8, 3), (5, 4), (7, 1), (3, 3), (64, 7)])

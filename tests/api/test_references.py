@@ -442,6 +442,26 @@ def test_rebuild_without_the_record_refuses_too(run: Path) -> None:
     holds(run / "step-2", before)
 
 
+def test_rebuild_without_record_and_table_of_files_says_that_something_may_be_lacking(run: Path) -> None:
+    state = {"a": torch.ones(5), "b": torch.arange(300.0)}
+    ckpt.save(run / "step-1", state, reusable=True)
+    state["a"].zero_()
+    saved = ckpt.save(run / "step-2", state, base=run / "step-1")
+    assert saved.reused_bytes == state["b"].nbytes
+    id = saved.id
+    (run / "step-2" / "checkpoint.json").unlink()
+    next((run / "step-2").glob("index-*/files.arrow")).unlink()
+    assert rebuild_checkpoint(str(run / "step-2"), id=id, dry_run=True).lost[-1] == "what lies in other checkpoints"
+    assert "what lies in other checkpoints" in rebuild_checkpoint(str(run / "step-2"), id=id).lost
+    with pytest.raises(CorruptError, match=r"missing(.|\n)*could not recover the checkpoint's values, .*what lies in other checkpoints"):
+        ckpt.load(run / "step-2", state)
+    alone = run / "other" / "step-3"
+    id = ckpt.save(alone, state, reusable=True).id
+    (alone / "checkpoint.json").unlink()
+    next(alone.glob("index-*/files.arrow")).unlink()
+    assert rebuild_checkpoint(str(alone), id=id).lost == ("values", "aliases and padding", "metrics and tags")
+
+
 @pytest.mark.parametrize(
     "path",
     [

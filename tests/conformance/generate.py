@@ -41,7 +41,7 @@ TENSORS = {
     "rank": pa.int32(),
 }
 GRIDS = {"cuts": pa.list_(INTS), "boxes": INTS, "files": pa.list_(pa.int32())}
-STEPS = {"step": pa.int64()}
+STEPS = {"steps": INTS}
 ANCHORS = {"anchors": pa.list_(pa.int32())}
 XOR = "xor-planes-zstd"
 RANKS = {"rank": pa.int32(), "length": pa.int64(), "digest": pa.uint64()}
@@ -56,7 +56,8 @@ Box = tuple[tuple[int, int], ...]
 @dataclass(kw_only=True)
 class Tensor:
     """``parts``: each chunk's box and the data file that has it; None: one chunk, file 0. ``irregular``: the grid is stored as boxes.
-    ``anchor``: the tensor that chunks are differences from, if ``codec`` is ``XOR``; data file ``anchor_file`` has it."""
+    ``steps``: the earlier step that each chunk is of, or all are, or -1. ``anchor``: the tensor that chunks are differences from, if
+    ``codec`` is ``XOR``; data file ``anchor_file`` has it."""
 
     name: str
     dtype: str
@@ -67,7 +68,7 @@ class Tensor:
     logical: tuple[int, ...] | None = None
     alias: str | None = None
     rank: int | None = None
-    step: int | None = None
+    steps: list[int] | None = None
     codec: str | None = None
     data: bytes | None = None
     anchor: Tensor | None = None
@@ -181,16 +182,18 @@ def write(root: Path, c: Checkpoint) -> None:
             tables["grids"]["cuts"].append(None if t.irregular else t.cuts or [[0, n] for n in t.shape])
             tables["grids"]["boxes"].append(flat if t.irregular else None)
             tables["grids"]["files"].append(numbers[:1] if len({*numbers}) == 1 else numbers)
+            tables["grids"].setdefault("steps", []).append(t.steps)
             tables["grids"].setdefault("anchors", []).append(None if t.anchor is None else [t.anchor_file] * len(boxes))
         for name, value in (
             *(("name", t.name), ("dtype", t.dtype), ("shape", list(t.shape)), ("logical", t.logical and list(t.logical))),
-            *(("grid", grid), ("alias", t.alias), ("rank", t.rank), ("step", t.step)),
+            *(("grid", grid), ("alias", t.alias), ("rank", t.rank)),
         ):
-            tables["tensors"].setdefault(name, []).append(value)
+            tables["tensors"][name].append(value)
     anchored = any(t.anchor is not None for t in stored)
-    mixed = any(t.step is not None for t in c.tensors)
+    mixed = any(t.steps is not None for t in stored)
     c.tables(tables)
-    types = {"tensors": TENSORS | (STEPS if mixed else {}), "grids": GRIDS | (ANCHORS if anchored else {}), "files": FILES}
+    of_grids = GRIDS | (ANCHORS if anchored else {}) | (STEPS if mixed else {})
+    types = {"tensors": TENSORS, "grids": of_grids, "files": FILES}
     index = {f"{n}.arrow": arrow(tables[n], types[n], "zstd" if n == "tensors" else None) for n in tables}
     index["state.json"] = json.dumps({"state": c.state, "ranks": {} if c.apart else c.ranks}, ensure_ascii=False).encode()
     index |= _apart(c) if c.apart else {}
@@ -391,10 +394,13 @@ def accepted() -> dict[str, Checkpoint]:
     ]
     experts = [Tensor(name="gate", dtype="float32", shape=(5, 4), parts=halves, cuts=[[0, 3, 5], [0, 4]])]
     experts += [
-        Tensor(name=f"experts.{i}.w", dtype="bfloat16", shape=(3, 2), step=step, parts=[(((0, 3), (0, 2)), i % 3)])
-        for i, step in enumerate((None, 0, 300, 2**40))
+        Tensor(name=f"experts.{i}.w", dtype="bfloat16", shape=(3, 2), steps=steps, parts=[(((0, 3), (0, 2)), i % 3)])
+        for i, steps in enumerate((None, [0], [300], [2**40]))
     ]
-    experts += [Tensor(name="tied", dtype="bfloat16", shape=(3, 2), step=300, alias="experts.2.w")]
+    experts += [Tensor(name="tied", dtype="bfloat16", shape=(3, 2), alias="experts.2.w")]
+    experts += [Tensor(name="stacked", dtype="float32", shape=(4, 3), cuts=[[0, 1, 2, 3, 4], [0, 3]], steps=[200, -1, 100, -1])]
+    boxes: list[tuple[Box, int]] = [(((0, 1), (0, 3)), 0), (((1, 2), (0, 2)), 1), (((1, 2), (2, 3)), 2)]
+    experts += [Tensor(name="stacked boxes", dtype="int16", shape=(2, 3), parts=boxes, irregular=True, steps=[-1, 7, 7])]
     model = [Tensor(name=f"net.{n}", dtype="float32", shape=(2, 2)) for n in ("0.weight", "1.weight")]
     model += [Tensor(name="optim.state.net.0.weight.exp_avg", dtype="float32", shape=(2, 2))]
     groups = [{"params": ["net.0.weight", "net.1.weight"], "options": {"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}}]
@@ -452,7 +458,8 @@ def expected(c: Checkpoint) -> dict[str, Any]:
     tensors = {}
     for t in c.tensors:
         tensors[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "logical": t.logical and list(t.logical), "alias": t.alias}
-        tensors[t.name] |= {"step": t.step} if t.step is not None else {}
+        of = next(s for s in c.tensors if s.name == (t.alias or t.name)).steps
+        tensors[t.name] |= {"steps": of} if of is not None else {}
         tensors[t.name] |= {"rank": t.rank, "bytes": len(t.raw()), "xxh3_128": xxh3_128_hexdigest(t.raw())}
     ranks = {r: {path: typed(node) for path, node in nodes.items()} for r, nodes in c.ranks.items()}
     return {"world_size": c.world_size, "tensors": tensors, "state": typed(c.state), "ranks": ranks}
@@ -562,11 +569,10 @@ def _of_difference() -> Checkpoint:
     return c
 
 
-def _mixed(step: int = 3, of_alias: int = 3, **hooks: Any) -> Checkpoint:
-    """The base with a tensor of an earlier step, and its alias."""
+def _mixed(*steps: int, **hooks: Any) -> Checkpoint:
+    """The base with a tensor of two chunks, and a step for each."""
     c = _with(**hooks)
-    for t in c.tensors:
-        t.step = step if t.name == "a" else of_alias if t.name == "tied" else None
+    c.tensors[0].steps = [*steps]
     return c
 
 
@@ -614,11 +620,6 @@ def _deep(depth: int) -> Any:
 def _swap(tables: Tables) -> None:
     for column in tables["tensors"].values():
         column[0], column[1] = column[1], column[0]
-
-
-def _no_steps(tables: Tables) -> None:
-    if "tensors" in tables:
-        tables["tensors"]["step"] = [None] * len(tables["tensors"]["name"])
 
 
 def _twice(tables: Tables) -> None:
@@ -717,11 +718,13 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "anchors-difference": ("15", "an anchor that is a difference itself", _of_difference()),
         "anchors-digest": ("15", "no XXH3-128 of what a difference stands for", _anchored(header=_without_128)),
         "anchors-feature": ("15", "differences without the feature", _anchored(record={"features": ["codecs"]})),
-        "mixed-negative": ("16", "a step below 0", _mixed(step=-1, of_alias=-1)),
-        "mixed-alias": ("16", "an alias of another step than its target", _mixed(of_alias=4)),
-        "mixed-without-steps": ("16", "the feature, and no tensor of an earlier step", _with(record={"features": ["mixed-steps"]})),
-        "mixed-null": ("16", "the feature, and steps that are all null", _mixed(tables=_no_steps)),
-        "mixed-and-extents": ("16", "mixed-steps and extents at once", _mixed(record={"features": ["mixed-steps", "extents"]})),
+        "mixed-negative": ("16", "a step below -1", _mixed(3, -2)),
+        "mixed-count": ("16", "steps of more chunks than there are", _mixed(3, 3, 3)),
+        "mixed-empty": ("16", "steps of no chunk", _mixed(3, -1, tables=_cell("grids", "steps", 2, []))),
+        "mixed-without-steps": ("16", "the feature, and no column of steps", _with(record={"features": ["mixed-steps"]})),
+        "mixed-null": ("16", "the feature, and steps that are all null", _mixed(3, -1, tables=_cell("grids", "steps", 2, None))),
+        "mixed-own": ("16", "the feature, and no chunk of an earlier step", _mixed(-1)),
+        "mixed-and-extents": ("16", "mixed-steps and extents at once", _mixed(3, -1, record={"features": ["mixed-steps", "extents"]})),
         "anchors-and-extents": ("15", "anchors and extents at once", _with(record={"features": ["codecs", "anchors", "extents"]})),
     }
 

@@ -40,12 +40,20 @@ def read_state(directory: str | Path) -> dict[str, Any]:
 
 
 def read_steps(directory: str | Path) -> dict[str, int]:
-    """The step of each tensor that is of an earlier one than its checkpoint."""
+    """Of each tensor that has bytes of an earlier step than its checkpoint, the earliest one."""
+    return {name: min(step for step in steps if step is not None) for name, steps in read_row_steps(directory).items()}
+
+
+def read_row_steps(directory: str | Path) -> dict[str, list[int | None]]:
+    """Of each such tensor, the step of each row, None for the checkpoint's own; of a scalar as of one row. No row is of two."""
     read(directory)
-    return {name: step for name, step in _read(Path(directory))[2].items() if step is not None}
+    elements = _read(Path(directory))[2]
+    rows = {name: steps.reshape(len(steps) if steps.ndim else 1, -1) for name, steps in elements.items() if (steps >= 0).any()}
+    assert all((steps == steps[:, :1]).all() for steps in rows.values()), "a row of two steps"
+    return {name: [None if step < 0 else step for step in steps[:, 0].tolist()] for name, steps in rows.items()}
 
 
-def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, int | None]]:
+def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     raw = (root / "checkpoint.json").read_bytes()
     record = _json(raw)
     own, ident, made, index = record["digest"], record["id"], record["created"], {}
@@ -59,12 +67,10 @@ def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, int | None]]:
         must = {"path": f"index-{ident}/{name}", "size": len(raw), "digest": xxh3_128_hexdigest(raw)}.items()
         assert must <= entry.items(), f"{name}: is {must}, not {entry}"
     of_grids = GRIDS | ({"anchors": "list<int32>?"} if "anchors" in record["features"] else {})
-    of_tensors = TENSORS | ({"step": "int64?"} if "mixed-steps" in record["features"] else {})
-    rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", of_tensors), ("grids", of_grids), ("files", FILES)))
-    steps = {r["name"]: r.get("step") for r in rows}
-    assert all(s is None or s >= 0 for s in steps.values()), "tensors.arrow: steps"
-    assert any(s is not None for s in steps.values()) == ("mixed-steps" in record["features"]), "mixed-steps without steps"
-    assert all(r["alias"] is None or steps[r["name"]] == steps[r["alias"]] for r in rows), "an alias of another step"
+    of_grids |= {"steps": f"{INTS}?"} if "mixed-steps" in record["features"] else {}
+    rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", of_grids), ("files", FILES)))
+    steps = {r["name"]: _steps(r, grids[r["grid"]]) for r in rows if r["alias"] is None}
+    assert any((s >= 0).any() for s in steps.values()) == ("mixed-steps" in record["features"]), "mixed-steps without steps"
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
     own = [not f["path"].startswith("../") for f in files]
     assert own == sorted(own, reverse=True) and all(own) == ("references" not in record["features"]), "files.arrow: references"
@@ -92,7 +98,7 @@ def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, int | None]]:
     assert said == {name: target[:2] for name, target in aliases.items()}, "an alias with a grid, or of another dtype or shape"
     state = _json(index["state.json"])
     assert state.keys() == {"state", "ranks"} and all(0 <= int(r) < record["world_size"] for r in state["ranks"]), "state.json: members"
-    return tensors | aliases, state, steps
+    return tensors | aliases, state, steps | {r["name"]: steps[r["alias"]] for r in rows if r["alias"] in steps}
 
 
 def _rows_apart(index: dict[str, bytes], grids: list[dict[str, Any]], files: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -155,18 +161,34 @@ def _data_file(root: Path, ident: str, row: dict[str, Any]) -> dict[str, tuple[s
     return found | {"": ({n: (dtypes[n], shapes[n]) for n in dtypes}, dict(zip(sorted(found), strong, strict=True)))}  # no key is empty
 
 
-def _tensor(
-    row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, Any]], strong: tuple[dict[str, str], ...]
-) -> tuple[str, tuple[int, ...], bytes]:
-    name, dtype, shape, cuts, flat, files = row["name"], row["dtype"], row["shape"], grid["cuts"], grid["boxes"], grid["files"]
-    (size, stored), logical = DTYPES[dtype], shape if row["logical"] is None else row["logical"]
+def _boxes(row: dict[str, Any], grid: dict[str, Any]) -> list[Any]:
+    """Start and stop of each chunk in each dimension."""
+    name, shape, cuts, flat = row["name"], row["shape"], grid["cuts"], grid["boxes"]
     assert row["grid"] >= 0 and (cuts is None) != (flat is None), f"{name}: no grid, or not one of cuts and boxes"
-    assert 1 <= len(name.encode()) <= 4096 and "\0" not in name, f"not a name: {name[:99]!r}"
-    assert all(0 <= a <= n for a, n in zip(logical, shape, strict=True)), f"{name}: logical {logical} of {shape}"
     boxes: Any = [[]] if flat is None else [[(o, o + s) for o, s in b.T.tolist()] for b in np.reshape(flat, (-1, 2, len(shape)))]
     for c, n in zip(cuts, shape, strict=True) if cuts is not None else ():
         assert [c[0], c[-1]] == [0, n] and c == (sorted(set(c)) if n else [0, 0]), f"{name}: cuts {cuts} of {shape}"
-        boxes = [[*box, (c[i], c[i + 1])] for box in boxes for i in range(len(c) - 1)]  # start and stop per dimension
+        boxes = [[*box, (c[i], c[i + 1])] for box in boxes for i in range(len(c) - 1)]
+    return boxes
+
+
+def _steps(row: dict[str, Any], grid: dict[str, Any]) -> Any:
+    """The earlier step that each element is of, or -1."""
+    boxes, steps, of = _boxes(row, grid), grid.get("steps"), np.full(row["shape"], -1, np.int64)
+    assert steps is None or (len(steps) in (1, len(boxes)) and min(steps) >= -1), f"{row['name']}: steps {steps}"
+    for box, step in zip(boxes, steps * len(boxes) if len(steps) == 1 else steps, strict=True) if steps is not None else ():
+        of[tuple(slice(a, b) for a, b in box)] = step
+    return of
+
+
+def _tensor(
+    row: dict[str, Any], grid: dict[str, Any], unread: list[dict[str, Any]], strong: tuple[dict[str, str], ...]
+) -> tuple[str, tuple[int, ...], bytes]:
+    name, dtype, shape, files = row["name"], row["dtype"], row["shape"], grid["files"]
+    (size, stored), logical = DTYPES[dtype], shape if row["logical"] is None else row["logical"]
+    assert 1 <= len(name.encode()) <= 4096 and "\0" not in name, f"not a name: {name[:99]!r}"
+    assert all(0 <= a <= n for a, n in zip(logical, shape, strict=True)), f"{name}: logical {logical} of {shape}"
+    boxes = _boxes(row, grid)
     whole, times = np.zeros((*shape, size), np.uint8), np.zeros(shape, np.int64)
     anchors = [-1] * len(boxes) if grid.get("anchors") is None else grid["anchors"]
     for box, file, anchor in zip(boxes, files * len(boxes) if len(files) == 1 else files, anchors, strict=True):

@@ -19,12 +19,15 @@ STALE = {
     300: {"layers.0.experts.0.w": 200, "layers.0.experts.2.w": 200, "layers.1.experts.1.w": 200, "layers.1.experts.3.w": 200},
 }
 """Of each step, the tensors that are of an earlier one, and which."""
+STALE_ROWS = {100: {}, 200: {"layers.1.moe.experts.w": [100, None, 100, None]}, 300: {"layers.1.moe.experts.w": [None, 200, None, 200]}}
+"""The same of the rows of a tensor that has all experts of a layer."""
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
     """What the job has at each step."""
     experts = {f"layers.{i}.experts.{e}.w": torch.full((6, 5), 10.0 * i + e + step) for i in range(2) for e in range(4)}
-    return {"gate": torch.arange(20, dtype=torch.float32) + step, **experts}
+    stacked = torch.arange(4.0)[:, None, None] + torch.full((4, 3, 2), 100.0 + step)
+    return {"gate": torch.arange(20, dtype=torch.float32) + step, "layers.1.moe.experts.w": stacked, **experts}
 
 
 def main(name: str) -> None:

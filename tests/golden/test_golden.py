@@ -10,7 +10,7 @@ import torch
 
 import ckpt
 from ckpt.formats.registry import open_catalog
-from tests.formats.oracle import read, read_steps
+from tests.formats.oracle import read, read_row_steps, read_steps
 from tests.golden import generate_anchors as anchored
 from tests.golden import generate_codecs as coded
 from tests.golden import generate_mixed_steps as mixed
@@ -128,8 +128,12 @@ def test_differences_are_read_by_both_readers(step: int) -> None:
 
 @pytest.mark.parametrize("step", mixed.STEPS)
 def test_tensors_of_earlier_steps_are_what_they_were_then(step: int) -> None:
-    url, stale = HERE / MIXED / f"step-{step:08d}", mixed.STALE[step]
+    url, stale, rows = HERE / MIXED / f"step-{step:08d}", mixed.STALE[step], mixed.STALE_ROWS[step]
     held = {name: mixed.tensors(stale.get(name, step))[name] for name in mixed.tensors(step)}
+    for name, steps in rows.items():
+        held[name] = torch.stack([mixed.tensors(of or step)[name][row] for row, of in enumerate(steps)])
+    assert {name: steps for name, steps in read_row_steps(url).items() if name in rows} == rows
+    stale = stale | {name: min(filter(None, steps)) for name, steps in rows.items()}
     assert read_steps(url) == stale
     assert {name: raw for name, (_, _, raw) in read(url).items()} == {name: raw_bytes(t) for name, t in held.items()}
     state = mixed.tensors(0)

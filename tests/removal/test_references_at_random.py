@@ -34,7 +34,7 @@ from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import Latest, PartialExperts, retention
 from ckpt.policies.partial_experts import ExpertTurn
 
-NAMES = ("e0.a", "e1.b", "e2.c", "e3.d")
+NAMES = ("e0.a", "e1.b", "e2.c", "e3.d", "m.experts.f")
 EXPERTS = PartialExperts(names="e{expert}.*", experts=4, per_save=2)
 STEPS = range(1, 13)
 CODECS = (None, "zstd", "planes-zstd", "xor-planes-zstd", "xor-planes-zstd")
@@ -54,6 +54,7 @@ class History:
         torch.manual_seed(seed)
         self.state = {name: torch.full((40 + i,), float(i)) for i, name in enumerate(NAMES)}
         self.state |= {NAMES[1]: torch.randn(6000), NAMES[2]: torch.randn(5000)}  # large enough to be stored as differences
+        self.state |= {NAMES[4]: torch.randn(4, 50)}
         self.saved: dict[int, Tensors] = {}
         self.log: list[str] = []
         self.referring = self.anchored = self.mixed = self.crashed = 0
@@ -85,9 +86,10 @@ class History:
 
     def change(self) -> None:
         name = self.random.choice(NAMES)
+        self.state[NAMES[4]] += 1
         match self.random.randrange(6):
             case 0:
-                self.state[name].data.numpy()[0] += 1  # torch does not count it
+                self.state[name].data.numpy().flat[0] += 1  # torch does not count it
             case 1:
                 # One keeps its shape: a base that has nothing of the state is an error.
                 self.state[NAMES[3]] = torch.full((self.random.randrange(30, 60),), self.random.random())
@@ -104,16 +106,21 @@ class History:
         now, before = {name: tensor.numpy().tobytes() for name, tensor in self.state.items()}, self.saved.get(step)
 
         options = SaveOptions.of(base=None if base is None else self.url(base), reusable=True, codec=codec)
+        options = replace(options, experts=ExpertTurn(EXPERTS))  # all saves of a job cut its experts apart
+        turn = None
         if base is not None and self.random.random() < 0.5:
             turn = ExpertTurn(EXPERTS, self.random.randrange(2))
             options = replace(options, base=SaveBase(url=self.url(base), step=base), experts=turn)
-            now |= {name: self.saved[base][name] for name in turn.stale(NAMES)}
+            stale, size = turn.stale({name: tensor.shape for name, tensor in self.state.items()}), 4 * 50
+            now |= {name: self.saved[base][name] for name in stale.names}
+            rows = [(self.saved[base] if row in stale.rows[NAMES[4]] else now)[NAMES[4]][size * row : size * (row + 1)] for row in range(4)]
+            now |= {NAMES[4]: b"".join(rows)}
 
         def run() -> None:
             with suppress(ConflictError, MismatchError):  # the base refers to what would be replaced, or lacks an expert
                 report = save_state(self.url(step), self.state, current_group(), options)
                 self.referring += report.reused_bytes > 0
-                self.mixed += options.experts is not None
+                self.mixed += turn is not None
                 self.anchored += ANCHORS in CommitRecord.from_bytes((self.root / f"step-{step}" / COMMIT_PATH).read_bytes(), "").features
 
         self.call(f"save {step} on {base} with {codec}", run)

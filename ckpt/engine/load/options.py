@@ -23,7 +23,8 @@ class LoadReport:
     ``bytes_unverified`` read without a check of their digest, ``bytes_received`` of those needed that other ranks had read. They came
     in ``requests`` reads, which storage may split, from ``files`` files. ``memory`` is what reading took beside the state, in bytes. Of
     a dry run it is the most that reading can take, and ``seconds`` is an estimate for the slowest rank, from what ``estimated_from``
-    says. ``mixed_steps``: the tensors of this rank that are of an earlier step than the checkpoint, by stored name, and that step.
+    says. ``mixed_steps``: the tensors of this rank with bytes of an earlier step than the checkpoint, by stored name, and the earliest such
+    step: of a tensor with all experts of a layer, that of its oldest one.
     """
 
     url: str

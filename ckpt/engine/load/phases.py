@@ -39,7 +39,7 @@ class Matched:
 
     @property
     def mixed_steps(self) -> dict[str, int]:
-        """The step of each tensor that this rank takes from an earlier one than the checkpoint's, by stored name."""
+        """Tensors that this rank has bytes of an earlier step of than the checkpoint's, by stored name, and the earliest such step."""
         return {entry.name: entry.step for _, entry in self.binding.targets.values() if entry.step is not None}
 
 

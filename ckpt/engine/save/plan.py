@@ -28,6 +28,7 @@ from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.reads import group_sizes
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Table, split_tables
+from ckpt.policies.partial_experts import NO_EXPERTS, StaleExperts
 from ckpt.settings import limits
 
 NO_ID = "0" * 16
@@ -115,8 +116,9 @@ class Plans:
         merge_flat_shards: bool,
         codec: str | None,
         mirrors: MirrorPlacement | None = None,
+        rows_apart: Collection[str] = (),
     ) -> RankPlan:
-        """The plan for a collected state: a kept one, or a new one.
+        """The plan for a collected state: a kept one, or a new one. ``rows_apart``: tensors no chunk of which has bytes of two rows.
 
         Raises:
             StateError: a name cannot be stored.
@@ -127,7 +129,8 @@ class Plans:
         # The key has values, not objects: a training loop builds its state dictionary anew for each save, and equal
         # specs mean an equal plan. Limits are part of it, since tests change them.
         options = rank, position, merge_flat_shards, codec, mirrors, limits.CHUNK, limits.UNDIVIDED
-        key = _Key(tuple(t.info for t in shard_table.tensors.values()), dict(shard_table.aliases), frozenset(shard_table.own), options)
+        infos = (replace(t.info, rows_apart=True) if name in rows_apart else t.info for name, t in shard_table.tensors.items())
+        key = _Key(tuple(infos), dict(shard_table.aliases), frozenset(shard_table.own), options)
         for i, kept in enumerate(self._kept):
             if kept.key.same(key):
                 self.hits += 1
@@ -145,10 +148,10 @@ class Plans:
         position: int,
         codec: str | None,
         has_128: bool,
-        stale: frozenset[str] = frozenset(),
+        stale: StaleExperts = NO_EXPERTS,
     ) -> RankPlan:
         """What is left of a plan that :meth:`plan` gave: the chunks of these numbers. ``has_128``: headers have digests of 128 bits;
-        ``stale``: tensors of which no rank writes a chunk, so nobody exchanges or compares them."""
+        ``stale``: experts of which no rank writes a chunk, so nobody exchanges or compares them."""
         for kept in self._reduced:
             if kept.of is plan and kept.stale == stale and kept.plan.has_128 == has_128 and kept.plan.numbers == numbers:
                 return kept.plan
@@ -159,19 +162,26 @@ class Plans:
         if stale:
             made = replace(
                 made,
-                sends=[f for f in plan.sends if f.name not in stale],
-                receives=[f for f in plan.receives if f.name not in stale],
-                replicated=[row for row in plan.replicated if row[0] not in stale],
+                sends=[f for f in plan.sends if f.name not in stale.names],
+                receives=[f for f in plan.receives if f.name not in stale.names],
+                replicated=[(name, compared) for name, numbers in plan.replicated if (compared := _compared(plan, name, numbers, stale))],
             )
         self._reduced = [*self._reduced, _Reduced(plan, stale, made)][-KEPT:]
         return made
+
+
+def _compared(plan: RankPlan, name: str, numbers: Sequence[int], stale: StaleExperts) -> Sequence[int]:
+    """Those chunks of a replicated tensor that are not stale."""
+    if name not in stale.rows:
+        return () if name in stale.names else numbers
+    return [n for n in numbers if not stale.covers(name, plan.assignments[name].box(n).offset)]
 
 
 class _Reduced(NamedTuple):
     """A plan without some of the chunks ``of`` another one."""
 
     of: RankPlan
-    stale: frozenset[str]
+    stale: StaleExperts
     plan: RankPlan
 
 

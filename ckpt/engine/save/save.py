@@ -38,6 +38,7 @@ from ckpt.io_backends import retries
 from ckpt.io_backends.registry import open_backend
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.mesh import coordinates
+from ckpt.policies.partial_experts import NO_EXPERTS
 from ckpt.tracing.progress import HASH, WRITE
 from ckpt.transport.peers import peers_of
 
@@ -115,6 +116,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
     backend = open_backend(job.call.url)
     with job.spans.span("collect"):
         collected = collect(state, rank=group.rank, ranks=group.ranks, layout=options.layout, shards=plans.shards, part=options.part)
+        experts = NO_EXPERTS if options.experts is None else options.experts.stale(_shapes(collected))
         values = tree.text(collected.state).encode()
         own_values = json.dumps(collected.own).encode() if collected.own else b""
     with job.spans.span("plan"):
@@ -127,23 +129,23 @@ def prepare(job: SaveJob, state: object) -> Prepared:
             merge_flat_shards=merge_flat_shards,
             codec=options.codec,
             mirrors=options.mirrors,
+            rows_apart=experts.rows.keys(),
         )
         source = ChunkSource(plan, collected.shard_table.tensors)
     reuse = NO_REUSE
     if options.reusable:
         with job.spans.span("hash"):
-            stale = _stale(collected, options)
             candidates = job.cache.seen.candidates(collected.shard_table)
-            asked = {name: same for name, same in candidates.items() if name not in stale}
+            asked = {name: same for name, same in candidates.items() if name not in experts.names}
             settle_devices(devices_of(collected.shard_table.tensors[name] for name in asked), job.call.url)
             seen, trust = job.cache.seen, None
             if options.trust is not None:
                 trust = Trust.of(options.trust, seen.trusted, collected.shard_table, asked, seen.versions)
-            reuse = find_reuse(options.base, backend, plan, source, asked, seen, options.threads, stale, trust)
+            reuse = find_reuse(options.base, backend, plan, source, asked, seen, options.threads, experts, trust)
         has_128 = bool(reuse.digests)
-        if reuse.references or has_128 or stale:
+        if reuse.references or has_128 or experts:
             remaining = reuse.remaining(len(plan.chunks))
-            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128, stale=stale)
+            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128, stale=experts)
             source = ChunkSource(plan, collected.shard_table.tensors)
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
@@ -160,15 +162,14 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         if options.check_replicas and group.size > 1
         else None,
         reuse=reuse,
+        has_experts=experts.found,
     )
 
 
-def _stale(collected: Collected, options: SaveOptions) -> frozenset[str]:
-    """Tensors of experts whose turn it is not: they keep what the base has of them."""
-    if options.experts is None or options.base is None:
-        return frozenset()
+def _shapes(collected: Collected) -> dict[str, tuple[int, ...]]:
+    """Global shapes of the tensors that are not this rank's alone."""
     shard_table = collected.shard_table
-    return options.experts.stale(shard_table.tensors.keys() - shard_table.own)
+    return {name: local.info.shape for name, local in shard_table.tensors.items() if name not in shard_table.own}
 
 
 def stage(prepared: Prepared) -> Capture:
@@ -245,7 +246,7 @@ def begin_row(prepared: Prepared) -> Row:
     experts = prepared.job.options.experts
     if experts is not None:
         row["options"] += f" {experts.text()}"
-        row["without_experts"] = not experts.matches(collected.shard_table.tensors)
+        row["without_experts"] = not prepared.has_experts
     if collected.own and call.group.size > APART:
         own_row = encode_row(plan.own_tensors, collected.own)
         # No two ranks have the same row: most are too small to be worth messages of their own.

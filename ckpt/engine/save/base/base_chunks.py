@@ -112,6 +112,11 @@ class BaseChunks:
         extent = self.catalog.extents(entry, [chunk])[0]
         return None if extent.anchor is not None else (extent, self._row(entry.grid.file(chunk)))
 
+    def earlier_step(self, entry: TensorEntry, plan: RankPlan, number: int) -> int | None:
+        """The training step that the base's chunk is of, if that is an earlier one than the base's."""
+        chunk = self._number(entry, plan, number)
+        return None if chunk is None else entry.grid.step(chunk)
+
     def _number(self, entry: TensorEntry, plan: RankPlan, number: int) -> int | None:
         """Number of the chunk with the same box."""
         name, own, box = plan.chunks[number]

@@ -4,18 +4,19 @@
     step 200           0 . 2 . written      1 and 3 are those of step 100
     step 300           . 1 . 3 written      0 and 2 are those of step 200
 
-Every rank decides alike, by names and the number of the save, so all chunks of a tensor are of one step. That the base lacks one is
-therefore an error, and not a reason to write it.
+Every rank decides alike, by names, rows and the number of the save, so all chunks of an expert are of one step. That the base lacks one
+is therefore an error, and not a reason to write it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt.catalog import DataFile
 from ckpt.engine.save.plan import RankPlan
 from ckpt.errors import MismatchError
+from ckpt.policies.partial_experts import StaleExperts
 
 from .base_chunks import BaseChunks, SaveBase
 
@@ -24,16 +25,16 @@ _WHOLE = "save again: after a save that failed, the next one writes all experts"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StaleChunks:
-    """What a rank refers to without asking whether it is equal. ``references`` go by numbers of the plan; ``steps``: the training step
-    that the bytes of each tensor are of, by name; ``coded``: whether a chunk is."""
+    """What a rank refers to without asking whether it is equal. ``references`` go by numbers of the plan, and so do ``steps``: the training
+    step that each chunk is of. ``coded``: whether a chunk is."""
 
     references: Mapping[int, DataFile] = field(default_factory=dict)
-    steps: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[int, int] = field(default_factory=dict)
     coded: bool = False
 
 
-def find_stale(base: SaveBase, chunks: BaseChunks, plan: RankPlan, names: Collection[str]) -> StaleChunks:
-    """Where the base has the chunks of these tensors.
+def find_stale(base: SaveBase, chunks: BaseChunks, plan: RankPlan, stale: StaleExperts) -> StaleChunks:
+    """Where the base has the chunks of these experts.
 
     Raises:
         MismatchError: it does not have one of them, or nothing may refer to it.
@@ -44,10 +45,10 @@ def find_stale(base: SaveBase, chunks: BaseChunks, plan: RankPlan, names: Collec
         why = "its directory does not say of which step it is" if base.step is None else "it was saved without reusable=True"
         raise MismatchError(f"experts cannot keep what the base has of them: {why}", where=base.url, hint=_WHOLE)
     references: dict[int, DataFile] = {}
-    steps: dict[str, int] = {}
+    steps: dict[int, int] = {}
     coded = False
     for number, chunk in enumerate(plan.chunks):
-        if chunk.name not in names:
+        if not stale.covers(chunk.name, chunk.box.offset):
             continue
         entry, stored = chunks.entry(plan, number), chunks.stored_whole(plan, number)
         if entry is None or stored is None:
@@ -59,5 +60,6 @@ def find_stale(base: SaveBase, chunks: BaseChunks, plan: RankPlan, names: Collec
             )
         extent, references[number] = stored
         coded = coded or extent.codec is not None
-        steps[chunk.name] = base.step if entry.step is None else entry.step
+        earlier = chunks.earlier_step(entry, plan, number)
+        steps[number] = base.step if earlier is None else earlier
     return StaleChunks(references=references, steps=steps, coded=coded)

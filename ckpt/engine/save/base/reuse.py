@@ -36,6 +36,7 @@ from ckpt.errors import CkptError, MismatchError
 from ckpt.formats.native.datafiles.references import split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.policies.partial_experts import NO_EXPERTS, StaleExperts
 from ckpt.text import units
 
 from .base_chunks import BaseChunks, SaveBase
@@ -65,8 +66,8 @@ class Reuse:
     chunks: BaseChunks | None = None
     """All of the base; None if there is none, or it cannot be read."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    steps: Mapping[str, int] = field(default_factory=dict)
-    """Tensors of which an earlier step's bytes are referred to, and that step."""
+    steps: Sequence[tuple[Chunk, int]] = ()
+    """Chunks of which an earlier step's bytes are referred to, and that step."""
     nbytes: int = 0
     """Of the chunks that are referred to."""
 
@@ -128,16 +129,17 @@ def find_reuse(
     asked: Mapping[str, bool],
     seen: SeenVersions,
     threads: int,
-    stale: frozenset[str] = frozenset(),
+    stale: StaleExperts = NO_EXPERTS,
     trust: Trust | None = None,
 ) -> Reuse:
-    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``stale``: tensors that the save does not write;
+    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``stale``: experts that the save does not write;
     ``trust``: whose digests need not be taken.
 
     Raises:
         CkptError: the base is required, and it cannot be read, is none, or has nothing of this state, or not what is ``stale``.
     """
     numbers = [n for n, c in enumerate(plan.chunks) if c.name in asked and c.box.numel and not plan.assignments[c.name].merged]
+    numbers = [n for n in numbers if not stale.covers(plan.chunks[n].name, plan.chunks[n].box.offset)] if stale else numbers
     chunks, alike, kept = None, dict[int, tuple[str, DataFile, bool]](), StaleChunks()
     try:
         if base is not None:
@@ -173,12 +175,12 @@ def find_reuse(
         coded=kept.coded or any(coded for _, _, coded in equal.values()),
         chunks=chunks,
         digests={n: digest for n, digest in digests.items() if n not in equal},
-        steps=kept.steps,
+        steps=[(plan.chunks[n], step) for n, step in kept.steps.items()],
         nbytes=sum(plan.specs[n].nbytes for n in references),
     )
 
 
-def _required(base: SaveBase, chunks: BaseChunks, plan: RankPlan, stale: frozenset[str]) -> StaleChunks:
+def _required(base: SaveBase, chunks: BaseChunks, plan: RankPlan, stale: StaleExperts) -> StaleChunks:
     """What the base must have."""
     if base.required and plan.chunks and not any(chunks.entry(plan, n) is not None for n in range(len(plan.chunks))):
         raise MismatchError(
