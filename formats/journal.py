@@ -167,7 +167,7 @@ class CheckpointJournal(WriteJournal):
 
     def replaced_files(self) -> tuple[str, ...]:
         """Paths of the files of the checkpoint that this one replaces which nothing reaches after the commit."""
-        return () if self.previous is None else removable_files(self.backend, self.previous, files_of(self.backend, self.previous))
+        return () if self.previous is None else without_referred(self.backend, files_of(self.backend, self.previous))
 
     def remove_replaced(self) -> None:
         """After the commit: remove these. A failure harms nothing, since the checkpoint exists, and is only logged."""
@@ -234,14 +234,9 @@ class IntentJournal(WriteJournal):
                 self.backend.delete(self.record)
 
 
-def removable_files(backend: Backend, data: bytes, files: tuple[str, ...]) -> tuple[str, ...]:
-    """The files of a checkpoint that is replaced (``files_of``), without those that others of its run refer to."""
-    reusable = CommitRecord.from_bytes(data, COMMIT_PATH).reusable
-    return without_referred(backend, files) if reusable else files
-
-
 def without_referred(backend: Backend, paths: Sequence[str]) -> tuple[str, ...]:
-    """Paths of files of a checkpoint, without those that others of its run refer to.
+    """Paths of files of a checkpoint, without those that others of its run refer to, or point into as virtual checkpoints. These may point
+    into any, and nothing tells the ones that they point into: so ``reusable`` in a record does not matter here.
 
     Raises:
         StorageError: nobody knows what they refer to.

@@ -146,6 +146,20 @@ def test_a_base_that_was_moved_away_behind_a_link_stays_as_long_as_it_is_needed(
     assert CommitRecord.from_bytes((tmp_path / "cold" / "checkpoint.json").read_bytes(), "").reusable
 
 
+def test_a_save_over_a_step_that_is_not_reusable_keeps_what_a_virtual_one_points_into(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ckpt.save(run / "step-1", STATE)
+    import_checkpoint(str(run / "step-1"), str(run / "step-2"))
+    for _ in range(2):
+        ckpt.save(run / "step-1", {"c": torch.ones(3)})
+    backend = open_backend(str(run))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=backend.now() or 0.0))
+    check_loads(run / "step-2")
+    remove_at(str(run / "step-2"))
+    remove_orphans(backend, find_orphans(backend, older_than=0, now=backend.now() or 0.0))
+    assert len(list((run / "step-1").rglob("*.safetensors"))) == 1
+
+
 def test_files_that_a_virtual_checkpoint_points_into_stay(run: Path) -> None:
     """Step 3 becomes a virtual step 2; then the steps are replaced that have its bytes, and nobody refers to the older ones."""
     remove_at(str(run / "step-3"))

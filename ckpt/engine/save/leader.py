@@ -24,7 +24,7 @@ from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
-from ckpt.formats.journal import CheckpointJournal, files_of, removable_files, without_referred
+from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, MIXED, REFERENCED
 from ckpt.formats.native.paths import data_number, id_of
@@ -127,7 +127,7 @@ class Leader:
             raise NamesError(f"only= has globs that no name of the state matches: {globs}", where=self.call.url, hint=_GLOBS)
         if all(row.get("without_experts", False) for row in rows.values()):
             text = "partial_experts= has names of experts, and no tensor of the state has such a name"
-            raise NamesError(text, where=self.call.url, hint=f"each expert needs tensors of its own; {_GLOBS}")
+            raise NamesError(text, where=self.call.url, hint=f"compare names= and stacked= with `ckpt inspect`; {_GLOBS}")
         return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
@@ -369,7 +369,7 @@ class RecordedSave:
                     stale.setdefault(save, []).append(path)
             if stale:  # what others refer to is no orphan
                 stale = {save: [*kept] for save, paths in stale.items() if (kept := without_referred(backend, paths))}
-            for path in () if previous is None else sorted(removable_files(backend, previous, replaced)):
+            for path in sorted(without_referred(backend, replaced)) if replaced else ():
                 backend.delete(path)
             for save, paths in stale.items():
                 clear(backend, save, "", paths, partial(committed_id, backend))
