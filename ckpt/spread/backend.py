@@ -81,7 +81,7 @@ class SpreadBackend(Backend):
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
         """See ``Backend.read_hashed``."""
-        hashed = 0
+        view, hashed = byte_view(buffer, writable=True), 0
 
         def count(part: memoryview) -> None:
             nonlocal hashed
@@ -89,15 +89,14 @@ class SpreadBackend(Backend):
             update(part)
 
         def read(place: FilePlace) -> int:
-            if hashed:
-                # Part of the bytes were hashed before a node failed, and cannot be taken back. Whoever compares the
-                # digest evicts the range and begins anew, at the next holder.
-                raise CorruptError("a node failed in the middle of these bytes", where=f"{self.url}/{path}", hint="read them again")
-            place.read_hashed(path, offset, buffer, count)
-            return len(buffer)
+            # What was hashed before a place failed cannot be taken back: the next one goes on where it stopped. If the
+            # first part was wrong, whoever compares the digest evicts all of it and begins anew.
+            before = hashed
+            place.read_hashed(path, offset + before, view[before:], count)
+            return hashed - before
 
         check_path(path)
-        self.reader.read(path, offset, len(buffer), read)
+        self.reader.read(path, offset, view.nbytes, read)
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """See ``Backend.evict``: the node that would be read now gave wrong bytes, and is not read for this range any more."""

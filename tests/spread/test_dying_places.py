@@ -1,0 +1,48 @@
+"""A place that fails in the middle of a read: a disk with a bad sector, or the memory of a machine that dies. Another one has the rest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import StorageError
+from ckpt.io_backends import Backend, PosixBackend
+from ckpt.spread.nodes import NodeSet, StorageNode
+from ckpt.spread.runs import forget, know, run_url
+
+
+class HalfGone(PosixBackend):
+    """Of what is read and hashed, the first half comes."""
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        half = len(buffer) // 2
+        super().read_hashed(path, offset, buffer[:half], update)
+        raise StorageError("Input/output error", where=path)
+
+
+def below(kind: type[PosixBackend], root: Path, prefix: str) -> Backend:
+    return kind(str(root / prefix))
+
+
+@pytest.mark.parametrize("kinds", [(HalfGone, PosixBackend), (HalfGone, HalfGone, PosixBackend)])
+def test_the_rest_is_read_elsewhere(tmp_path: Path, kinds: tuple[type[PosixBackend], ...]) -> None:
+    state = {"w": torch.arange(300_000)}
+    roots = [tmp_path / f"node{n}" for n in range(len(kinds))]
+    ckpt.save(str(roots[0] / "step-1"), state)
+    for root in roots[1:]:
+        shutil.copytree(roots[0], root)
+    nodes = [StorageNode(name=r.name, domain=r.name, below=partial(below, kind, r)) for kind, r in zip(kinds, roots, strict=True)]
+    run = NodeSet(url=run_url("dying"), nodes=nodes, own=0, copies=1)
+    know(run)
+    try:
+        into = {"w": torch.zeros_like(state["w"])}
+        ckpt.load(f"{run.url}/step-1", into)
+    finally:
+        forget(run)
+    assert torch.equal(into["w"], state["w"])
