@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "slow", "needs --slow")
     if any(item.get_closest_marker("cuda") for item in items) and not _cuda():
         _skip(items, "cuda", "needs a GPU")
+
+
+def pytest_collection_finish() -> None:
+    """Tests and modules stay: no garbage collection needs to look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

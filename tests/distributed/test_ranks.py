@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ckpt.errors import CoverageError
-from tests.distributed.ranks import Lost, Ranks, RanksFailedError
+from tests.distributed.ranks import PRELOAD, Lost, Ranks, RanksFailedError
 
 
 def total(start: int) -> tuple[int, int, float]:
@@ -22,6 +24,11 @@ def total(start: int) -> tuple[int, int, float]:
 
 def alone() -> tuple[bool, int]:
     return dist.is_initialized(), torch.get_num_threads()
+
+
+def not_imported_and_threads_of_the_server() -> tuple[list[str], list[str]]:
+    tasks = Path(f"/proc/{os.getppid()}/task").glob("*/comm")
+    return [name for name in PRELOAD if name not in sys.modules], [task.read_text().strip() for task in tasks]
 
 
 def raise_on(rank: int) -> str:
@@ -68,6 +75,13 @@ def test_results_in_rank_order(ranks: Ranks) -> None:
 
 def test_without_a_process_group(ranks: Ranks) -> None:
     assert ranks.run(2, alone, process_group=False) == [(False, 1)] * 2
+
+
+def test_ranks_have_all_imports_of_a_server_with_one_thread(ranks: Ranks) -> None:
+    """A thread that has a lock when the server forks would have it in every rank for ever. That of jemalloc (of Arrow) copes with forks."""
+    lacking, threads = ranks.run(1, not_imported_and_threads_of_the_server, process_group=False)[0]
+    assert lacking == []
+    assert len([name for name in threads if name != "jemalloc_bg_thd"]) <= 1, threads
 
 
 def test_an_error_is_told_with_its_traceback(ranks: Ranks) -> None:
