@@ -2,7 +2,8 @@
 
 look     every rank   its machine, directory and domain ──► leader: the nodes, in the order of their first ranks
 serve    first rank of each node   a server, and a file in its directory ──► leader: addresses of all
-apart    the same   whose files do I see? ──► leader: only my own, or this is one directory for all
+apart    every rank   whose files do I see? ──► leader: those of my node, or two machines have one name; and, of the first ranks, no others,
+                                                or this is one directory for all
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
     """Find all nodes of the job. Collective.
 
     Raises:
-        UsageError: several nodes have the same directory, or ranks of one node name different domains.
+        UsageError: several nodes have the same directory, or several machines the same name; or ranks of one node name different domains.
         StorageError: nothing can be written in the directory.
     """
     me = own_node(directory, (group.rank,))
@@ -107,6 +108,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
             return {"addresses": server.addresses, "network": server.network, "secret": secret.hex(), "token": token}
 
         reached = _agreed(call, "serve", serve, rows)
+        mine = reached[own]["token"]
         others = [one["token"] for n, one in enumerate(reached) if n != own] if first else []
         survivors: list[StorageNode] = []
 
@@ -115,7 +117,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
             return {}
 
         call.map_reduce("survivors", greet, lambda rows: None)
-        call.map_reduce("apart", partial(_seen, local, others), partial(_check_apart, directory))
+        call.map_reduce("apart", partial(_seen, local, mine, others), partial(_check_apart, directory, rows))
         call.linger()
         failed.pop_all()
     if first:
@@ -178,12 +180,21 @@ def _nodes(rows: dict[int, Row]) -> list[Row]:
     return list(nodes.values())
 
 
-def _seen(local: Backend, tokens: Sequence[str]) -> Row:
+def _seen(local: Backend, mine: str, others: Sequence[str]) -> Row:
     names = {*local.list_dir("")}
-    return {"sees": [token for token in tokens if token in names]}
+    return {"own": mine in names, "sees": [token for token in others if token in names]}
 
 
-def _check_apart(directory: str, rows: dict[int, Row]) -> None:
+def _check_apart(directory: str, nodes: Sequence[Row], rows: dict[int, Row]) -> None:
+    strangers = [rank for rank, row in rows.items() if not row["own"]]
+    if strangers:
+        node = next(node for node in nodes if strangers[0] in node["ranks"])
+        who = f"{ranks_text(strangers)} and rank {node['ranks'][0]}"
+        raise UsageError(
+            f"{who} have the same host name, {node['host']!r}, and do not see each other's files",
+            where=node["name"],
+            hint="give each machine or container a host name of its own: names tell them apart",
+        )
     together = [rank for rank, row in rows.items() if row["sees"]]
     if together:
         raise UsageError(

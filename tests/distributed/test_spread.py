@@ -19,6 +19,7 @@ import ckpt
 from ckpt.errors import CorruptError, StorageError, UsageError
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EverySteps, Latest
+from ckpt.spread import meeting
 from tests.distributed.ranks import Ranks
 
 
@@ -186,17 +187,26 @@ def flip(path: Path, at: int) -> None:
 
 
 def badly_set_up(folder: str, how: str) -> str:
-    """Machines with one disk, or processes of one machine that say different things of it."""
+    """Machines with one disk, or with one name; or processes of one machine that say different things of it."""
     rank = dist.get_rank()
     socket.gethostname = lambda: f"machine{rank}" if how == "shared" else "machine"
-    os.environ["CKPT_DOMAIN"] = "rack" if how == "shared" else f"rack{rank}"
-    local = ckpt.NodeLocal(f"{folder}/local")
+    os.environ["CKPT_DOMAIN"] = f"rack{rank}" if how == "domains" else "rack"
+    local = ckpt.NodeLocal(f"{folder}/local{rank if how == 'names' else ''}")
+    if how == "names":
+        meeting.real_url = lambda url: f"{folder}/local"  # on each machine its own
     with pytest.raises(UsageError) as error, ckpt.Checkpointer(f"{folder}/root", local=local, timeout=10) as c:
         c.restore({})
     return str(error.value)
 
 
-@pytest.mark.parametrize(("how", "text"), [("shared", "several nodes share the directory"), ("domains", "name different domains")])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("shared", "several nodes share the directory"),
+        ("domains", "name different domains"),
+        ("names", "rank 1 and rank 0 have the same host name, 'machine', and do not see each other's files"),
+    ],
+)
 def test_nodes_that_are_set_up_badly(ranks: Ranks, tmp_path: Path, how: str, text: str) -> None:
     assert [text in message for message in ranks.run(2, badly_set_up, str(tmp_path), how)] == [True, True]
     assert not list(tmp_path.rglob("*.tmp"))
