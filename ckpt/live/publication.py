@@ -135,7 +135,9 @@ def prepare_image(
     source = ChunkSource(image.plan, tensors)
     meter = SaveMeter()
     meter.total = sum(batch.length for batch in batches)
-    capture = Capture(image.plan, collected.shard_table, source, stage, None, None, spans, meter)
+    # Whoever publishes eagerly waits for the copy alone; hashing on the way would be one pass less, and a longer wait.
+    filled = segment.digests.filled if lazy else None
+    capture = Capture(image.plan, collected.shard_table, source, stage, None, None, spans, meter, filled)
     if lazy:
         capture.capture_volatile()
     own = image.own_table
@@ -170,7 +172,7 @@ def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSe
         ConsistencyError: the state was changed while it was captured.
     """
     prepared.capture.result()
-    with prepared.spans.span("digest", prepared.segment.capacity):
+    with prepared.spans.span("digest", prepared.segment.digests.left):
         digests = prepared.segment.seal(threads, call.check_failures)
     layout = prepared.image.layout
     prepared.capture.compare(_CapturedDigests(prepared.segment, layout))
@@ -223,8 +225,8 @@ class PublishReport:
     waited ``blocked``: in ``publish``, in ``fence`` and in optimizers' steps.
 
     ``spans.sums`` has the seconds and bytes of its phases: ``plan`` (what the state consists of), ``capture`` (the copy; the threads' sum),
-    ``digest``, ``replicas`` (digests for the comparison with other ranks) and ``agree`` (waiting for the other ranks); none with
-    ``CKPT_SPANS=off``."""
+    ``digest`` (of what was not hashed while it was captured), ``replicas`` (digests for the comparison with other ranks) and ``agree``
+    (waiting for the other ranks); none with ``CKPT_SPANS=off``."""
 
     version: Version
     bytes: int

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,7 +32,7 @@ from ckpt.live.filling import plan_filling
 from ckpt.live.segments.mapped import LocalHolder, SegmentShare
 from ckpt.live.segments.published import BlockCheck, PublishedSegment, SegmentLayout
 from ckpt.live.segments.reader import LOOK, MappedSegment, SegmentMappings
-from ckpt.live.segments.segment import BLOCK, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
+from ckpt.live.segments.segment import BLOCK, BlockDigests, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined
 from ckpt.plan.transfers import Want, plan_transfers
@@ -158,6 +160,30 @@ def write_anyway(pipe: Connection, address: tuple[int, int, str, int]) -> None:
         except OSError as err:
             outcomes.append(f"{attempt}: {type(err).__name__}")
     pipe.send(outcomes)
+
+
+@hypothesis.given(
+    cuts=st.lists(st.integers(0, 3 * BLOCK + 17), max_size=12), lacking=st.integers(0, 13), order=st.randoms(use_true_random=False)
+)
+def test_blocks_are_hashed_as_they_are_filled_or_at_the_end(cuts: list[int], lacking: int, order: random.Random) -> None:
+    """In any order, of any ranges; one of them may never be reported."""
+    values = np.random.default_rng(3).integers(0, 256, 3 * BLOCK + 17, dtype=np.uint8)
+    filled = np.zeros_like(values)
+    digests = BlockDigests(filled)
+    ends = sorted({*cuts, 0, len(values)})
+    ranges = list(pairwise(ends))
+    order.shuffle(ranges)
+    for number, (start, stop) in enumerate(ranges):
+        filled[start:stop] = values[start:stop]
+        if number != lacking:
+            digests.filled(start, stop)
+    left = digests.left
+    assert digests.rest(2).tolist() == [xxhash.xxh3_64_intdigest(values[at : at + BLOCK].data) for at in range(0, len(values), BLOCK)]
+    if lacking >= len(ranges):
+        assert left == 0
+    else:
+        start, stop = ranges[lacking]
+        assert left == min(-(-stop // BLOCK) * BLOCK, len(values)) - start // BLOCK * BLOCK
 
 
 def test_nobody_else_can_write_it() -> None:

@@ -66,7 +66,9 @@ class Capture:
         replicas: Replicas | None,
         spans: Spans,
         meter: SaveMeter,
+        filled: Callable[[int, int], None] | None = None,
     ) -> None:
+        """``filled`` hears of each range of a file that was captured in the background, right after the copy, as long as nobody waits."""
         self.plan = plan
         self.shard_table = shard_table
         self.source = source
@@ -75,6 +77,7 @@ class Capture:
         self.replicas = replicas
         self.spans = spans
         self.meter = meter
+        self._filled = filled
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -206,8 +209,12 @@ class Capture:
                 with self._aside():
                     self.source.fill_batch(batch, room, 0)
             else:
-                self.source.fill_batch(batch, room, 0)
+                self.source.fill_batch(batch, room, 0, None if self._filled is None else self._tell_filled)
         self.meter.add(captured=batch.length)
+
+    def _tell_filled(self, start: int, stop: int) -> None:
+        if self._filled is not None and not self.stage.throttle.hurried:
+            self._filled(start, stop)
 
     def _outwait(self, batches: Sequence[Batch], beat: Callable[[], None]) -> None:
         """End when operations of other threads on doubtful tensors, if they began before this call, are over and counted; or hash what they

@@ -7,7 +7,7 @@ into it by whoever received it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -77,18 +77,28 @@ class ChunkSource:
         chunk = self.plan.chunks[number]
         return chunk.box.numel * self.tensors[chunk.name].info.dtype.itemsize
 
-    def fill_batch(self, batch: Batch, into: torch.Tensor, at: int) -> None:
-        """Copy the chunks of a batch to ``into``, bytes on the host, from byte ``at`` on."""
-        base = into.data_ptr()
+    def fill_batch(self, batch: Batch, into: torch.Tensor, at: int, filled: Callable[[int, int], None] | None = None) -> None:
+        """Copy the chunks of a batch to ``into``, bytes on the host, from byte ``at`` on. ``filled`` hears of each range of the batch's
+        file that is there; long chunks are then copied in steps, which are still in the cache when it does."""
+        base, offset, reported = into.data_ptr(), batch.start - at, at
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
-            address = self._address(number)
-            if address:
+            address, end = self._address(number), at + length
+            if address and filled is not None and length > limits.CACHE_BLOCK:
+                while at < end:
+                    step = min(limits.CACHE_BLOCK - (offset + at) % limits.CACHE_BLOCK, end - at)
+                    ctypes.memmove(base + at, address + length - (end - at), step)
+                    at += step
+                    filled(offset + reported, offset + at)
+                    reported = at
+            elif address:
                 # ``PyDLL`` keeps the interpreter lock, ``ctypes.memmove`` lets it go. For short copies handing the
                 # lock over and back costs more than the copy.
                 (_move_small if length < limits.SMALL_COPY else ctypes.memmove)(base + at, address, length)
             elif length:
-                self.fill(number, into[at : at + length])
-            at += length
+                self.fill(number, into[at:end])
+            at = end
+        if filled is not None and reported < at:
+            filled(offset + reported, offset + at)
 
     def _address(self, number: int) -> int:
         """Where a chunk is that is all that this rank has of its tensor and can be copied as it is; 0 for others."""

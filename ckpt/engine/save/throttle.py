@@ -23,6 +23,11 @@ class Throttle:
     def __init__(self) -> None:
         self._haste = threading.Event()
 
+    @property
+    def hurried(self) -> bool:
+        """Whether somebody waits for the save."""
+        return self._haste.is_set()
+
     def hurry(self) -> None:
         self._haste.set()
 

@@ -61,17 +61,45 @@ class SegmentAddress(NamedTuple):
     nbytes: int
 
 
-def digests_of(data: Bytes, threads: int = 1, beat: Callable[[], None] = lambda: None) -> Digests:
-    """Of memory."""
-    digests = np.zeros(-(-len(data) // BLOCK), dtype="<u8")
+class BlockDigests:
+    """The XXH3-64 of each block of memory that is being filled. Whoever fills it may say how far it is (``filled``): then a block is hashed
+    as soon as it is whole, while it is in the cache, in a third of the time. ``rest`` hashes what is left."""
 
-    def hash_from(first: int) -> None:
-        for number in range(first, min(first + 64, len(digests))):
-            digests[number] = xxhash.xxh3_64_intdigest(data[number * BLOCK : (number + 1) * BLOCK].data)
-        beat()
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._digests = np.zeros(-(-len(data) // BLOCK), dtype="<u8")
+        self._lacking = [min(BLOCK, len(data) - start) for start in range(0, len(data), BLOCK)]
+        """Bytes of each block that nobody has reported."""
 
-    run_tasks([partial(hash_from, first) for first in range(0, len(digests), 64)], threads, "ckpt-hash")
-    return digests
+    @property
+    def left(self) -> int:
+        """Bytes that are not hashed."""
+        return sum(self._bytes(number) for number, lacking in enumerate(self._lacking) if lacking)
+
+    def filled(self, start: int, stop: int) -> None:
+        """Bytes from ``start`` to ``stop`` are there, and stay as they are. Not thread-safe; each byte at most once."""
+        for number in range(start // BLOCK, -(-stop // BLOCK)):
+            self._lacking[number] -= min(stop, (number + 1) * BLOCK) - max(start, number * BLOCK)
+            if not self._lacking[number]:
+                self._hash(number)
+
+    def rest(self, threads: int = 1, beat: Callable[[], None] = lambda: None) -> Digests:
+        """All bytes are there: the digests of all blocks."""
+        left = [number for number, lacking in enumerate(self._lacking) if lacking]
+
+        def hash_from(first: int) -> None:
+            for number in left[first : first + 64]:
+                self._hash(number)
+            beat()
+
+        run_tasks([partial(hash_from, first) for first in range(0, len(left), 64)], threads, "ckpt-hash")
+        return self._digests
+
+    def _hash(self, number: int) -> None:
+        self._digests[number] = xxhash.xxh3_64_intdigest(self._data[number * BLOCK : number * BLOCK + self._bytes(number)].data)
+
+    def _bytes(self, number: int) -> int:
+        return min(BLOCK, len(self._data) - number * BLOCK)
 
 
 def digest_of_digests(digests: Digests) -> str:
@@ -111,6 +139,7 @@ class MemorySegment:
 
     def _begin(self) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.digests = BlockDigests(self.data)
         self._memory[: len(MAGIC) + TOKEN_BYTES] = MAGIC + self.token
 
     def address(self) -> SegmentAddress:
@@ -119,7 +148,7 @@ class MemorySegment:
 
     def seal(self, threads: int = 1, beat: Callable[[], None] = lambda: None) -> Digests:
         """All boxes are there, and nothing changes any more. The digests of all blocks."""
-        digests = digests_of(self.data, threads, beat)
+        digests = self.digests.rest(threads, beat)
         at = digests_at(self.capacity)
         self._whole[at : at + digests.nbytes] = digests.view(np.uint8)
         if not self._sealed:
