@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from tests.distributed.models import Part, Trained
 
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+RANKS_APART = 1 << 32
+"""More than a tensor of a test has elements."""
 
 Full = dict[str, torch.Tensor]
 
@@ -44,6 +48,50 @@ def full_state(which: Trained) -> Full:
         else:
             found[pattern.format(name)] = tensor.clone()
     return _assemble(plain) if which.parts else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the elements of a rank's part of a DTensor are in the whole one, flattened; in the part's shape."""
+
+    elements: torch.Tensor
+    placements: tuple[Placement, ...]
+
+
+def places(which: Trained) -> dict[str, Place]:
+    """The place of each DTensor of the state: torch gathers numbers that say which element of which rank each is. Collective."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = {}
+    for name, pattern, tensor, _ in local_state(which):
+        if isinstance(tensor, DTensor):
+            part = tensor.to_local()
+            own = rank * RANKS_APART + torch.arange(part.numel()).reshape(part.shape)
+            numbers = DTensor.from_local(
+                own, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+            whole = numbers.full_tensor().flatten()
+            mine = (whole // RANKS_APART == rank).nonzero().flatten()
+            elements = mine[whole[mine].argsort()].reshape(part.shape)
+            found[pattern.format(name)] = Place(elements=elements, placements=tensor.placements)
+    return found
+
+
+def differences_here(which: Trained, at: Mapping[str, Place], wanted: Full) -> list[str]:
+    """What is wrong with this rank's part of a state, if ``wanted`` is all of it; for layouts without plain parts."""
+    problems, names = [], set()
+    for name, pattern, tensor, _ in local_state(which):
+        full_name = pattern.format(name)
+        names.add(full_name)
+        whole = wanted.get(full_name)
+        if whole is None:
+            problems.append(f"{full_name}: should not be there")
+        elif not isinstance(tensor, DTensor):
+            problems += differences({full_name: tensor.detach()}, {full_name: whole})
+        elif (tensor.placements, tensor.shape) != (at[full_name].placements, whole.shape):
+            problems.append(f"{full_name}: {tuple(tensor.shape)} in {tensor.placements}, whole {tuple(whole.shape)}")
+        else:
+            problems += differences({full_name: tensor.detach().to_local()}, {full_name: whole.flatten()[at[full_name].elements]})
+    return problems + [f"{name}: lacking" for name in sorted(wanted.keys() - names)]
 
 
 def _assemble(mine: list[tuple[str, Part, torch.Tensor]]) -> Full:
