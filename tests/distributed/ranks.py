@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
@@ -144,6 +144,16 @@ class Ranks:
         if lost and not allow_death:
             raise RanksFailedError(lost)
         return found
+
+    def run_in_turn(self, world_size: int, calls: Sequence[tuple[Any, ...]], *, timeout: float = 120.0) -> list[list[Any]]:
+        """Make several calls, each ``(function, *args)``, one after the other on the same ranks, where torch needs to prepare for them only
+        once; gives the results of each call, by rank.
+
+        Raises:
+            RanksFailedError: as for :meth:`run`.
+        """
+        by_rank = self.run(world_size, in_turn, list(calls), timeout=timeout)
+        return [list(results) for results in zip(*by_rank, strict=True)]
 
     def _run(self, world_size: int, job: bytes, timeout: float, allow_death: bool, process_group: bool, store_on_rank0: bool) -> list[Any]:
         run = _Run(Path(tempfile.mkdtemp(prefix="ranks-")), world_size, timeout, allow_death)
@@ -280,6 +290,10 @@ def _rank_main(where: _Where, rank: int, job: bytes) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # groups of ranks that failed cannot always be taken down in order
+
+
+def in_turn(calls: list[tuple[Any, ...]]) -> list[Any]:
+    return [function(*args) for function, *args in calls]
 
 
 def _prepare(where: _Where, rank: int) -> None:

@@ -62,13 +62,14 @@ def load_and_go_on(layout: str, url: str) -> tuple[Full, float]:
     return full_state(which.steps(1)), loss
 
 
-@pytest.mark.parametrize("layout", TORCH_LAYOUTS)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    world, url = world_size(layout), str(tmp_path / "a")
-    wanted, loss = ranks.run(world, save_and_go_on, layout, url)[0]
-    for found, again in ranks.run(world, load_and_go_on, layout, url):
-        assert differences(found, wanted) == []
-        assert again == loss
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    runs = [(layout, str(tmp_path / layout)) for layout in TORCH_LAYOUTS if world_size(layout) == world]
+    saved = ranks.run_in_turn(world, [(save_and_go_on, *run) for run in runs])
+    resumed = ranks.run_in_turn(world, [(load_and_go_on, *run) for run in runs])
+    for (layout, _), ((wanted, loss), *_), each_rank in zip(runs, saved, resumed, strict=True):
+        for found, again in each_rank:
+            assert (layout, differences(found, wanted), again) == (layout, [], loss)
 
 
 # ---------------------------------------------------------------------------------------------------------- meta device
@@ -227,14 +228,18 @@ def load_wrapped(make: Made, url: str, wanted: Full) -> list[str]:
     return [*differences(plain_names(full_state(which)), wanted), *report.missing, *report.unexpected]
 
 
-@pytest.mark.parametrize("wrapped", [ddp, checkpointed, compiled_in_place, wrapped_compiled])
-def test_wrappers_do_not_change_names(ranks: Ranks, tmp_path: Path, wrapped: Made) -> None:
-    full = ranks.run(2, save_wrapped, wrapped, str(tmp_path / "a"))[0]
-    view = ckpt.open(str(tmp_path / "a"))
-    assert differences({n: view[n].read() for n in view}, full) == []
-    assert set(full) == set(ranks.run(1, save, bare, str(tmp_path / "bare"))[0])
-    assert ranks.run(1, load, bare, str(tmp_path / "a"), full) == [[]]
-    assert ranks.run(2, load_wrapped, wrapped, str(tmp_path / "a"), full) == [[]] * 2
+def test_wrappers_do_not_change_names(ranks: Ranks, tmp_path: Path) -> None:
+    wrapped: list[tuple[Made, str]] = [(w, str(tmp_path / w.__name__)) for w in (ddp, checkpointed, compiled_in_place, wrapped_compiled)]
+    states = [full for full, *_ in ranks.run_in_turn(2, [(save_wrapped, *each) for each in wrapped])]
+    loads = [(bare, url, full) for (_, url), full in zip(wrapped, states, strict=True)]
+    names, *bare_loads = ranks.run_in_turn(1, [(save, bare, str(tmp_path / "bare")), *((load, *each) for each in loads)])
+    loads = [(*each, full) for each, full in zip(wrapped, states, strict=True)]
+    assert ranks.run_in_turn(2, [(load_wrapped, *each) for each in loads]) == [[[], []]] * len(wrapped)
+    assert bare_loads == [[[]]] * len(wrapped)
+    for (_, url), full in zip(wrapped, states, strict=True):
+        view = ckpt.open(url)
+        assert (url, differences({n: view[n].read() for n in view}, full)) == (url, [])
+        assert set(full) == set(names[0])
 
 
 # ------------------------------------------------------------------------------------------------- other ways to train
@@ -283,22 +288,25 @@ def adagrad(seed: int) -> Trained:
     return with_optimizer(lambda params: torch.optim.Adagrad(params, lr=0.1), seed)
 
 
-@pytest.mark.parametrize(
-    ("make", "state"),
-    [
-        (frozen, {"step", "exp_avg", "exp_avg_sq"}),
-        (momentum, {"momentum_buffer"}),
-        (no_state, set()),
-        (amsgrad, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-        (adagrad, {"step", "sum"}),
-    ],
-)
-def test_other_ways_to_train(ranks: Ranks, tmp_path: Path, make: Made, state: set[str]) -> None:
-    full = ranks.run(2, save, make, str(tmp_path / "a"))[0]
-    assert {n.rpartition(".")[2] for n in full if n.startswith("optimizer.")} == state
-    view = ckpt.open(str(tmp_path / "a"))
-    assert differences({n: view[n].read() for n in view}, full) == []
-    assert ranks.run(4, load, make, str(tmp_path / "a"), full) == [[]] * 4
+OTHER_WAYS: dict[Made, set[str]] = {
+    frozen: {"step", "exp_avg", "exp_avg_sq"},
+    momentum: {"momentum_buffer"},
+    no_state: set(),
+    amsgrad: {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    adagrad: {"step", "sum"},
+}
+"""What the optimizer remembers of each parameter."""
+
+
+def test_other_ways_to_train(ranks: Ranks, tmp_path: Path) -> None:
+    urls = {make: str(tmp_path / make.__name__) for make in OTHER_WAYS}
+    states = [full for full, *_ in ranks.run_in_turn(2, [(save, make, url) for make, url in urls.items()])]
+    for (make, url), full in zip(urls.items(), states, strict=True):
+        assert (url, {n.rpartition(".")[2] for n in full if n.startswith("optimizer.")}) == (url, OTHER_WAYS[make])
+        view = ckpt.open(url)
+        assert (url, differences({n: view[n].read() for n in view}, full)) == (url, [])
+    loads = [(load, make, url, full) for (make, url), full in zip(urls.items(), states, strict=True)]
+    assert ranks.run_in_turn(4, loads) == [[[]] * 4] * len(loads)
 
 
 # ---------------------------------------------------------------------------------------------------------- schedulers
