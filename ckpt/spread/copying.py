@@ -56,7 +56,7 @@ class NodeCopier:
 
     def __init__(self, nodes: NodeSet, pace: float | None, completed: Completed | None = None) -> None:
         self.uncopied: tuple[int, ...] = ()
-        """Steps of which files of this node could not be copied when that was tried last."""
+        """Steps of which files of this node are still to be copied, or could not be when that was tried last."""
         self._given = 0
         self._parity = ParityWriter(nodes, pace)
         self._nodes = nodes
@@ -66,6 +66,8 @@ class NodeCopier:
         self._completed = completed
         self._incomplete: dict[str, tuple[Step, float]] = {}
         """By id the steps of which others have still to make copies, if somebody wants to know, and when they were seen first."""
+        self._lost: set[str] = set()
+        """Ids of steps that were said to lack files."""
         self._waiting: deque[Future[Any] | None] = deque()
         self._lock = threading.Lock()
         self._idle = threading.Event()
@@ -103,23 +105,20 @@ class NodeCopier:
                 log.warning("second copies could not be made: %s", err)
 
     def _round(self) -> None:
-        failed = []
-        for step in reversed(list_steps(self._nodes.url)):
-            if not step.committed or step.id in self._complete:
-                continue
+        steps = [step for step in reversed(list_steps(self._nodes.url)) if step.committed and step.id not in self._complete]
+        self.uncopied = tuple(sorted(step.number for step in steps if step.number is not None))
+        for step in steps:
             if self._completed is not None and step.id is not None:
                 self._incomplete.setdefault(step.id, (step, time.monotonic()))
             try:
                 self._protect(step)
                 self._complete.add(step.id)
             except CkptError as err:
-                if not _is_there(step):
-                    log.debug("%s was removed while it was copied: %s", step.url, err)
+                if _is_there(step):
+                    log.warning("%s: not every file could be copied to another node: %s", step.url, err)
                     continue
-                if step.number is not None:
-                    failed.append(step.number)
-                log.warning("%s: not every file could be copied to another node: %s", step.url, err)
-        self.uncopied = tuple(sorted(failed))
+                log.debug("%s was removed while it was copied: %s", step.url, err)
+            self.uncopied = tuple(number for number in self.uncopied if number != step.number)
         until = time.monotonic() + PATIENCE
         while self._report_complete() and not self._waiting and time.monotonic() < until:
             time.sleep(PAUSE)
@@ -142,12 +141,21 @@ class NodeCopier:
             files = SpreadFiles.of(step.url, self._nodes)
             if not files.is_complete:
                 forget_copies(self._nodes, step.url, id)
-                going_on = going_on or not files.is_lost  # nobody can copy what no node has
+                if files.is_lost:
+                    self._warn_of_lost(step, id)
+                else:
+                    going_on = True
                 continue
             self._incomplete.pop(id, None)
             if self._completed is not None and step.number is not None:
                 self._completed(step.number, step.url, id, time.monotonic() - since)
         return going_on
+
+    def _warn_of_lost(self, step: Step, id: str) -> None:
+        """Nobody can copy what no node has: say so, once."""
+        if id not in self._lost:
+            self._lost.add(id)
+            log.warning("%s: some of its files are on no machine of the job any more, so it gets no further copies or parity", step.url)
 
     def _protect(self, step: Step) -> None:
         """Make the copies, or the parity, that this node is to make of a checkpoint."""

@@ -254,11 +254,11 @@ class SpreadTier:
 
     @property
     def uncopied(self) -> tuple[int, ...]:
-        """Steps of which this node could not copy its files when it tried last."""
+        """Steps of which this node has still to copy its files, or could not when it tried last."""
         return self._copier.uncopied if self._copier is not None else ()
 
     def finish(self) -> tuple[int, ...]:
-        """Wait until all nodes have made their copies; the steps of which some could not. Collective."""
+        """Wait until all nodes have made their copies; the steps of which some could not, or have not within the timeout. Collective."""
         if self._meeting is None:
             return ()
         if self._copier is not None and not self._copier.finish(self._timeout):

@@ -430,7 +430,7 @@ class Checkpointer:
 
     @property
     def uncopied(self) -> tuple[int, ...]:
-        """Steps of which this node could not give all of its files to another one when it tried last (:class:`ckpt.NodeLocal`)."""
+        """Steps of which this node has still to give files to another one, or could not when it tried last (:class:`ckpt.NodeLocal`)."""
         return tuple(sorted({step for spread in self._spreads for step in spread.uncopied}))
 
     @property

@@ -25,6 +25,8 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.memory import client, connection
 from ckpt.policies import EverySteps, Latest
+from ckpt.spread.spread_files import SpreadFiles
+from ckpt.spread.tier import SpreadTier
 
 TIMEOUT = float(os.environ.get("FAULTS_TIMEOUT", "6"))
 """Seconds without a sign of life, of the daemon, too; a campaign on a busy machine needs more."""
@@ -124,11 +126,23 @@ def life(folder: str, steps: int, dim: int, fault: Fault | None, parity: int | N
                     note(f"durable {n}")
                     if fault is None or fault.waits:
                         assert c._spread is not None
-                        if c._spread.finish() == ():
+                        if wait_for_copies(c._spread, n):
                             note(f"copied {n}")
         except CkptError as err:
             error = f"{type(err).__name__}: {err}"
     return Ending(restored=restored, whole=whole, error=error, seconds=time.monotonic() - began)
+
+
+def wait_for_copies(tier: SpreadTier, n: int) -> bool:
+    """Whether step ``n`` has all of its copies, or its parity. If not, all ranks know; but for a machine that has lost its memory."""
+    began = time.monotonic()
+    uncopied = tier.finish()
+    too_late = time.monotonic() - began >= TIMEOUT
+    if uncopied:
+        return False
+    files = SpreadFiles.of(f"{tier.url}/step-{n:08}", tier.nodes)
+    assert files.is_complete or files.is_lost or too_late, f"step {n} lacks copies, and nobody says so: {files.sizes} {files.parity}"
+    return files.is_complete
 
 
 def arm(fault: Fault, daemon: int) -> None:

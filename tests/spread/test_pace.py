@@ -1,8 +1,9 @@
-"""Copies to other nodes, and reads for parity, go at the speed that ``pace`` allows: by a clock that moves when somebody sleeps, and else
-stands still."""
+"""Copies to other nodes, and reads for parity, go at the speed that ``pace`` allows, by a clock that moves when somebody sleeps, and else
+stands still; and those that are not made yet are known."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 
 import ckpt
 from ckpt.io_backends import Backend, PosixBackend
+from ckpt.maintenance.copy_files import CopyTask, FileCopy
 from ckpt.settings import limits
 from ckpt.spread import copying, parity_writer
 from ckpt.spread.copying import NodeCopier
@@ -62,6 +64,25 @@ def test_the_pace_is_kept(tmp_path: Path, slept: list[float], names: str, parity
     (made,) = (path for path in (tmp_path / names[1]).rglob("*") if path.suffix in (".safetensors", ".xor"))
     if parity is None:
         assert made.read_bytes() == (tmp_path / "a" / made.relative_to(tmp_path / "b")).read_bytes()
+
+
+def test_what_is_still_being_copied_counts_as_uncopied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits no longer for a node that hangs hears of its steps."""
+    asked, goes_on = threading.Event(), threading.Event()
+    original = FileCopy.jobs
+
+    def hanging(copy: FileCopy) -> Iterator[CopyTask]:
+        asked.set()
+        assert goes_on.wait(60)
+        return original(copy)
+
+    monkeypatch.setattr(FileCopy, "jobs", hanging)
+    with saved(tmp_path, "ab", None, 0) as run:
+        copier = NodeCopier(run, None)
+        copier.add()
+        assert asked.wait(60) and not copier.finish(0) and copier.uncopied == (1,)
+        goes_on.set()
+        assert copier.finish(60) and copier.uncopied == ()
 
 
 def test_without_a_pace_nobody_sleeps(tmp_path: Path, slept: list[float]) -> None:
