@@ -213,11 +213,13 @@ def campaign(count: int, seed: int, how: str, at_once: int = 3) -> tuple[Counter
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "count"), [("kill", 200), ("stop", 30)])
-def test_processes_are_killed_and_stopped_at_any_moment(how: str, count: int) -> None:
-    results, wrong = campaign(count, 5, how)
+@pytest.mark.parametrize(("how", "seed"), [*(("kill", seed) for seed in range(10)), *(("stop", seed) for seed in range(3))])
+def test_processes_are_killed_and_stopped_at_any_moment(how: str, seed: int) -> None:
+    """200 and 30 points, as many in one test as end within its time on a busy machine."""
+    count = {"kill": 20, "stop": 10}[how]
+    results, wrong = campaign(count, seed, how)
     assert not wrong, "\n".join(wrong)
-    assert results["sink ranks, version 1"] > count // 10 and results["sink ranks, version 2"] > count // 10  # else badly chosen moments
+    assert results["sink ranks, version 1"] > 0 and results["sink ranks, version 2"] > 0  # else badly chosen moments
 
 
 if __name__ == "__main__":
