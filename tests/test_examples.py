@@ -171,20 +171,37 @@ def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     return {name: view[name][...].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name in view}
 
 
-@pytest.mark.parametrize("command", [pytest.param(ALONE, marks=pytest.mark.slow), TWO_RANKS], ids=["alone", "two-ranks"])
-def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path: Path, command: list[str]) -> None:
-    """Run ``a`` trains on while its step 4 is saved. ``b`` ends with step 4, so nothing changes any more, and is started again."""
-    train(command, tmp_path / "a", "--steps", "8", "--every", "4")
-    train(command, tmp_path / "b", "--steps", "4", "--every", "4")
-    train(command, tmp_path / "b", "--steps", "8", "--every", "4")
+@pytest.mark.slow
+def test_what_one_process_saved_while_training_went_on_is_what_was_there(tmp_path: Path) -> None:
+    train(ALONE, tmp_path / "a", "--steps", "8", "--every", "4")
+    train(ALONE, tmp_path / "b", "--steps", "4", "--every", "4")
+    train(ALONE, tmp_path / "b", "--steps", "8", "--every", "4")
+    check_saves_of_async_training(tmp_path, 1)
+
+
+def test_what_was_saved_while_training_went_on_is_what_was_there(ranks: Ranks, tmp_path: Path) -> None:
+    """Run ``a``, by torchrun, trains on while its step 4 is saved. ``b`` ends with step 4, so nothing changes any more, and goes on."""
+    train(TWO_RANKS, tmp_path / "a", "--steps", "8", "--every", "4")
+    for last in (4, 8):
+        ranks.run(2, train_in_background, str(tmp_path / "b"), last)
+    check_saves_of_async_training(tmp_path, 2)
+
+
+def train_in_background(run: str, last: int) -> None:
+    """On a rank: what the example does under torchrun."""
+    import torch.distributed as dist
+
+    example("async_training").train(run, last, 4, dist.get_rank(), dist.get_world_size())
+
+
+def check_saves_of_async_training(root: Path, ranks: int) -> None:
     for step in (4, 8):
-        a, b = (tensors_of(tmp_path / run / f"step-{step:08d}") for run in ("a", "b"))
+        a, b = (tensors_of(root / run / f"step-{step:08d}") for run in ("a", "b"))
         assert a == b
-        assert ckpt.open(str(tmp_path / "a" / f"step-{step:08d}")).state()["step"] == step
+        assert ckpt.open(str(root / "a" / f"step-{step:08d}")).state()["step"] == step
     assert {"model.0.weight", "averaged.0.weight", "optimizer.state.model.0.weight.exp_avg"} <= set(a)
-    assert tensors_of(tmp_path / "a" / "step-00000004") != a
-    ranks = 2 if command is TWO_RANKS else 1
-    assert [(s.number, s.committed, s.world_size) for s in ckpt.list_steps(str(tmp_path / "a"))] == [(4, True, ranks), (8, True, ranks)]
+    assert tensors_of(root / "a" / "step-00000004") != a
+    assert [(s.number, s.committed, s.world_size) for s in ckpt.list_steps(str(root / "a"))] == [(4, True, ranks), (8, True, ranks)]
 
 
 # ------------------------------------------------------------------------------------------------------------- one for each task

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
+from tests.distributed.ranks import Ranks
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "resumable_data.py"
-ALONE = [sys.executable, str(SCRIPT)]
-TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
 
 
-def train(command: list[str], run: Path, steps: int) -> str:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*command, str(run), "--steps", str(steps)], env=env, capture_output=True, text=True, timeout=120)
+def train(run: str, last: int) -> str:
+    """On a rank: what the script does under torchrun; gives what it prints."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(SCRIPT))["train"](run, last, 5, rank, world)
+    return out.getvalue()
+
+
+def run_script(run: Path, last: int) -> str:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(run), "--steps", str(last)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -30,11 +44,12 @@ def used(run: Path) -> list[list[int]]:
 
 
 def test_every_sample_once(tmp_path: Path) -> None:
-    for command, last in ((ALONE, 5), (TWO_RANKS, 15), (ALONE, 25)):
-        said = train(command, tmp_path, last)
-        assert f"step {last}," in said
+    ranks = Ranks(2)
+    assert "step 5," in run_script(tmp_path, 5)
+    assert "step 15," in ranks.run(2, train, str(tmp_path), 15)[0]
+    last = ranks.run(1, train, str(tmp_path), 25, process_group=False)[0]
+    assert "step 25, epoch 2, 200 of its samples" in last
     flat = [n for step in used(tmp_path) for n in step]
     assert len(flat) == 25 * 48
     assert sorted(flat[:500]) == sorted(flat[500:1000]) == list(range(500))
     assert len(set(flat[1000:])) == 200
-    assert "epoch 2, 200 of its samples" in said

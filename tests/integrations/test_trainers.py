@@ -70,11 +70,20 @@ def same_runs(tmp_path: Path, told: Any) -> None:
     assert tensors_of(str(tmp_path / "a" / final)) == tensors_of(str(tmp_path / "b" / final))
 
 
-def test_a_trainer_that_was_stopped_goes_on(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trainer_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """``TRAINER`` and ``OLDER`` in one process: the directory of the runs, and what each told."""
+    folder = tmp_path_factory.mktemp("trainer")
+    (folder / "older").mkdir()
+    return folder, *run(folder, f"{TRAINER}\nfirst, runs = told, f'{{runs}}/older'\n{OLDER}\ntold = [first, told]")
+
+
+def test_a_trainer_that_was_stopped_goes_on(trainer_runs: tuple[Path, Any, Any]) -> None:
     """It stops in the middle of the second epoch, at step 9, and goes on from step 8, which a policy saved."""
-    same_runs(tmp_path, run(tmp_path, TRAINER))
-    assert steps_of(tmp_path / "b") == [15, 18]
-    newest = ckpt.list_steps(str(tmp_path / "b"))[-1]
+    folder, told, _ = trainer_runs
+    same_runs(folder, told)
+    assert steps_of(folder / "b") == [15, 18]
+    newest = ckpt.list_steps(str(folder / "b"))[-1]
     assert verify(newest.url).ok
     state = json.loads(ckpt.open(newest.url).state()["trainer"])
     assert newest.metrics["loss"] == state["log_history"][-1]["loss"]
@@ -108,8 +117,8 @@ for name in ("load_best_model_at_end", "save_only_model"):
 """
 
 
-def test_a_trainer_goes_on_from_the_step_that_is_named(tmp_path: Path) -> None:
-    straight, again, elsewhere, *errors = run(tmp_path, OLDER)
+def test_a_trainer_goes_on_from_the_step_that_is_named(trainer_runs: tuple[Path, Any, Any]) -> None:
+    straight, again, elsewhere, *errors = trainer_runs[2]
     assert list(straight) == ["6"]
     assert straight == again == elsewhere
     assert all(text.startswith("UsageError: ") for text in errors)
