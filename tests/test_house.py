@@ -199,6 +199,13 @@ def test_imports_point_down() -> None:
     assert wrong == []
 
 
+def test_trainers_are_imported_by_their_integrations_alone() -> None:
+    found = [i for i in imports() if f"{i.target}.".startswith("ckpt.integrations.")]
+    assert [str(i) for i in found if not i.module.startswith("ckpt.integrations.")] == ["ckpt.__init__:25 imports ckpt.integrations"]
+    foreign = {i.module for i in imports() if i.target.partition(".")[0] in ("transformers", "lightning", "torchtitan")}
+    assert foreign == {f"ckpt.integrations.{name}" for name in ("transformers", "lightning", "torchtitan")}
+
+
 def test_the_rooms_of_converters_are_stacked() -> None:
     rooms = {m.split(".")[2] for m in sources() if _below(m, ("ckpt.converters",))}
     assert rooms == {"__init__", *CONVERTERS}

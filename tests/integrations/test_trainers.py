@@ -19,7 +19,6 @@ import torch
 import ckpt
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
-from tests.test_house import imports
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -220,10 +219,3 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, l
     monkeypatch.delitem(sys.modules, f"ckpt.integrations.{library}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'ckpt-toolkit\[{library}\]'"):
         importlib.import_module(f"ckpt.integrations.{library}")
-
-
-def test_nothing_else_imports_them() -> None:
-    found = [i for i in imports() if f"{i.target}.".startswith("ckpt.integrations.")]
-    assert [str(i) for i in found if not i.module.startswith("ckpt.integrations.")] == ["ckpt.__init__:25 imports ckpt.integrations"]
-    foreign = {i.module for i in imports() if i.target.partition(".")[0] in ("transformers", "lightning", "torchtitan")}
-    assert foreign == {f"ckpt.integrations.{name}" for name in ("transformers", "lightning", "torchtitan")}
