@@ -28,14 +28,14 @@ SHARD = 3_000
 """Bytes of a file: several for the small models."""
 MEMORY = 9_000
 """Bytes of windows at once: several rounds."""
+SHARED_FILES = posix_shared.COHERENT, posix_shared.PART
 
 
 def use(way: str) -> None:
     """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
     no shared ones."""
     limits.WORTH_A_CALL, plan.WINDOW, limits.LEAST_MEMORY = 64, 512, 0
-    if way == "parts":
-        posix_shared.COHERENT, posix_shared.PART = frozenset(), 4096
+    posix_shared.COHERENT, posix_shared.PART = (frozenset(), 4096) if way == "parts" else SHARED_FILES
 
 
 def everywhere(layout: str, folder: str) -> list[str]:

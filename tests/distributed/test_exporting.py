@@ -18,17 +18,18 @@ from tests.distributed.plain import world_size
 from tests.distributed.ranks import Lost, Ranks
 
 LAYOUTS = ("ddp2", "fsdp3", "hsdp2x2", "tp2", "fsdp2-tp2", "pp2-tp2", "moe-ep2-dp2")
+DELTAS = ("fsdp3", "fsdp2-tp2", "pp2-tp2", "moe-ep2-dp2")
 MANY: dict[str, Any] = {"shard_size": 13_000}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    assert ranks.run(world_size(layout), work.everywhere, layout, str(tmp_path))[0] == []
-
-
-@pytest.mark.parametrize("layout", ["fsdp3", "fsdp2-tp2", "pp2-tp2", "moe-ep2-dp2"])
-def test_deltas_of_every_layout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    assert ranks.run(world_size(layout), work.deltas, layout, str(tmp_path))[0] == []
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_layout_and_what_changed_in_it(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    calls: list[tuple[Any, ...]] = []
+    for layout in [name for name in LAYOUTS if world_size(name) == world]:
+        works = (work.deltas, work.everywhere) if layout in DELTAS else (work.everywhere,)
+        calls += [(call, layout, str(tmp_path / layout / call.__name__)) for call in works]
+    for (call, layout, _), (problems, *_) in zip(calls, ranks.run_in_turn(world, calls), strict=True):
+        assert (call.__name__, layout, problems) == (call.__name__, layout, [])
 
 
 @pytest.mark.parametrize("way", ["ranges", "parts"])
