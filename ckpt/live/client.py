@@ -145,7 +145,7 @@ class PieceClient:
         """The XXH3-64 of each box of each piece of a list, which others give; raises as ``pull``."""
         with _naming(self.holder):
             self._ask(DIGESTS_KIND, version, requests, None)
-            told = []
+            digests = []
             for piece, rows in enumerate(requests.pieces):
                 parcel, number, _, count, digest = RECORD.unpack(self._channel.receive(RECORD.size))
                 if parcel == FAILED:
@@ -154,8 +154,8 @@ class PieceClient:
                     raise FormatError(f"{count} bytes came in the place of the digests of piece {piece}", where=str(self.holder))
                 data = self._channel.receive(count)
                 self._check(memoryview(data), digest)
-                told.append(np.frombuffer(data, "<u8").tolist())
-            return told
+                digests.append(np.frombuffer(data, "<u8").tolist())
+            return digests
 
     def _pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None) -> set[int]:
         """One pull; the pieces whose base was another one, which are not placed."""
@@ -188,35 +188,44 @@ class PieceClient:
             raise FormatError(f"piece {number} of {count} bytes came in the place of piece {piece} of {length}", where=str(self.holder))
         if base is not None and not as_changes:
             self.dense[SLOTS if slot != IN_STREAM else REASONS.get(parcel, "")] += requests.bytes_of(piece)
-        if slot == IN_STREAM:
-            whole = self._memory(length)
-            if as_changes and len(self._changes) < length:
-                self._changes = bytearray(length)
-            view = memoryview(self._changes)[:count] if as_changes else whole
-            self._channel.receive_into(view)
-            self.transferred += count
-            self._check(view, digest)
-            if as_changes and base is not None:
-                base.fill(piece, whole)
-                if not apply_changes(view, whole, requests, piece, str(self.holder)):
-                    return False
-            place(whole)
+        if slot != IN_STREAM:
+            self._take_from_slot(slot, count, length, digest, place)
             return True
+        piece_bytes = self._memory(length)
+        if not as_changes or base is None:
+            self._receive(piece_bytes, digest)
+        else:
+            if len(self._changes) < count:
+                self._changes = bytearray(length)
+            changes = memoryview(self._changes)[:count]
+            self._receive(changes, digest)
+            base.fill(piece, piece_bytes)
+            if not apply_changes(changes, piece_bytes, requests, piece, str(self.holder)):
+                return False
+        place(piece_bytes)
+        return True
+
+    def _receive(self, view: memoryview, digest: int) -> None:
+        self._channel.receive_into(view)
+        self.transferred += len(view)
+        self._check(view, digest)
+
+    def _take_from_slot(self, slot: int, generation: int, length: int, digest: int, place: Callable[[memoryview], None]) -> None:
+        """A piece that lies in the holder's shared memory. What was copied counts only if the slot was not lent again meanwhile."""
         slots = self._slots
         if slots is None or not slots.has(slot):
             raise FormatError(f"slot {slot} of memory that is not open", where=str(self.holder))
         view = slots.data(slot).data[:length]
         self.transferred += length
         if self._room is not None:
-            kept = self._room(length)
-            kept[:] = view
-            view = kept
+            room = self._room(length)
+            room[:] = view
+            view = room
         self._check(view, digest)
         place(view)
-        if slots.generation(slot) != count:
+        if slots.generation(slot) != generation:
             raise ConnectionAbortedError("this rank was taken for dead while it copied")
         slots.done(slot, 0)
-        return True
 
     def _memory(self, length: int) -> memoryview:
         """For the bytes of a piece."""
