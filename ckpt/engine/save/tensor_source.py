@@ -83,9 +83,10 @@ class ChunkSource:
         base, offset, reported = into.data_ptr(), batch.start - at, at
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
             address, end = self._address(number), at + length
-            if address and filled is not None and length > limits.CACHE_BLOCK:
+            if address and filled is not None and length > limits.PIECE:
                 while at < end:
-                    step = min(limits.CACHE_BLOCK - (offset + at) % limits.CACHE_BLOCK, end - at)
+                    # Not less: after each copy this thread waits for the interpreter's lock.
+                    step = min(limits.PIECE - (offset + at) % limits.PIECE, end - at)
                     ctypes.memmove(base + at, address + length - (end - at), step)
                     at += step
                     filled(offset + reported, offset + at)
