@@ -11,7 +11,7 @@ from ckpt.live.connections import ConnectionServer
 from ckpt.live.wire import Channel
 from ckpt.transport.endpoints import listen, network
 
-from .messages import MOST_BYTES, PURPOSE, Head, receive, send
+from .messages import MOST_BYTES, PURPOSE, Data, Head, receive, send
 
 Answer = tuple[Head, bytes]
 
@@ -46,7 +46,7 @@ class NodeServer:
                     send(channel, {"error": error_to_json(err)})
                     continue
                 try:
-                    answer = self._answer(head, bytes(data), coming)
+                    answer = self._answer(head, data, coming)
                 except (KeyError, TypeError) as err:
                     raise FormatError(f"a question that makes no sense: {err!r}", where=channel.peer) from err
                 except CkptError as err:
@@ -55,7 +55,7 @@ class NodeServer:
         finally:
             coming.abort()
 
-    def _answer(self, head: Head, data: bytes, coming: ArrivingFile) -> Answer:
+    def _answer(self, head: Head, data: Data, coming: ArrivingFile) -> Answer:
         match head["op"]:
             case "read":
                 return {}, self._read(head)
@@ -74,8 +74,9 @@ class NodeServer:
             case "abort":
                 coming.abort()
             case "put_if":
-                cut = head["expected"]
-                self._backend.put_if(head["path"], data if cut is None else data[cut:], expected=None if cut is None else data[:cut])
+                cut, content = head["expected"], bytes(data)
+                expected, content = (None, content) if cut is None else (content[:cut], content[cut:])
+                self._backend.put_if(head["path"], content, expected=expected)
             case "delete":
                 self._backend.delete(head["path"])
             case "prepare":
@@ -105,8 +106,8 @@ class ArrivingFile:
         if self._shared is None:
             self._writer = self._backend.create(path, size)
 
-    def write(self, offset: int, data: bytes) -> None:
-        self._open().write(offset, [data])
+    def write(self, offset: int, data: Data) -> None:
+        self._open().write(offset, [memoryview(data)])
 
     def commit(self) -> None:
         if self._shared is not None:

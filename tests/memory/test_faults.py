@@ -203,6 +203,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("how", "count", "parity"), [("kill", 40, None), ("stop", 15, None), ("kill", 40, 3)])
 def test_any_moment(tmp_path: Path, how: str, count: int, parity: int | None) -> None:
     chance = random.Random(count)
