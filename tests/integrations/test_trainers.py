@@ -198,8 +198,49 @@ for where, options in ((f"{runs}/e", {"key": "k"}), ("s3://bucket/e", {"anon": "
 """
 
 
-def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    straight, first, second, same, *others = run(tmp_path, LIGHTNING)
+LINKS = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from ckpt.errors import ConflictError
+from ckpt.integrations.lightning import CkptIO
+
+io, here = CkptIO(), f"{runs}/links"
+os.mkdir(here)
+io.save_checkpoint({"w": torch.ones(3)}, f"{here}/a.ckpt")
+os.symlink("a.ckpt", f"{here}/last.ckpt")
+assert io.load_checkpoint(f"{here}/last.ckpt")["w"].tolist() == [1.0] * 3
+try:
+    io.save_checkpoint({"w": torch.zeros(3)}, f"{here}/last.ckpt")
+    raise SystemExit("it was written through a link")
+except ConflictError as err:
+    assert f"symbolic link to {os.path.realpath(here)}/a.ckpt" in err.message
+io.remove_checkpoint(f"{here}/last.ckpt")
+assert os.listdir(here) == ["a.ckpt"] and io.load_checkpoint(f"{here}/a.ckpt")["w"].tolist() == [1.0] * 3
+io.remove_checkpoint(f"{here}/a.ckpt")
+io.remove_checkpoint(f"{here}/a.ckpt")
+assert os.listdir(here) == []
+
+class Named(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "last-{epoch}"
+
+keeps = Named(dirpath=here, save_top_k=-1, save_last="link", filename="{epoch}")
+quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+Trainer(max_epochs=3, limit_train_batches=2, limit_val_batches=0, callbacks=[keeps], plugins=[CkptIO()], **quiet).fit(BoringModel())
+"""
+
+
+@pytest.fixture(scope="module")
+def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """``LIGHTNING`` and ``LINKS`` in one process: the directory of the runs, and what the first told."""
+    pytest.importorskip("lightning")
+    folder = tmp_path_factory.mktemp("lightning")
+    return folder, run(folder, f"{LIGHTNING}\n{LINKS}")
+
+
+def test_a_fit_that_was_stopped_goes_on(lightning_runs: tuple[Path, Any]) -> None:
+    tmp_path, (straight, first, second, same, *others) = lightning_runs
     assert len(first) == 8 and len(second) == 8
     assert first | second == straight and same
     left = sorted(path.name for path in (tmp_path / "b").iterdir())
@@ -209,6 +250,14 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert len(others) == 7 and all("'x' cannot be stored" in text for text in others[3:5])
     assert "no storage options" in others[5]
     assert "the storage option anon is true or false" in others[6]
+
+
+def test_lightning_removes_links_alone(lightning_runs: tuple[Path, Any]) -> None:
+    """``save_last="link"`` with a name that changes: Lightning removes the link of the epoch before."""
+    here = lightning_runs[0] / "links"
+    assert sorted(p.name for p in here.iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "last-epoch=2.ckpt"]
+    assert all(verify(str(p)).ok for p in here.iterdir())
+    assert (here / "last-epoch=2.ckpt").is_symlink() and ckpt.open(str(here / "last-epoch=2.ckpt")).state()["epoch"] == 2
 
 
 @pytest.mark.parametrize("library", ["transformers", "lightning", "torchtitan"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from tests.live.layouts import LAYOUTS, Job, Parts, Torch, whole
+from tests.live.layouts import LAYOUTS, Job, Parts, whole
 from tests.live.states import MOMENTS, STEP, WORLD, Made, Meshes, differing
 
 PADDING = 3.5
@@ -51,9 +51,14 @@ class Bed:
     groups: dict[tuple[int, int], Any]
 
     @classmethod
-    def of(cls, layouts: Mapping[str, Job | Torch]) -> Bed:
-        spans = sorted({(0, n) for n in range(1, WORLD + 1)} | {(WORLD - n, n) for n in range(1, WORLD)})
-        return cls(meshes=Meshes(layouts), groups={(first, n): dist.new_group(list(range(first, first + n))) for first, n in spans})
+    def of(cls, pairs: Sequence[Pair], move: Move) -> Bed:
+        """What some pairs need: a group of both sides of each, and to save and load one of each side too."""
+        layouts = {name: LAYOUTS[name] for pair in pairs for name in (pair.source, pair.target)}
+        spans = {(0, pair.size) for pair in pairs}
+        if move is by_storage:
+            spans |= {(0, layouts[pair.source].world) for pair in pairs} | {(pair.first, layouts[pair.target].world) for pair in pairs}
+        groups = {(first, n): dist.new_group(list(range(first, first + n))) for first, n in sorted(spans)}
+        return cls(meshes=Meshes(layouts), groups=groups)
 
 
 Move = Callable[[Bed, Pair, Made | None, Made | None], Any]
@@ -78,7 +83,7 @@ def expected(pair: Pair, rank: int, full: Parts) -> Parts:
 
 def run_pairs(pairs: Sequence[Pair], move: Move) -> dict[str, tuple[list[str], Any, float]]:
     """Every pair: problems on this rank, its report, and seconds."""
-    bed = Bed.of({name: LAYOUTS[name] for pair in pairs for name in (pair.source, pair.target)})
+    bed = Bed.of(pairs, move)
     outcome = {}
     for number, pair in enumerate(pairs):
         if dist.get_rank() < pair.size:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,49 +232,6 @@ def test_file_systems_of_fsspec_on_this_machine(tmp_path: Path, shared: Path) ->
         open_backend(url).delete("latest/checkpoint.json")
     remove_at(f"{url}/latest")
     assert contents(shared) == before and os.listdir(tmp_path / "run") == []
-
-
-LIGHTNING = """
-import os, sys
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
-from ckpt.errors import ConflictError
-from ckpt.integrations.lightning import CkptIO
-
-io, here = CkptIO(), sys.argv[1]
-io.save_checkpoint({"w": torch.ones(3)}, f"{here}/a.ckpt")
-os.symlink("a.ckpt", f"{here}/last.ckpt")
-assert io.load_checkpoint(f"{here}/last.ckpt")["w"].tolist() == [1.0] * 3
-try:
-    io.save_checkpoint({"w": torch.zeros(3)}, f"{here}/last.ckpt")
-    raise SystemExit("it was written through a link")
-except ConflictError as err:
-    assert f"symbolic link to {os.path.realpath(here)}/a.ckpt" in err.message
-io.remove_checkpoint(f"{here}/last.ckpt")
-assert os.listdir(here) == ["a.ckpt"] and io.load_checkpoint(f"{here}/a.ckpt")["w"].tolist() == [1.0] * 3
-io.remove_checkpoint(f"{here}/a.ckpt")
-io.remove_checkpoint(f"{here}/a.ckpt")
-assert os.listdir(here) == []
-
-class Named(ModelCheckpoint):
-    CHECKPOINT_NAME_LAST = "last-{epoch}"
-
-keeps = Named(dirpath=here, save_top_k=-1, save_last="link", filename="{epoch}")
-quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-Trainer(max_epochs=3, limit_train_batches=2, limit_val_batches=0, callbacks=[keeps], plugins=[CkptIO()], **quiet).fit(BoringModel())
-"""
-
-
-def test_lightning_removes_links_alone(tmp_path: Path) -> None:
-    """``save_last="link"`` with a name that changes: Lightning removes the link of the epoch before. It runs in a process of its own."""
-    pytest.importorskip("lightning")
-    done = subprocess.run([sys.executable, "-c", LIGHTNING, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "last-epoch=2.ckpt"]
-    assert all(verify(str(p)).ok for p in tmp_path.iterdir())
-    assert os.path.islink(tmp_path / "last-epoch=2.ckpt") and ckpt.open(str(tmp_path / "last-epoch=2.ckpt")).state()["epoch"] == 2
 
 
 def test_a_directory_that_became_a_link_since_it_was_listed(tmp_path: Path, shared: Path) -> None:
