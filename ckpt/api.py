@@ -77,7 +77,7 @@ def save(
 
     Raises:
         StateError: a value cannot be stored.
-        NamesError: a glob of ``only`` matches no name.
+        NamesError: a glob of ``only`` matches no name; or with ``trainable``, nothing requires a gradient.
         LayoutError: a tensor's place is not clear.
         MismatchError: the base has none of the state's tensors. Other errors of :func:`open`: it cannot be read.
         ConsistencyError: the ranks' states do not make one checkpoint; CoverageError for holes and overlaps, ReplicaError for replicas

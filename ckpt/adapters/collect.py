@@ -37,6 +37,8 @@ class Collected:
     own: dict[str, Node] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     """Globs of the part that no name of this rank matches."""
+    trains: bool = True
+    """Whether the part has a tensor of this rank that requires a gradient."""
 
 
 def collect(
@@ -65,7 +67,7 @@ def collect(
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
         node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
         if taker is not None:
-            node, collected.idle = taker.labelled(node), taker.idle()
+            node, collected.idle, collected.trains = taker.labelled(node), taker.idle(), taker.trains
         collected.state, _ = _rehomed(node, "", walk.renumbered)
     _check_memory(shard_table.tensors.values())
     for tensor in shard_table.unproven():
@@ -269,6 +271,8 @@ class _CollectWalk:
                     continue
                 whole = self.wants(join(path, name)) or self.wants(f"{prefix}.{name}")  # as a load selects
                 complete += [(name, param)] if whole else []
+                if whole and self.taker is not None:
+                    self.taker.meet(param)
                 if whole and (group.get("fused") or optimizer.state.get(param.owner if isinstance(param, FlatPart) else param)):
                     self.shard_table.trainable.add(self.param_name(name, param))
                 if isinstance(param, FlatPart):

@@ -31,10 +31,11 @@ def is_frozen(value: object) -> bool:
 
 
 class PartTaker:
-    """Decides for one walk over a state. ``matched``: globs that a name has matched so far."""
+    """Decides for one walk over a state. ``trains``: whether it has met a tensor of the part that requires a gradient."""
 
     def __init__(self, part: StatePart) -> None:
         self.part = part
+        self.trains = False
         self._met: list[str] = []
         self._decided: list[Node] = []  # nodes of objects that have decided for themselves
 
@@ -43,7 +44,13 @@ class PartTaker:
         wanted = self.part.wants(path)
         if wanted:
             self._met.append(path)
+            self.meet(value)
         return wanted and not (self.part.trainable and is_frozen(value))
+
+    def meet(self, value: object) -> None:
+        """Note that the part has a tensor, or the state of an optimizer for it."""
+        owner = value.owner if isinstance(value, FlatPart) else value
+        self.trains = self.trains or (isinstance(owner, torch.Tensor) and owner.requires_grad)
 
     def wants_some(self, path: str, state: object) -> bool:
         """Whether the part has an object: it is selected itself, or something in its ``state_dict`` is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -27,7 +27,7 @@ class TrustFrozen:
     hash_every: int = 10
 
     def __post_init__(self) -> None:
-        globs = [self.names] if isinstance(self.names, str) else list(self.names)
+        globs = [self.names] if isinstance(self.names, str) else list(self.names) if isinstance(self.names, Iterable) else []
         if not globs or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"TrustFrozen(names=) is a glob of names, or several, not {self.names!r}", hint='TrustFrozen(names="model.*")')
         if not isinstance(self.hash_every, int) or isinstance(self.hash_every, bool) or self.hash_every < 1:

@@ -184,9 +184,13 @@ class SpreadTier:
         domains = sorted({*self.nodes.domains})
         leads = self._group.rank == self._group.leader
         if leads and len(domains) < self._members:
-            what = f"copies={self._copies} cannot all be made" if self._parity is None else f"parity={self._parity} takes more space"
-            message = "%s: it needs %d failure domains, and the nodes of the job are in: %s (CKPT_DOMAIN)"
-            log.warning(message, what, self._members, ", ".join(domains))
+            asked = f"copies={self._copies}" if self._parity is None else f"parity={self._parity}"
+            if len(domains) == 1:
+                made = "nothing is kept elsewhere, and with this machine its files are lost"
+            else:
+                made = f"only {len(domains) - 1} are made" if self._parity is None else f"it takes {100 // (len(domains) - 1)} % more space"
+            message = "%s needs %d failure domains (CKPT_DOMAIN), and the job is in %d: %s; %s"
+            log.warning(message, asked, self._members, len(domains), ", ".join(domains), made)
         if meeting.server is not None or self._group.size == 1:
             # The leader says when a step has all of its copies; never, if it cannot have them.
             says = leads and len(domains) >= (self._members if self._parity is None else 2)

@@ -9,7 +9,9 @@ from typing import Any
 from ckpt.adapters.state_scan import check_state
 from ckpt.errors import UsageError
 from ckpt.policies import KeepPolicy
-from ckpt.spread.tier import Memory
+from ckpt.spread.meeting import is_memory
+from ckpt.spread.tier import Memory, NodeLocal
+from ckpt.text.urls import url_text
 
 State = Mapping[str, Any]
 
@@ -17,18 +19,19 @@ State = Mapping[str, Any]
 def check_memory(memory: object, local: object, local_keep: KeepPolicy | None) -> None:
     """
     Raises:
-        UsageError: ``memory`` is something else, ``local`` is a Memory, or ``local_keep`` is given without a local tier.
+        UsageError: ``memory`` is something else, ``local`` is a Memory or in memory, too, or ``local_keep`` is given without a local tier.
     """
     if isinstance(local, Memory):
         raise UsageError("local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
+    if local_keep is not None and local is None:
+        hint = "ckpt.Memory(keep=2) says how many steps stay in memory" if memory is not None else "keep= says what stays at the root"
+        raise UsageError("local_keep= is for a local tier, and there is none", hint=hint)
     if memory is None:
         return
     if not isinstance(memory, Memory):
         raise UsageError(f"memory= takes a ckpt.Memory, not {memory!r}", hint="memory=ckpt.Memory(keep=2)")
-    if local_keep is not None and local is None:
-        raise UsageError(
-            "local_keep= is for a local tier, and there is none", hint="ckpt.Memory(keep=2) says how many steps stay in memory"
-        )
+    if isinstance(local, NodeLocal) and is_memory(url_text(local.directory)):
+        raise UsageError("local= is in the memory of the machines, and so is memory=", hint="leave one of them out")
 
 
 def check_signals(signals: Iterable[object]) -> tuple[int, ...]:

@@ -200,6 +200,7 @@ class Checkpointer:
         self.handle: SaveHandle | None = None
         """The last save that was begun, until somebody was told how it ended."""
         self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
+        self._closed = False
 
     # ---- going on
 
@@ -231,6 +232,7 @@ class Checkpointer:
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
         """
         check_state(state)
+        self._check_open()
         if begin_from is not None and step is not None:
             raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
         if options.get("dry_run"):
@@ -294,8 +296,9 @@ class Checkpointer:
         Raises:
             CkptError: an earlier save failed, which is told once; if a save is due now, it is begun all the same. Or what
                 :func:`ckpt.save_async` raises.
-            UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number.
+            UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number; or this is closed.
         """
+        self._check_open()
         check_step(n)
         # The order of the three things below keeps ranks in step: decide, begin the save that is due, and only then
         # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
@@ -332,6 +335,7 @@ class Checkpointer:
             CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
                 :func:`ckpt.save_async` raises.
         """
+        self._check_open()
         with self._schedule.timed():
             failed, handle = self._begin(n, state, metrics)
         _raise(failed)
@@ -458,11 +462,13 @@ class Checkpointer:
 
     def steps(self) -> list[Step]:
         """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
+        self._check_nodes()
         return self._first.steps()
 
     @property
     def latest(self) -> int | None:
         """The highest committed step."""
+        self._check_nodes()
         return self._first.latest()
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
@@ -475,13 +481,23 @@ class Checkpointer:
     # ---- the end
 
     def close(self) -> None:
-        """Wait for the last save as :meth:`wait` does, and stop watching signals."""
+        """Wait for the last save as :meth:`wait` does, and stop watching signals. Nothing can be saved or restored afterwards."""
         try:
             self.wait()
         finally:
             self._stop()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this Checkpointer is closed", where=self.root, hint="use it inside its with block, or make a new one")
+
+    def _check_nodes(self) -> None:
+        """What is on the nodes of a job is known only while it is connected to them."""
+        if self._spreads:
+            self._check_open()
+
     def _stop(self) -> None:
+        self._closed = True
         self._schedule.stop()
         self._reporter.close()
         for spread in self._spreads:

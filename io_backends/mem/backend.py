@@ -125,7 +125,13 @@ class MemBackend(ObjectsBackend):
     # ---- writing
 
     def prepare(self) -> None:
-        """Start the daemon, if none runs."""
+        """Start the daemon, if none runs.
+
+        Raises:
+            UsageError: this is the memory as a whole, where the files of several checkpoints would be mixed.
+        """
+        if not self._root:
+            raise UsageError("this URL is all memory of the machine, not a place in it", where=SCHEME, hint="mem://runs/a/step-00000100")
         client.connect()
 
     def create(self, path: str, size: int) -> Writer:

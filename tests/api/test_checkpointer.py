@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,12 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
         ({"memory": True}, "memory= takes a ckpt.Memory, not True", "memory=ckpt.Memory(keep=2)"),
         ({"local": ckpt.Memory()}, "local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", "memory=Memory("),
         ({"memory": ckpt.Memory(), "local_keep": Latest(2)}, "local_keep= is for a local tier, and there is none", "ckpt.Memory(keep=2)"),
+        ({"local_keep": Latest(2)}, "local_keep= is for a local tier, and there is none", "keep= says what stays at the root"),
+        (
+            {"memory": ckpt.Memory(), "local": ckpt.NodeLocal("mem://fast")},
+            "local= is in the memory of the machines, and so is memory=",
+            "leave one of them out",
+        ),
     ],
 )
 def test_what_is_no_policy_of_its_side(root: str, given: dict[str, Any], said: str, meant: str) -> None:
@@ -270,6 +277,25 @@ def test_what_is_no_step(root: str, n: Any) -> None:
             with pytest.raises(UsageError, match="a step is a whole number of at least 0"):
                 call(n, Job().state())
     assert not os.path.exists(root) or not os.listdir(root)
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_what_is_closed_saves_and_restores_nothing(tmp_path: Path, nodes: bool) -> None:
+    local = ckpt.NodeLocal(tmp_path / "disk", copies=0) if nodes else None
+    with ckpt.Checkpointer(str(tmp_path / "run"), save=EverySteps(1), local=local) as c:
+        c.step(1, Job().state())
+    calls: list[Callable[[], object]] = [
+        lambda: c.step(2, Job().state()),
+        lambda: c.save(2, Job().state()),
+        lambda: c.restore(Job().state()),
+    ]
+    if nodes:  # what they have is not known any more
+        calls += [c.steps, lambda: c.latest]
+    else:
+        assert [step.number for step in c.steps()] == [1] == [c.latest]
+    for call in calls:
+        with pytest.raises(UsageError, match="this Checkpointer is closed"):
+            call()
 
 
 @pytest.mark.parametrize("name", ["step-00000003", "final"])

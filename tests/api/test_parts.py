@@ -198,6 +198,10 @@ def test_what_is_refused(url: str) -> None:
             call(url, job(), trainable="yes")  # type: ignore[operator]
     with pytest.raises(StateError, match="ckpt-part"):
         ckpt.save(url, {**job(), "ckpt-part": 1}, trainable=True)
+    model = job()["model"]
+    for state in ({"model": nn.Linear(2, 2).requires_grad_(False), "step": 3}, {"model": model.state_dict()}):
+        with pytest.raises(NamesError, match="no parameter of the state requires a gradient"):
+            ckpt.save(url, state, trainable=True)
     with pytest.raises(ckpt.errors.NotFoundError):
         ckpt.open(url)
 

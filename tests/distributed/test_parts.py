@@ -50,8 +50,13 @@ def load(url: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 
 def different(url: str) -> str:
+    rank = torch.distributed.get_rank()
+    # A stage of a pipeline may be frozen as a whole.
+    stage = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2).requires_grad_(rank == 1)])})
+    stages = ckpt.Layout({"pp": 2}, rules=[("*", ckpt.Replicate())], numbered=[ckpt.pipeline("layers.{n}", layers=2, stages=2)])
+    ckpt.save(f"{url}-stages", {"model": stage}, layout=stages, trainable=True)
     try:
-        ckpt.save(url, job(2, 0), only="model.*" if torch.distributed.get_rank() else "model.1.*")
+        ckpt.save(url, job(2, 0), only="model.*" if rank else "model.1.*")
     except ckpt.errors.ConsistencyError as err:
         return err.message
     return ""
@@ -66,3 +71,4 @@ def test_a_part_of_a_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
             assert torch.equal(tensor, before[name] if name.startswith("0.") else saved[name])
         assert "trainable=True" in hint
     assert all("different options" in text for text in ranks.run(2, different, str(tmp_path / "b")))
+    assert set(ckpt.open(str(tmp_path / "b-stages"))) == {"model.layers.1.weight", "model.layers.1.bias"}

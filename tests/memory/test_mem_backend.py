@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+import ckpt
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import Backend, ObjectMeta, open_backend
 from ckpt.io_backends.conformance import BackendConformance
@@ -23,6 +24,13 @@ def put(backend: Backend, path: str, data: bytes) -> None:
     with backend.create(path, len(data)) as writer:
         writer.write(0, [data])
         writer.commit()
+
+
+def test_nothing_is_saved_to_all_memory_at_once(daemon: MemoryClient) -> None:
+    for url in ("mem://", "mem:"):
+        with pytest.raises(UsageError, match="mem://"):
+            ckpt.save(url, {"step": 1})
+    assert daemon.list("") == []
 
 
 def test_memory_is_lent_before_the_object_has_a_name(daemon: MemoryClient) -> None:

@@ -125,6 +125,10 @@ class Leader:
         if idle:
             globs = ", ".join(map(repr, sorted(idle)))
             raise NamesError(f"only= has globs that no name of the state matches: {globs}", where=self.call.url, hint=_GLOBS)
+        if all(row.get("nothing_trained", False) for row in rows.values()):
+            text = "trainable=True leaves nothing that is trained: no parameter of the state requires a gradient"
+            hint = "put the module itself into the state, not its state_dict(), and set requires_grad of what you train; or leave it out"
+            raise NamesError(text, where=self.call.url, hint=hint)
         if all(row.get("without_experts", False) for row in rows.values()):
             text = "partial_experts= has names of experts, and no tensor of the state has such a name"
             raise NamesError(text, where=self.call.url, hint=f"compare names= and stacked= with `ckpt inspect`; {_GLOBS}")

@@ -243,6 +243,7 @@ def begin_row(prepared: Prepared) -> Row:
     if part is not None:
         row["options"] += f" {part.text()}"
         row["idle"] = collected.idle
+        row["nothing_trained"] = part.trainable and not collected.trains
     experts = prepared.job.options.experts
     if experts is not None:
         row["options"] += f" {experts.text()}"
