@@ -96,7 +96,7 @@ class SpreadBackend(Backend):
             return hashed - before
 
         check_path(path)
-        self.reader.read(path, offset, view.nbytes, read)
+        self.reader.read(path, offset, view.nbytes, read, lambda: hashed > 0)
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """See ``Backend.evict``: the node that would be read now gave wrong bytes, and is not read for this range any more."""

@@ -47,7 +47,7 @@ class NodeReader:
         self._listed: dict[str, dict[str, dict[int, int]]] = {}
         """What nodes have in a folder, by its name: as of the first read of a file that is not here."""
         self._distrusted: dict[str, list[tuple[int, int, int]]] = {}
-        """Ranges of a path that a place has wrong: first byte, byte behind the last, its number."""
+        """Ranges of a path that a place has wrong, or could not give: first byte, byte behind the last, its number."""
 
     @property
     def url(self) -> str:
@@ -111,8 +111,11 @@ class NodeReader:
 
     # ---- reading
 
-    def read(self, path: str, offset: int, length: int | None, read: Callable[[FilePlace], int]) -> None:
-        """Call ``read`` with the first place that can give the bytes; it returns how many it got."""
+    def read(
+        self, path: str, offset: int, length: int | None, read: Callable[[FilePlace], int], begun: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Call ``read`` with the first place that can give the bytes; it returns how many it got. ``begun``: whether bytes of a place that
+        failed are used."""
         last = 1 << 63 if length is None else offset + length
         wrong = [node for start, stop, node in self._distrusted.get(path, ()) if start < last and offset < stop]
         failed: CkptError | None = None
@@ -126,6 +129,8 @@ class NodeReader:
             except (StorageError, CorruptError) as err:  # it is away, or its file is cut off
                 if node not in (ROOT, PARITY, self.nodes.own) and isinstance(err, StorageError):
                     self.nodes.lost(node, err)
+                if not begun():  # else the next place that gives wrong bytes would be taken for this one
+                    self._distrust(path, offset, last, node)
                 failed = failed or err
             else:
                 if "data/" in path:
@@ -133,7 +138,7 @@ class NodeReader:
                 return
         if wrong:  # of all that have it nobody has it right: whoever compares says so
             self._distrusted.pop(path, None)
-            self.read(path, offset, length, read)
+            self.read(path, offset, length, read, begun)
             return
         hint = "`ckpt ls` shows what is there; nodes that are gone had the only copy if none was finished"
         raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}", hint=hint)
@@ -174,8 +179,11 @@ class NodeReader:
         self._place(left[0]).evict(path, start, stop - start if stop < 1 << 63 else None)
         if len(left) > 1:
             log.warning("%s: node %s gave wrong bytes; node %s is read", f"{self.url}/{path}", *map(self.name, left[:2]))
+        self._distrust(path, start, stop, left[0])
+
+    def _distrust(self, path: str, start: int, stop: int, node: int) -> None:
         with self._lock:
-            self._distrusted.setdefault(path, []).append((start, stop, left[0]))
+            self._distrusted.setdefault(path, []).append((start, stop, node))
 
     def _has(self, node: int, path: str) -> bool:
         with suppress(NotFoundError, StorageError):

@@ -1,4 +1,4 @@
-"""A place that fails in the middle of a read: a disk with a bad sector, or the memory of a machine that dies. Another one has the rest."""
+"""Places that fail while they are read: a disk with a bad sector, or the memory of a machine that dies. Another one has the bytes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,28 @@ class HalfGone(PosixBackend):
         raise StorageError("Input/output error", where=path)
 
 
+class Gone(PosixBackend):
+    """Nothing can be read and hashed."""
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        raise StorageError("Input/output error", where=path)
+
+
+class Wrong(PosixBackend):
+    """What is read and hashed has a flipped bit."""
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        self.read_into(path, offset, buffer)
+        buffer[-1] ^= 1
+        update(buffer)
+
+
 def below(kind: type[PosixBackend], root: Path, prefix: str) -> Backend:
     return kind(str(root / prefix))
 
 
-@pytest.mark.parametrize("kinds", [(HalfGone, PosixBackend), (HalfGone, HalfGone, PosixBackend)])
-def test_the_rest_is_read_elsewhere(tmp_path: Path, kinds: tuple[type[PosixBackend], ...]) -> None:
+@pytest.mark.parametrize("kinds", [(HalfGone, PosixBackend), (HalfGone, HalfGone, PosixBackend), (Gone, Wrong, PosixBackend)])
+def test_another_place_has_the_rest(tmp_path: Path, kinds: tuple[type[PosixBackend], ...]) -> None:
     state = {"w": torch.arange(300_000)}
     roots = [tmp_path / f"node{n}" for n in range(len(kinds))]
     ckpt.save(str(roots[0] / "step-1"), state)
