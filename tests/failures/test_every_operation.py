@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +21,16 @@ ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpac
 FILES = 6
 """Of one checkpoint of one rank: what killed saves left is gone after the next one."""
 SAVES = ["replacing", "at a new URL"]
+MOMENTS = ["before", "after"]
+
+
+def on_each_backend(*choices: Sequence[str]) -> list[Any]:
+    """Every combination on a file system; in memory by default those that lie as the fields of one colour, so that all pairs are there."""
+    every = list(product(*(list(enumerate(choice)) for choice in choices)))
+    marks = [pytest.mark.slow if sum(number for number, _ in each) % 2 else () for each in every]
+    values = [tuple(value for _, value in each) for each in every]
+    in_memory = [pytest.param("memory", *value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+    return [*(("posix", *value) for value in values), *in_memory]
 
 
 def save(url: str, number: int, fault: Fault | None = None, threads: int = 1) -> tuple[BaseException | None, FaultyProcess]:
@@ -89,10 +100,9 @@ def test_spans_harm_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert stored(url) == LATER and len(files(url)) == FILES + 1
 
 
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.parametrize("lose", [False, True], ids=["process", "power"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, kind: str, lose: bool, after: bool) -> None:
+@pytest.mark.parametrize(("root", "moment", "lost", "kind"), on_each_backend(MOMENTS, ["process", "power"], SAVES), indirect=["root"])
+def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, moment: str, lost: str, kind: str) -> None:
+    after, lose = moment == "after", lost == "power"
     log = operations(root, kind)
     publish = log.index("put_if checkpoint.json")
     for n, what in enumerate(log):
@@ -105,11 +115,13 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, kind: str, lose
         assert stored(url) == LATER and len(files(url)) == FILES, f"{what}: {sorted(files(url))}"
 
 
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.parametrize(
-    ("fault", "after"), [("error", False), ("error", True), ("no_space", False), ("no_space", True), ("short_write", False)]
-)
-def test_an_error_leaves_the_old_checkpoint_and_nothing_else(root: str, kind: str, fault: str, after: bool) -> None:
+ERROR_AT = ["error before", "error after", "no_space before", "no_space after", "short_write before"]
+
+
+@pytest.mark.parametrize(("root", "error_at", "kind"), on_each_backend(ERROR_AT, SAVES), indirect=["root"])
+def test_an_error_leaves_the_old_checkpoint_and_nothing_else(root: str, error_at: str, kind: str) -> None:
+    fault, _, moment = error_at.partition(" ")
+    after = moment == "after"
     log = operations(root, kind)
     publish = log.index("put_if checkpoint.json")
     raised = 0
