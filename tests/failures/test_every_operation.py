@@ -81,8 +81,8 @@ def test_a_save_does_what_these_tests_believe(root: str) -> None:
     assert names.count("put_if") == 1 and names.count("create") == names.count("commit") == 5  # four index files and a data file
     after = names[names.index("put_if") + 1 :]
     looks = ["list_prefix", "list_prefix"]  # whether all files are there
-    # what was replaced, with any spans; older uploads
-    assert after == looks + ["size", "size", "read", "list_prefix"] + ["delete"] * 5 + ["pending_uploads"]
+    # what was replaced, with any spans; neighbours and what they refer to: this step alone; older uploads
+    assert after == looks + ["size", "size", "read", "list_prefix"] + ["list_dir", "size", "read"] + ["delete"] * 5 + ["pending_uploads"]
     last = [line.split()[0] for line in operations(root + "/new", "at a new URL")[-5:]]
     assert last == ["put_if", *looks, "list_prefix", "pending_uploads"]
 

@@ -24,21 +24,23 @@ def reached(root: Path) -> set[str]:
 
 @pytest.mark.parametrize("committed_before", [False, True])
 def test_the_next_save_removes_what_a_crash_left(tmp_path: Path, *, committed_before: bool) -> None:
+    root = tmp_path / "a"  # in a run of its own: a neighbour that cannot be read might refer to anything
+    root.mkdir()
     state = {"a": torch.arange(1000), "n": 1}
     if committed_before:
-        ckpt.save(str(tmp_path), state)
-    before = files(tmp_path)
+        ckpt.save(str(root), state)
+    before = files(root)
     count = FaultyProcess()
     with wrap_backends(count.wrap):
-        ckpt.save(str(tmp_path / "elsewhere"), state)
+        ckpt.save(str(root / "elsewhere"), state)
     crash = FaultyProcess(Fault(at=count.log.index("put_if checkpoint.json"), kind="crash"))  # before it commits: all is written
     with wrap_backends(crash.wrap), pytest.raises(SimulatedCrash):
-        ckpt.save(str(tmp_path), state)
-    assert files(tmp_path) - before, "the crash was meant to leave something"
-    (tmp_path / "data" / "notes.txt").write_text("not ours")
-    ckpt.save(str(tmp_path), state)
-    ours = {p for p in files(tmp_path) if not p.startswith("elsewhere")}
-    assert ours == reached(tmp_path) | {"data/notes.txt"}
+        ckpt.save(str(root), state)
+    assert files(root) - before, "the crash was meant to leave something"
+    (root / "data" / "notes.txt").write_text("not ours")
+    ckpt.save(str(root), state)
+    ours = {p for p in files(root) if not p.startswith("elsewhere")}
+    assert ours == reached(root) | {"data/notes.txt"}
 
 
 @pytest.mark.parametrize(
