@@ -48,10 +48,11 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
         meaning = _check_semantic(url, threads, work) if semantic and report.ok else None
         if output.json:
             output.document(
-                _fields(url, report) | {"remedy": remedy_of(report), "semantic": None if meaning is None else _semantic_fields(meaning)}
+                _fields(url, report)
+                | {"remedy": remedy_of(url, report), "semantic": None if meaning is None else _semantic_fields(meaning)}
             )
         else:
-            _print(report, output)
+            _print(url, report, output)
             if meaning is not None:
                 _print_semantic(meaning, output)
         if not report.ok:
@@ -95,14 +96,14 @@ def _semantic_fields(report: SemanticReport) -> dict[str, Any]:
     return {"ok": not report.problems, **counts, "problems": [_problem(p) for p in report.problems], "remedy": report.remedy}
 
 
-def _print(report: VerifyReport, output: Output) -> None:
+def _print(url: str, report: VerifyReport, output: Output) -> None:
     for problem in report.problems:
         output.line(str(problem))
     if output.quiet:
         return
     verdict = style("ok", "green") if report.ok else style(units.plural(len(report.problems), "problem"), "red")
     if not report.ok:
-        output.line(f"remedy: {remedy_of(report)}")
+        output.line(f"remedy: {remedy_of(url, report)}")
     rate = units.size(report.bytes / max(report.seconds, 1e-9))
     what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
     output.line(f"{verdict}: {what} in {units.duration(report.seconds)} ({rate}/s)")
@@ -110,12 +111,17 @@ def _print(report: VerifyReport, output: Output) -> None:
         output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not checked: this format keeps no digests of them")
 
 
-def remedy_of(report: VerifyReport) -> str | None:
+def remedy_of(url: str, report: VerifyReport) -> str | None:
     """What a user can do about the problems; None if there are none."""
+    from ckpt.formats.native.catalog import FORMAT
+    from ckpt.formats.registry import find_format
+
     if report.ok:
         return None
     kinds = {problem.kind for problem in report.problems}
     if kinds <= {"index", "tiling", "state"}:
+        if find_format(url) not in (None, FORMAT.name):
+            return "restore what is missing or damaged from another copy, then verify again; or load another checkpoint"
         return "`ckpt rebuild` makes the index again from the data files, which are intact or were not checked; or load another checkpoint"
     if kinds == {"read"}:
         return "the storage could not be read: verify again when it answers"

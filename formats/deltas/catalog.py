@@ -82,7 +82,8 @@ def open_delta(backend: Backend, allowed: Sequence[str] | None = None) -> Extern
         tensors=entries,
         files=[*files, ExternalFile(MANIFEST, backend.size(MANIFEST))],
         notes=[
-            f"delta {newest.number} since {newest.anchor.url}: {newest.changed:,} elements changed ({share:.2%}) since {newest.base.url}"
+            f"delta {newest.number} after the full export {newest.anchor.url}: "
+            f"{newest.changed:,} elements ({share:.2%}) changed since {newest.base.url}"
         ],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import click
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+from ckpt import export
 from ckpt.cli.main import COMMANDS, cli
 from ckpt.errors import CkptError
 from ckpt.text import units
@@ -236,6 +239,17 @@ def test_verify_a_damaged_one(run_root: Path) -> None:
     assert second.endswith(f"(data/{path.name}, model.norm[0:4])")
     assert last.startswith("2 problems: ")
     assert ckpt("verify", "-q", run_root / "step-5").stdout.splitlines() == [first, second]
+
+
+def test_verify_a_format_that_has_no_index_to_rebuild(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    for n in range(3):
+        export(tmp_path / f"step-{n}", model, since=tmp_path / f"step-{n - 1}" if n else None)
+    shutil.rmtree(tmp_path / "step-1")
+    result = ckpt("verify", tmp_path / "step-2")
+    problem, remedy, _ = result.stdout.splitlines()
+    assert result.exit_code == 20 and "a link of the chain is missing" in problem
+    assert remedy.startswith("remedy: restore what is missing or damaged from another copy")
 
 
 def test_verify_json(run_root: Path) -> None:
