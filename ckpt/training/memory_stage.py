@@ -74,6 +74,8 @@ class MemoryStage:
             if step is None or not near:
                 raise
             far = []
+        if not near and not far and not tried:
+            self.tiers.refuse_damaged(step)
         newest = max((row[0] for row in (*near, *far)), default=None)
         # a sort keeps the order of what is alike, and memory is first
         return sorted((row for row in (*near, *far) if row[0] == newest), key=lambda row: str(row[2]), reverse=True)

@@ -202,8 +202,7 @@ class Tiers:
             if rows:
                 return rows
         if damaged is not None and not there:
-            hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
-            raise CorruptError(f"no checkpoint here can be read: {damaged.reason}", where=damaged.url, hint=hint)
+            raise _unreadable(damaged)
         if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
@@ -213,6 +212,16 @@ class Tiers:
         for number, steps in self._newest_local(step):
             if step in (None, number):
                 yield from (s for s in self._judged(steps) if s.committed)
+
+    def refuse_damaged(self, step: int | None) -> None:
+        """
+        Raises:
+            CorruptError: the local tier has something, or of ``step``, that cannot be loaded.
+        """
+        for number, steps in self._newest_local(step):
+            damaged = next((s for s in self._judged(steps) if s.damaged), None) if step in (None, number) else None
+            if damaged is not None:
+                raise _unreadable(damaged)
 
     def _judged(self, near: Iterable[Step]) -> list[Step]:
         """Local checkpoints; those of which the nodes that are left have too little count as damaged."""
@@ -404,3 +413,9 @@ def _all_see(rows: dict[int, Row], group: Group, url: str) -> None:
             where=url,
             hint="give local= a directory that all nodes share; or ckpt.NodeLocal(directory), if each node is to keep its own files",
         )
+
+
+def _unreadable(step: Step) -> CorruptError:
+    """A run that has checkpoints does not begin anew."""
+    hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
+    return CorruptError(f"no checkpoint here can be read: {step.reason}", where=step.url, hint=hint)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.errors import CorruptError
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EverySteps, Latest
 from tests.distributed.ranks import Ranks
@@ -68,6 +71,32 @@ def test_each_range_comes_from_the_nearest_place(ranks: Ranks, tmp_path: Path, m
             shutil.rmtree(tmp_path / "disk1")
         start, text = ranks.run(1, train, run, [0], range(0), 0, shared)[0]
         assert start == 5 and near in text and text.endswith("root 0 B"), text
+
+
+def die_or_refuse(folder: str, *, dies: bool) -> str:
+    """Only memory has a checkpoint. It does not begin anew when that cannot be loaded any more."""
+    rank = dist.get_rank()
+    socket.gethostname = lambda: f"machine{rank}"
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{rank}"
+    local, memory = ckpt.NodeLocal(f"{folder}/disk{rank}", copies=0), ckpt.Memory(copies=0)
+    with ckpt.Checkpointer(f"{folder}/root", memory=memory, local=local, timeout=20) as c:
+        if dies:
+            c.step(1, state_of(1, 0))
+            assert c.handle is not None
+            c.handle.result()
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CorruptError) as error:
+            c.restore(state_of(-1, 0))
+    return str(error.value)
+
+
+def test_what_memory_has_lost_is_an_error_where_nothing_else_is(ranks: Ranks, tmp_path: Path) -> None:
+    with daemon_in(tmp_path / "daemon0"), daemon_in(tmp_path / "daemon1") as second:
+        ranks.run(2, partial(die_or_refuse, dies=True), str(tmp_path), allow_death=True)
+        second.stop()
+        (text,) = ranks.run(1, partial(die_or_refuse, dies=False), str(tmp_path))
+    assert "no checkpoint here can be read" in text and "rank 1 on machine1" in text
 
 
 @pytest.mark.slow
