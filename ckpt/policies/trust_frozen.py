@@ -13,7 +13,8 @@ from ckpt.errors import UsageError
 class TrustFrozen:
     """Saves refer to frozen tensors without hashing them, as long as torch has not seen them change.
 
-    **You vouch that nothing writes to them past torch**: through ``.data``, numpy, raw pointers or kernels that do not count versions.
+    **You vouch that nothing writes to them past torch**: through ``.data``, numpy, raw pointers or kernels that do not count versions, or
+    through another tensor in their memory that is not saved (torch counts the two apart).
     Changes that torch counts, and tensors in other memory, are noticed by every save. Whatever else happens is noticed by every
     ``hash_every``-th save, which hashes all: it fails with :class:`ckpt.errors.ConsistencyError`, and the saves before it may have old
     bytes.

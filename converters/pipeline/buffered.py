@@ -43,7 +43,10 @@ CODED = 2 * CHUNK_LIMIT
 LEAST = 8 << 20
 """Bytes of the smallest window."""
 USEFUL = 128 << 20
-"""Bytes of a window that keep a file system busy: memory that is touched for the first time costs as much as copying into it."""
+"""Bytes of a window, most: of a tensor that is stored in columns, each window reads all chunks."""
+ENOUGH = 64 << 20
+"""Bytes of a window that keep a file system busy. It grows beyond them with its last tensor only: memory that is touched for the first time
+costs as much as copying into it."""
 
 Put = Callable[[Sequence[FileSegment], memoryview], None]
 """Gets segments that follow one another in a file, and their bytes."""
@@ -64,8 +67,9 @@ class WindowFiller:
         ]
         self._computing = Computing(self.readers, memory=whole - memory)
         hints = (*(catalog.backend.io_hints for catalog in chosen.catalogs), backend.io_hints)
-        useful = max(USEFUL, *(4 * h.concurrency * h.read_size for h in hints))  # several calls for each that a storage wants at once
-        self.window = min(useful, max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
+        busy = max(4 * h.concurrency * h.read_size for h in hints)  # several calls for each that a storage wants at once
+        self.enough = max(ENOUGH, busy)
+        self.window = min(max(USEFUL, busy), max(LEAST, (memory - (threads * CODED if coded else 0)) // 2))
         self._buffers: list[torch.Tensor] = []
         self._seams: dict[str, list[int]] = {}
 
@@ -86,7 +90,8 @@ class WindowFiller:
         numbers, listed = list(items), list(items.values())
         last = Pending(lambda: None, "ckpt-convert")
         try:
-            for turn, window in enumerate(windows(listed, [self._seams_of(i.name) for i in listed], self.window)):
+            seams = [self._seams_of(i.name) for i in listed]
+            for turn, window in enumerate(windows(listed, seams, self.window, self.enough)):
                 # Reading window n + 1 into one buffer and writing window n from the other go on at once.
                 # ``last.result()`` comes after the read: only then is the buffer of window n needed again, for window
                 # n + 2.

@@ -55,16 +55,21 @@ class FileWindow(NamedTuple):
     stop: int
 
 
-def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int) -> Iterator[FileWindow]:
-    """Windows of at most ``most`` bytes of a file with these items, in order of their offsets.
+def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int, enough: int | None = None) -> Iterator[FileWindow]:
+    """Windows of at most ``most`` bytes of a file with these items, in order of their offsets. One that has ``enough`` bytes ends with its
+    item: no chunk is in two items, so none is read twice for that.
 
     ``seams`` has for each item the places along its first axis, increasing, where it is best cut, because stored chunks end there.
     """
     # Greedy and in one pass, since segments come in the order of the file: a window is closed as soon as the next
     # segment would make it too long.
     pending: list[FileSegment] = []
+    enough = most if enough is None else enough
     for number, (item, places) in enumerate(zip(items, seams, strict=True)):
         at = item.offset
+        if pending and at - pending[0].start >= enough:
+            yield _closed(pending)
+            pending = []
         for box in slabs(item.box, item.itemsize, places, min(most, limits.CHUNK)):
             segment = FileSegment(number, box, at, box.numel * item.itemsize)
             at += segment.length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,13 @@ def test_slabs_are_the_box_row_by_row(box: Box, itemsize: int, seams: list[int],
             assert end == (inside[-1] if inside else start + rows)
 
 
-@given(st.lists(st.tuples(boxes(), st.sampled_from([1, 4]), st.integers(0, 30)), max_size=6), st.integers(8, 300))
-def test_windows_have_each_byte_once(rows: list[tuple[Box, int, int]], most: int) -> None:
+@given(st.lists(st.tuples(boxes(), st.sampled_from([1, 4]), st.integers(0, 30)), max_size=6), st.integers(8, 300), st.integers(1, 300))
+def test_windows_have_each_byte_once(rows: list[tuple[Box, int, int]], most: int, enough: int) -> None:
     items, at = [], 0
     for i, (box, size, gap) in enumerate(rows):
         items.append(FileItem(f"t{i}", box, at + gap, size))
         at += gap + items[-1].length
-    found = list(windows(items, [[]] * len(items), most))
+    found = list(windows(items, [[]] * len(items), most, enough))
     covered = [b for w in found for s in w.segments for b in range(s.start, s.start + s.length)]
     assert covered == [b for i in items for b in range(i.offset, i.offset + i.length)]
     for window in found:
@@ -61,6 +62,11 @@ def test_windows_have_each_byte_once(rows: list[tuple[Box, int, int]], most: int
         assert sum(s.length for s in window.segments) <= window.stop - window.start
         assert len(window.segments) == 1 or window.segments[-1].start - window.start <= most
         assert all(s.length == s.box.numel * items[s.item].itemsize for s in window.segments)
+        for last, first in pairwise(window.segments):
+            assert last.item == first.item or first.start - window.start < enough
+    for before, after in pairwise(found):  # none ends early within an item
+        joint = before.segments[-1].item == after.segments[0].item
+        assert not joint or before.stop - before.start + after.segments[0].length > most
 
 
 def transformed(shapes: dict[str, tuple[int, ...]]) -> dict[str, views.LogicalTensor]:

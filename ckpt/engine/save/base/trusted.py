@@ -120,10 +120,13 @@ def _overlapping(shard_table: ShardTable) -> set[str]:
     for name, tensor in shard_table.tensors.items():
         for _, memory in tensor.parts:
             if memory.numel():
-                last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
+                address, extent = memory.data_ptr(), memory.nbytes
+                if not memory.is_contiguous():
+                    last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
+                    extent = (last + 1) * memory.itemsize
                 names.append(name)
-                starts.append(memory.data_ptr())
-                ends.append(memory.data_ptr() + (last + 1) * memory.itemsize)
+                starts.append(address)
+                ends.append(address + extent)
     order = np.argsort(starts, kind="stable")
     start, end = np.array(starts, dtype=np.uint64)[order], np.array(ends, dtype=np.uint64)[order]
     # By their starts: one reaches into the next, or begins before the furthest end so far.
