@@ -115,7 +115,7 @@ def _print(forecast: MeshForecast, output: Output, world: int) -> None:
     output.table(("RANK", ">STATE", ">READ", ">RECEIVED", ">REQUESTS", ">FILES", ">MEMORY"), rows)
     ranks = forecast.ranks
     read = units.size(sum(one.bytes_read for one in ranks))
-    output.line(f"{len(ranks)} of {units.plural(world, 'rank')}: {read} in {sum(one.requests for one in ranks):,} requests")
+    output.line(f"{len(ranks)} of {units.plural(world, 'rank')}: {read} in {units.plural(sum(one.requests for one in ranks), 'request')}")
     output.line(f"about {units.duration(forecast.seconds)} on the slowest ({forecast.estimated_from})")
     if forecast.replicated:
         names = ", ".join(forecast.replicated[:3]) + (", …" if len(forecast.replicated) > 3 else "")

@@ -117,7 +117,7 @@ class NodeSet:
         """What each node answers, asked at once. With ``reachable``, those that are away are left out, and ``further`` ones asked, too.
 
         Raises:
-            StorageError: a node does not answer; or, with ``reachable``, none does.
+            StorageError: a node does not answer; or, with ``reachable``, the own one does not.
         """
         asked = [n for n in range(self.total if reachable else len(self.nodes)) if not (reachable and self.is_away(n))] or [self.own]
 

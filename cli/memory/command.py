@@ -46,8 +46,9 @@ def command(
 ) -> None:
     """Run, show or end the daemon that holds the checkpoints of mem:// on this machine, for this account.
 
-    It starts by itself with the first save to mem://. serve runs it in the foreground, as a sidecar or a service. drop deletes what lies
-    below URL. CKPT_MEMORY_DIR chooses the daemon.
+    It starts by itself with the first save to mem://. serve runs it in the foreground, as a sidecar or a service. status shows what it
+    holds: the size of each checkpoint, and whether its copies on other machines are complete. drop deletes what lies below URL. stop ends
+    the daemon, and what it holds is lost. CKPT_MEMORY_DIR chooses the daemon.
 
     \b
     Example:
@@ -169,9 +170,9 @@ def _stop(output: Output, *, yes: bool) -> None:
     status = daemon.status()
     if status["count"] and not yes:
         raise UsageError(
-            f"it holds {len(status['by_checkpoint'])} checkpoints of {units.size(status['objects'])}, which are lost when it ends",
+            f"it holds {units.size(status['objects'])}, which is lost when it ends",
             where=status["folder"],
-            hint="copy what is needed (ckpt cp), then give --yes",
+            hint="`ckpt memory status` lists it; copy what is needed (ckpt cp), then give --yes",
         )
     daemon.stop()
     output.document({"pid": status["pid"]}) if output.json else output.line(f"process {status['pid']} has ended")

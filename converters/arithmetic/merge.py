@@ -27,6 +27,7 @@ from ckpt.errors import NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.maintenance.step_listing import list_steps, step_number
 from ckpt.plan.match import several
+from ckpt.text import units
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback
 
@@ -139,7 +140,8 @@ def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
         raise UsageError(f"--last {count}: an average is of at least two checkpoints")
     if len(steps) < count:
         hint = "`ckpt ls` lists them" if steps else "check the URL: it is that of the run, in which the steps are"
-        raise NotFoundError(f"{len(steps)} committed checkpoints, not {count}", where=url_text(run_url), hint=hint)
+        there = f"there {'is' if len(steps) == 1 else 'are'} {units.plural(len(steps), 'committed checkpoint')}"
+        raise NotFoundError(f"{there}, not the {count} of --last", where=url_text(run_url), hint=hint)
     return tuple(step.url for step in steps[-count:])
 
 

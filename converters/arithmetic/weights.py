@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt.errors import UsageError
+from ckpt.text import units
 
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda t: 1.0 - t,
@@ -55,7 +56,8 @@ def checked_weights(weights: Sequence[float] | None, schedule: str | None, count
     if isinstance(given, str):
         raise UsageError(f"weights= are numbers, not {weights!r}", hint="weights=[0.25, 0.75]")
     if len(weights) != count:
-        raise UsageError(f"{len(weights)} weights for {count} checkpoints", hint="one weight for each, in the same order")
+        what = f"{units.plural(len(weights), 'weight')} for {units.plural(count, 'checkpoint')}"
+        raise UsageError(what, hint="one weight for each, in the same order")
     if not all(map(math.isfinite, weights)):
         raise UsageError(f"weights are finite numbers, not {', '.join(map(str, weights))}")
     total = math.fsum(weights)

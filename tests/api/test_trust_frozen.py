@@ -77,6 +77,15 @@ def test_what_is_vouched_for_is_hashed_by_every_so_many_saves(tmp_path: Path, mo
     job.checkpointer.close()
 
 
+def test_names_that_cover_nothing_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path / "run", monkeypatch, TrustFrozen(names="nope.*"))
+    assert [job.save() for _ in range(3)] == [FROZEN] * 3
+    assert [r.message for r in caplog.records if "TrustFrozen" in r.message] == [
+        "TrustFrozen(names='nope.*') covers no frozen parameter of this rank: all of its bytes are hashed"
+    ]
+    job.checkpointer.close()
+
+
 def test_without_it_every_save_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path / "run", monkeypatch, True)
     assert [job.save() for _ in range(3)] == [FROZEN] * 3

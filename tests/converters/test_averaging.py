@@ -219,7 +219,7 @@ def test_the_newest_steps_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "step-9" / "data").mkdir()
     (tmp_path / "step-9" / "data" / "x-00000.safetensors").write_bytes(b"")  # a save that did not finish
     assert last_steps(tmp_path, 3) == tuple(urls[1:])
-    with pytest.raises(NotFoundError, match="4 committed checkpoints, not 5"):
+    with pytest.raises(NotFoundError, match="there are 4 committed checkpoints, not the 5 of --last"):
         last_steps(tmp_path, 5)
     with pytest.raises(UsageError, match="sources is one URL"):
         ckpt.merge(tmp_path / "out", urls[0])  # type: ignore[arg-type]  # not each of its letters

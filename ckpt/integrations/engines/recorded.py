@@ -32,6 +32,7 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Boxes
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import several
+from ckpt.text import units
 
 from .engine_memory import EngineMemory, ParameterMemory, Parameters
 from .recording import LoadWeights, Recording, record_writes
@@ -89,7 +90,7 @@ class Recorded:
         lines = [
             f"{straight} tensors go straight into {len(self._loader.memory.memories())} parameters, {len(self.unused)} are not used here"
         ]
-        lines += [f"{len(self.fallbacks)} are staged in {self.staged_bytes} bytes:"] if self.fallbacks else []
+        lines += [f"{units.plural(len(self.fallbacks), 'tensor')} staged in {self.staged_bytes:,} bytes:"] if self.fallbacks else []
         lines += [f"  {name}: {reason}" for name, reason in self.fallbacks.items()]
         lines += [f"{name} is overwritten by {by}" for name, by in self.overwritten.items()]
         lines += [f"not filled: {text}" for text in self.unwritten.values()]

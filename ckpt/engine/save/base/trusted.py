@@ -11,6 +11,7 @@ A digest that was not taken now is used for a reference alone, and never stored.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from ckpt.engine.save.plan import RankPlan
 from ckpt.errors import ConsistencyError
 from ckpt.layout.geometry import Box
 from ckpt.policies.trust_frozen import TrustFrozen
+
+log = logging.getLogger("ckpt")
 
 UNCOUNTED = -1
 """The version of tensors of inference mode, whose changes torch does not count."""
@@ -43,6 +46,8 @@ class TrustedDigests:
     tensors: dict[str, _Hashed] = field(default_factory=dict)
     since: int = 0
     """How many saves have trusted digests since all were taken."""
+    idle: bool = False
+    """Whether the log was told that the names of the policy cover nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +72,9 @@ class Trust:
         # What overlaps another tensor changes with it, and the versions of the two are counted apart.
         frozen = shard_table.frozen - shard_table.trainable - _overlapping(shard_table)
         names = [name for name in asked if name in frozen and policy.covers(name) and _is_counted(versions[name])]
+        if not names and policy.names != "*" and not remembered.idle:
+            remembered.idle = True
+            log.warning("TrustFrozen(names=%r) covers no frozen parameter of this rank: all of its bytes are hashed", policy.names)
         identities = {name: (versions[name], *map(_memory, shard_table.tensors[name].parts)) for name in names}
         return cls(remembered=remembered, identities=identities, hashes_all=remembered.since >= policy.hash_every - 1)
 
