@@ -111,6 +111,9 @@ def point(chance: random.Random, how: str = "kill") -> Fault:
     )
 
 
+pytestmark = pytest.mark.alone  # the jobs' deadlines are seconds
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ from ckpt.io_backends.registry import join_url, open_backend, real_url
 from .references import UP, is_reference, split_url
 
 _DATA = "data/"
+_THREADS = 16
+"""Checkpoints whose records are read at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +81,18 @@ def referrers_in(run: Backend) -> RunReferrers:
     referrers: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unknown = []
     real = real_url(run.url).rstrip("/")
-    for name in (entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")):
+
+    def read(name: str) -> tuple[list[DataFile] | None, list[SourceFile] | None]:
         data = read_record(run, f"{name}/")
         if data is None:
-            continue
+            return [], []
         checkpoint = open_backend(join_url(run.url, name))
-        files, sources = _references(checkpoint, data), _sources(checkpoint, data)
+        return _references(checkpoint, data), _sources(checkpoint, data)
+
+    names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-referrers") as pool:  # a run may have a thousand steps
+        referring = list(pool.map(read, names))
+    for name, (files, sources) in zip(names, referring, strict=True):
         if files is None or sources is None:
             unknown.append(name)
         for path in (*(file.path[len(UP) :] for file in files or ()), *_below(real, sources or ())):
