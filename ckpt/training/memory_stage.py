@@ -9,6 +9,7 @@ so the same names of files, in all three. So what a machine has lost from its me
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,6 +26,8 @@ from ckpt.spread.tier import SpreadTier
 
 from .tiers import Tiers
 from .uploader import Uploader, UploadRound
+
+log = logging.getLogger("ckpt")
 
 Copies = list[list[Any]]
 """See :meth:`Tiers.copies`."""
@@ -81,7 +84,7 @@ class MemoryStage:
         return sorted((row for row in (*near, *far) if row[0] == newest), key=lambda row: str(row[2]), reverse=True)
 
     def _near(self, step: int | None, tried: Collection[tuple[str, str]]) -> Copies:
-        for row in self.tiers.in_local_tier(step):
+        for row in self.tiers.in_local_tier(step, passed=_warn):
             if (row.url, row.id) not in tried:
                 return [[row.number, row.url, row.id, row.lost]]
         return []
@@ -102,6 +105,10 @@ class MemoryStage:
     def publish(self, after: Future[Any] | None = None) -> UploadRound:
         """Bring the newest step to the local tier when ``after`` has ended."""
         return self.uploader.add(after)
+
+
+def _warn(step: Step) -> None:
+    log.warning("%s is passed over: %s", step.url, step.reason)
 
 
 def _below(root: str, prefix: str) -> Backend:

@@ -207,11 +207,15 @@ class Tiers:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
 
-    def in_local_tier(self, step: int | None) -> Iterator[Step]:
-        """What the local tier has, or has of ``step``, that can be loaded as far as listings say, the newest first."""
+    def in_local_tier(self, step: int | None, *, passed: Callable[[Step], object] = lambda step: None) -> Iterator[Step]:
+        """What the local tier has, or has of ``step``, that can be loaded as far as listings say, the newest first. ``passed`` hears of
+        what is damaged."""
         for number, steps in self._newest_local(step):
-            if step in (None, number):
-                yield from (s for s in self._judged(steps) if s.committed)
+            for s in self._judged(steps) if step in (None, number) else ():
+                if s.damaged:
+                    passed(s)
+                if s.committed:
+                    yield s
 
     def refuse_damaged(self, step: int | None) -> None:
         """

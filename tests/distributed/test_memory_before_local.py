@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -97,6 +98,38 @@ def test_what_memory_has_lost_is_an_error_where_nothing_else_is(ranks: Ranks, tm
         second.stop()
         (text,) = ranks.run(1, partial(die_or_refuse, dies=False), str(tmp_path))
     assert "no checkpoint here can be read" in text and "rank 1 on machine1" in text
+
+
+def die_or_go_on(folder: str, *, dies: bool) -> tuple[int | None, list[str]]:
+    """Step 1 is at the root, step 2 in memory alone. The step that is restored, and what the log says is passed over."""
+    rank = dist.get_rank()
+    socket.gethostname = lambda: f"machine{rank}"
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{rank}"
+    local, memory = ckpt.NodeLocal(f"{folder}/disk{rank}", copies=0), ckpt.Memory(copies=0)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]
+    logging.getLogger("ckpt").addHandler(handler)
+    with ckpt.Checkpointer(f"{folder}/root", memory=memory, local=local, timeout=20) as c:
+        if dies:
+            c.save(1, state_of(1, 0))
+            c.wait()
+            c.step(2, state_of(2, 0))
+            assert c.handle is not None
+            c.handle.result()
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = c.restore(state_of(-1, 0))
+    return start, [record.getMessage() for record in records if "is passed over" in record.getMessage()]
+
+
+def test_what_memory_has_lost_is_told_where_an_older_step_is(ranks: Ranks, tmp_path: Path) -> None:
+    with daemon_in(tmp_path / "daemon0"), daemon_in(tmp_path / "daemon1") as second:
+        ranks.run(2, partial(die_or_go_on, dies=True), str(tmp_path), allow_death=True)
+        second.stop()
+        ((start, passed),) = ranks.run(1, partial(die_or_go_on, dies=False), str(tmp_path))
+    assert start == 1
+    assert any("step-00000002 is passed over" in text and "rank 1 on machine1" in text for text in passed), passed
 
 
 @pytest.mark.slow
