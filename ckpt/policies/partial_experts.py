@@ -115,11 +115,11 @@ class PartialExperts:
 @dataclass(frozen=True, kw_only=True)
 class StaleExperts:
     """Experts that a save does not write. ``names``: tensors of one of them; ``rows``: of each tensor that has all experts of a layer, the
-    rows of those, perhaps none. ``found``: whether the state has tensors of experts."""
+    rows of those, perhaps none. ``has_experts``: whether the state has tensors of experts."""
 
     names: frozenset[str] = frozenset()
     rows: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    found: bool = False
+    has_experts: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.names) or any(self.rows.values())
@@ -149,7 +149,7 @@ class ExpertTurn:
         Raises:
             UsageError: a tensor is not made of experts, as its name says.
         """
-        names, rows, found = set[str](), dict[str, frozenset[int]](), False
+        names, rows, has_experts = set[str](), dict[str, frozenset[int]](), False
         for name, shape in shapes.items():
             place = self.experts.place(name)
             layer = self.experts.stack(name, shape) if place is None else None
@@ -157,8 +157,8 @@ class ExpertTurn:
                 rows[name] = self._rows(layer)
             elif place is not None and self._is_stale(place):
                 names.add(name)
-            found = found or place is not None or layer is not None
-        return StaleExperts(names=frozenset(names), rows=rows, found=found)
+            has_experts = has_experts or place is not None or layer is not None
+        return StaleExperts(names=frozenset(names), rows=rows, has_experts=has_experts)
 
     def _rows(self, layer: int) -> frozenset[int]:
         return frozenset(number for number in range(self.experts.experts) if self._is_stale((layer, number)))

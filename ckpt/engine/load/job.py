@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckpt.adapters.binding.bind import bind
+from ckpt.adapters.binding.targets import Binding
+from ckpt.adapters.shard_cache import ShardCache
 from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
 from ckpt.coordination.call import Call
@@ -46,6 +49,20 @@ class LoadJob:
             return self.call.lead(row, decide)
         decision: R = self.call.follow(row)
         return decision
+
+    def bind(self, state: object, catalog: Catalog, shards: ShardCache) -> Binding:
+        """What of this rank's state takes what of a checkpoint; raises as ``bind``. ``shards``: what is known of the state's tensors."""
+        group, options = self.call.group, self.options
+        return bind(
+            state,
+            catalog,
+            rank=group.rank,
+            ranks=group.ranks,
+            layout=options.layout,
+            selection=options.selection,
+            cast=options.cast,
+            shards=shards,
+        )
 
     def reader(self, catalog: Catalog, verify: Verify) -> Reader:
         options, source = self.options, source_of(catalog)

@@ -22,7 +22,6 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
-from ckpt.adapters.binding.bind import bind
 from ckpt.adapters.binding.targets import Binding
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.byte_source.storage import source_of
@@ -130,16 +129,7 @@ def _bind(job: LoadJob, state: object, catalog: Catalog) -> Binding:
     group, options = job.call.group, job.options
     shards = _shards.setdefault(group, ShardCache())
     with job.span("match"):
-        binding = bind(
-            state,
-            catalog,
-            rank=group.rank,
-            ranks=group.ranks,
-            layout=options.layout,
-            selection=options.selection,
-            cast=options.cast,
-            shards=shards,
-        )
+        binding = job.bind(state, catalog, shards)
     if options.dry_run:  # nothing is created, and what a later load finds in ``shards`` must not change
         created = {id(local): device for local, device in binding.without_memory}
         jobs = {name: TensorLoad(*pair) for name, pair in binding.targets.items()}

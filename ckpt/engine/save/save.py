@@ -162,7 +162,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         if options.check_replicas and group.size > 1
         else None,
         reuse=reuse,
-        has_experts=experts.found,
+        has_experts=experts.has_experts,
     )
 
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from ckpt import settings
-from ckpt.adapters.binding.bind import bind
 from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.converters.select.selection import Views
 from ckpt.coordination.rows import Row
@@ -54,16 +53,7 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
             catalog = cache.catalog_of(offered)
             if views is not None:
                 catalog = in_other_names(catalog, views, strict=options.strict)
-            binding = bind(
-                state,
-                catalog,
-                rank=group.rank,
-                ranks=group.ranks,
-                layout=options.layout,
-                selection=options.selection,
-                cast=options.cast,
-                shards=cache.shards,
-            )
+            binding = job.bind(state, catalog, cache.shards)
         row = row_of_match(job, catalog, binding, SharedReads.of((), group.rank, parts=False, piece=1, wanted=False))
         row |= {"objects": bool(binding.objects), "translation": catalog.translation}
 
