@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from ckpt.catalog import DataFile
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CONVERTING
+from ckpt.formats.native.branches import Branches, begun_last, left_at
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, MIXED, REFERENCED, VIRTUAL, CommitRecord
 from ckpt.formats.native.datafiles.references import RunBackend
@@ -67,6 +68,10 @@ class Step:
     """What of a state it was saved with, as the arguments of the save, if that was a part; the rest is in its base."""
     mixed_steps: bool = False
     """Whether some of its tensors are of an earlier step."""
+    branches: Branches = ()
+    """Where the run had gone back to an earlier step before this one was saved."""
+    abandoned: int | None = None
+    """The step that the run went back to, and went on from without this one; None if it is on the branch that was written last."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
     also: tuple[str, ...] = ()
@@ -125,7 +130,7 @@ def in_order(steps: Iterable[Step]) -> list[Step]:
         if s.link is not None and s.id is not None:
             links.setdefault(s.id, []).append(s)
     if not links:
-        return ordered
+        return with_abandoned(ordered)
     named: dict[str, Step] = {}
     for s in ordered:
         if s.id is not None and (s.link is None or named.get(s.id, s).link is not None):
@@ -138,7 +143,18 @@ def in_order(steps: Iterable[Step]) -> list[Step]:
             listed.append(replace(s, also=tuple(directory_name(o) for o in others)) if others else s)
         elif s.link is None:
             listed.append(s)
-    return listed
+    return with_abandoned(listed)
+
+
+def with_abandoned(steps: Sequence[Step]) -> list[Step]:
+    """The same steps of one run, in the same order; those that the branch which was written last has left behind say so."""
+    live = begun_last(s.branches for s in steps)
+    if not live:
+        return list(steps)
+    # Who saves without a ``Checkpointer`` knows of no branch: what was saved since the last one began is on it.
+    steps = [replace(s, branches=live) if not s.branches and s.id is not None and s.id > live[-1].id else s for s in steps]
+    tip = max((s.number for s in steps if s.branches == live and s.number is not None), default=live[-1].after)
+    return [replace(s, abandoned=left_at(s.branches, s.number, live, tip)) if s.committed and s.number is not None else s for s in steps]
 
 
 def directory_name(step: Step) -> str:
@@ -226,6 +242,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         shared_bytes=shared_bytes,
         reusable=record.reusable,
         part=record.part,
+        branches=record.branches,
         mixed_steps=MIXED in record.features,
         link=link,
     )

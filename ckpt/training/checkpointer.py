@@ -39,6 +39,7 @@ from ckpt.tracing.spans import Row
 from .arguments import check_memory, check_signals, metric_values, state_of
 from .bases import Bases, check_experts, codec_of, trust_of
 from .begin_from import BeginFrom
+from .lineage import Lineage
 from .memory_stage import MemoryStage
 from .preemption import SIGNALS
 from .restore_order import load_nearest, load_origin
@@ -188,6 +189,7 @@ class Checkpointer:
             )
         self._first = self._stage if self._stage is not None else self._tiers
         """Whom to ask what there is."""
+        self._lineage = Lineage(self._first.look)
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None and memory is None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
         if self._spread is not None:
@@ -270,6 +272,10 @@ class Checkpointer:
             raise
         finally:
             recorded.reset(wanted)
+        if own is None:
+            self._lineage.restored(None)
+        else:
+            self._lineage.restored(own.step, own.branches)
         if restored is not None:
             self._schedule.resumed(restored.step, saved=own is not None)
             if self._memory is not None:
@@ -356,6 +362,7 @@ class Checkpointer:
             self._bases.of(self._place(n), self._options),
             metrics=metric_values(metrics),
             earlier=earlier,
+            branches=partial(self._lineage.of, n),
             progress=watcher,
         )
         if publish:

@@ -130,12 +130,12 @@ def merge(
 
 
 def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
-    """URLs of the newest ``count`` committed checkpoints of a run, the oldest first.
+    """URLs of the newest ``count`` committed checkpoints of a run, the oldest first, without those that it has abandoned.
 
     Raises:
         NotFoundError: it has fewer.
     """
-    steps = [step for step in list_steps(run_url) if step.committed]
+    steps = [step for step in list_steps(run_url) if step.committed and step.abandoned is None]
     if count < 2:
         raise UsageError(f"--last {count}: an average is of at least two checkpoints")
     if len(steps) < count:
