@@ -88,7 +88,7 @@ def _row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, 
         "; ".join(
             [
                 *([step.reason] if step.reason else []),
-                *([f"abandoned: the run went back to step {step.abandoned}"] if step.abandoned is not None else []),
+                *([f"abandoned: the run went on from step {step.abandoned} without it"] if step.abandoned is not None else []),
                 *([f"a part, saved with {step.part}"] if step.part is not None else []),
                 *(["some tensors are of earlier steps"] if step.mixed_steps else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),

@@ -71,7 +71,7 @@ class Step:
     branches: Branches = ()
     """Where the run had gone back to an earlier step before this one was saved."""
     abandoned: int | None = None
-    """The step that the run went back to, and went on from without this one; None if it is on the branch that was written last."""
+    """The last step that it shares with the branch that was written last, which went on without it; None if it is on that branch."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
     also: tuple[str, ...] = ()

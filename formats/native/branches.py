@@ -41,8 +41,10 @@ def _last_id(branches: Branches) -> str:
 
 
 def left_at(branches: Branches, step: int, live: Branches, tip: int) -> int | None:
-    """The step at which ``live``, up to its step ``tip``, left what a checkpoint of ``step`` with these branches is on; None if it leads on
-    from there."""
+    """The last step that a checkpoint of ``step`` with these branches shares with the branch ``live``, which is at step ``tip``; None if
+    that went on from it."""
     common = next((i for i, (one, other) in enumerate(zip(branches, live, strict=False)) if one != other), min(len(branches), len(live)))
     until = live[common].after if common < len(live) else tip
-    return None if common == len(branches) and step <= until else until
+    if common < len(branches):
+        return min(until, branches[common].after)
+    return None if step <= until else until
