@@ -6,7 +6,6 @@ A checkpoint counts as committed only if its commit record is there and can be b
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from ckpt.formats.native.commit import COMMIT_PATH, MIXED, REFERENCED, VIRTUAL, 
 from ckpt.formats.native.datafiles.references import RunBackend
 from ckpt.formats.native.datafiles.referrers import references_of, remaining_files, remaining_references
 from ckpt.formats.native.extents import decode_sources
-from ckpt.formats.native.paths import SOURCES, has_orphans
+from ckpt.formats.native.paths import SOURCES, has_orphans, step_number
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.text.urls import url_text
@@ -28,7 +27,6 @@ from ckpt.text.urls import url_text
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 
-_NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
 _LISTING_THREADS = 8
 _LOOKED_INTO, _NAMED = 32, 4
 
@@ -81,12 +79,6 @@ class Step:
 def step_url(root: str, number: int) -> str:
     """Where a run has the checkpoint of this step."""
     return join_url(root, f"step-{number:08d}")
-
-
-def step_number(name: str) -> int | None:
-    """The step in a directory name such as ``step-00001000``, ``step_100``, ``global_step100`` or ``100``; None if there is none."""
-    match = _NUMBER.fullmatch(name.strip("/"))
-    return int(match[1]) if match else None
 
 
 def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
-from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
@@ -41,13 +41,6 @@ T = TypeVar("T")
 LOOK = 5.0
 """Seconds after which a file that one rank has written shows to the others, if ever: network file systems remember what was not there."""
 _NAMED = 5
-
-
-def raised(err: BaseException, *kinds: type[CkptError]) -> bool:
-    """Whether ``err`` is one of these, here or on another rank."""
-    if isinstance(err, kinds):
-        return True
-    return isinstance(err, RankFailedError) and any(f"raised {kind.__name__}:" in err.message for kind in kinds)
 
 
 class Tiers:

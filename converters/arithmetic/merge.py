@@ -24,8 +24,9 @@ from ckpt.converters.select.computed import FLOATING, Computed, Operand, is_floa
 from ckpt.converters.select.pruned_state import optimizer_tensors
 from ckpt.converters.select.selection import OutputSet, OutputTensor, check_globs
 from ckpt.errors import NamesError, NotFoundError, ShapeError, UsageError
+from ckpt.formats.native.paths import step_number
 from ckpt.formats.registry import open_catalog
-from ckpt.maintenance.step_listing import list_steps, step_number
+from ckpt.maintenance.step_listing import list_steps
 from ckpt.plan.match import several
 from ckpt.text import units
 from ckpt.text.urls import url_text
