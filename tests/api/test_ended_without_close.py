@@ -40,7 +40,8 @@ def test_saves_end_well(tmp_path: Path, how: str, last: int) -> None:
     assert "LOG" not in done.stderr and "interpreter shutdown" not in done.stderr, done.stderr
     assert "failed" not in heard.read_text()
     place = f"{root}-local" if how == "local" else str(root)
-    assert [s.number for s in ckpt.list_steps(place) if s.committed] == [last]
+    there = [s.number for s in ckpt.list_steps(place) if s.committed]
+    assert there[-1] == last and (there == [last] or how == "local")  # what was being published stays in the local tier
     into = {"w": torch.zeros(300_000)}
     with ckpt.Checkpointer(root, local=f"{root}-local") if how == "local" else ckpt.Checkpointer(root) as c:
         assert c.restore(into) == last

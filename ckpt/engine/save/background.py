@@ -218,7 +218,7 @@ def _afterwards(then: Callable[[], None], url: str) -> None:
     """What follows a commit fails no save: the checkpoint is there."""
     try:
         then()
-    except Exception:
+    except Exception:  # whatever it is, the save is no worse for it
         log.exception("%s is committed and whole; what was to follow has failed", url)
 
 
