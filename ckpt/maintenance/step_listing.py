@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from ckpt.catalog import DataFile
 from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.branches import Branches, begun_last, left_at
 from ckpt.formats.conversion import CONVERTING
-from ckpt.formats.native.branches import Branches, begun_last, left_at
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, MIXED, REFERENCED, VIRTUAL, CommitRecord
 from ckpt.formats.native.datafiles.references import RunBackend

@@ -66,9 +66,9 @@ def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime, *, aba
     committed = sorted((s for s in steps if s.committed), key=lambda s: s.step)
     live = [s for s in committed if not s.abandoned]
     judged = committed if abandoned else live
-    last_written = max(judged, key=lambda s: (s.created, s.step), default=None)
+    last_written = {max(some, key=lambda s: (s.created, s.step)).step for some in (judged, live) if some}
     newest = {s.step for s in (*live[-1:], *judged[-1:])}
-    reasons = {s.step: _lasting(s, newest=s.step in newest, last_written=s is last_written) for s in committed}
+    reasons = {s.step: _lasting(s, newest=s.step in newest, last_written=s.step in last_written) for s in committed}
     for s in judged:
         reason = explained[s.step]
         if reason is not None:

@@ -1,10 +1,10 @@
-"""What the saves of a job go on from: the branches that their records name (``formats.native.branches``). No torch."""
+"""What the saves of a job go on from: the branches that their records name (``formats.branches``). No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ckpt.formats.native.branches import Branch, Branches, begun_last
+from ckpt.formats.branches import Branch, Branches, begun_last
 from ckpt.formats.native.commit import new_id
 from ckpt.maintenance.step_listing import Step
 

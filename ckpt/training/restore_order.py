@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ckpt.coordination.group import Group
 from ckpt.engine.load.job import PARTLY_WRITTEN, UNCHANGED
 from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError, raised
-from ckpt.formats.native.branches import Branch, Branches
+from ckpt.formats.branches import Branch, Branches
 from ckpt.spread.runs import is_spread
 
 from .begin_from import BeginFrom

@@ -102,8 +102,7 @@ class Tiers:
 
     def earlier(self, n: int) -> str | None:
         """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most."""
-        at_root = open_backend(step_url(self.root, n))
-        self._see(self._asked(lambda: _id_at(at_root), f"whether step {n} is at {self.root}"))
+        self._see(self._asked(lambda: _id_at(step_url(self.root, n)), f"whether step {n} is at {self.root}"))
         return self._last_seen
 
     def look(self, nearer: Tiers | None = None) -> list[Step]:
@@ -354,9 +353,9 @@ def _answer(ask: Callable[[], T], answer: Future[T]) -> None:
         answer.set_exception(err)
 
 
-def _id_at(backend: Backend) -> str | None:
+def _id_at(url: str) -> str | None:
     try:
-        return committed_id(backend)
+        return committed_id(open_backend(url))
     except (CorruptError, FormatError):
         return None  # what publishes it says so
 

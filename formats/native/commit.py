@@ -18,8 +18,8 @@ import xxhash
 
 from ckpt._version import __version__
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.formats.branches import Branch, Branches
 
-from .branches import Branch, Branches
 from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem
 
 COMMIT_PATH = "checkpoint.json"

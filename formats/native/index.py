@@ -27,7 +27,6 @@ import numpy as np
 import pyarrow as pa
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
-from ckpt.concurrency.recent import Recent
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.layout.geometry import Cuts
@@ -38,6 +37,7 @@ from .extents import decode_extents, decode_sources, encode_extents
 from .nodes import node_problem
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
+from .recent import Recent
 from .tables import Ragged, flat, flat_values, from_file, lists, to_file, too_little_memory
 
 _NUMBERS = pa.list_(pa.int64())

@@ -13,10 +13,10 @@ import xxhash
 
 from ckpt.catalog import Contents
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError
+from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.plan.part import part_in
 
-from .branches import Branches
 from .catalog import read_record
 from .clearing import check_no_link, clear
 from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name

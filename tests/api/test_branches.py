@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from ckpt import Checkpointer, list_steps
 from ckpt.errors import CorruptError
 from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, Tagged
+from tests.formats import oracle
 
 NEVER = EverySteps(10**9)
 
@@ -65,6 +67,7 @@ def test_a_restart_goes_on_from_the_branch_that_was_written_last(tmp_path: Path,
     assert abandoned(tmp_path) == {1000: 800}
     saved(tmp_path, 950)  # a restart without a word about steps
     assert resumed(tmp_path) == 950
+    assert all(np.allclose(np.frombuffer(oracle.read(p)["w"][2], np.float32), float(p.name[5:])) for p in tmp_path.glob("step-*"))
     saved(tmp_path, 1010, go_on_from=1000)  # and back again
     assert resumed(tmp_path) == 1010
     assert abandoned(tmp_path) == {850: 800, 900: 800, 950: 800}

@@ -13,7 +13,7 @@ from ckpt import settings
 from ckpt.coordination.call import Call
 from ckpt.coordination.members import Members
 from ckpt.errors import CancelledError, UsageError
-from ckpt.formats.native.branches import Branches
+from ckpt.formats.branches import Branches
 from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.io_backends import retries
 from ckpt.io_backends.retries import Retries

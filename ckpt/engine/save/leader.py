@@ -24,8 +24,8 @@ from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
+from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
-from ckpt.formats.native.branches import Branches
 from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, MIXED, REFERENCED
 from ckpt.formats.native.paths import data_number, id_of
