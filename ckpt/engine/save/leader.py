@@ -147,11 +147,11 @@ class Leader:
         # All of this comes before any rank writes: whatever is wrong with the destination is an error on all ranks
         # while nothing has been written.
         check_no_link(self.backend)
+        branches = self.branches() if self.branches is not None else ()
         self.backend.prepare()
         abilities = self.backend.abilities() if self.call.group.size > 1 else None
         previous = read_record(self.backend)
         earlier = self.earlier() if self.earlier is not None else None
-        branches = self.branches() if self.branches is not None else ()
         return OpenSave(
             leader=self,
             id=new_id(after=previous, later_than=max((id for id in (earlier, *(b.id for b in branches)) if id is not None), default=None)),
