@@ -218,6 +218,9 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 
+        Newest is the highest step of the branch that was written last: saves that follow ``restore(state, step=800)`` begin a branch, and
+        later restarts take it up, whatever higher steps the run had before. These are abandoned (docs/training-loop.md).
+
         With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
         checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. So is one that
         ``ckpt rebuild`` recovered without something that the state needs, even with ``strict=False``, unless ``step`` asks for it.
@@ -497,7 +500,7 @@ class Checkpointer:
 
     @property
     def latest(self) -> int | None:
-        """The highest committed step."""
+        """The highest committed step of the branch that was written last."""
         self._check_nodes()
         return self._first.latest()
 

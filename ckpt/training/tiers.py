@@ -220,10 +220,10 @@ class Tiers:
         if step is not None or not behind or behind == self._behind:
             return
         self._behind = behind
+        numbers = ", ".join(map(str, behind)) if len(behind) <= _NAMED else f"{behind[0]} to {behind[-1]}"
         log.warning(
-            "%s: the run went back since, and steps %s are abandoned; restore(state, step=…) takes one of them, and `ckpt gc --abandoned` "
-            "removes them",
-            *(self.root, ", ".join(map(str, behind)) if len(behind) <= _NAMED else f"{behind[0]} to {behind[-1]}"),
+            "%s: the run went back, and went on without %s; restore(state, step=…) takes what is named, `ckpt gc --abandoned` removes it",
+            *(self.root, f"step {numbers}" if len(behind) == 1 else f"steps {numbers}"),
         )
 
     def _judged(self, near: Iterable[Step]) -> list[Step]:

@@ -272,6 +272,10 @@ def hiccups(root: str, where: str) -> list[tuple[int, str]]:
         except CkptError as err:
             told.append((5, type(err).__name__))
         assert c.restore(state(5)) == 4
+        assert c.restore(state(5), step=1) == 1
+        c.save(2, {"x": torch.full((3,), 2.0)})
+        c.wait()
+        assert c.latest == 2 == c.restore(state(5))  # the branch that was written last
     return told
 
 
@@ -280,4 +284,4 @@ def test_what_goes_wrong_on_one_rank_ends_the_call_on_all(ranks: Ranks, tmp_path
     of_others, own = ranks.run(2, hiccups, str(tmp_path), where)
     assert own == [(2, error), (5, "UsageError")]
     assert of_others == [(2, "RankFailedError"), (5, "RankFailedError")]
-    assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == [1, 3, 4]
+    assert [(s.number, s.abandoned) for s in ckpt.list_steps(str(tmp_path)) if s.committed] == [(1, None), (2, None), (3, 1), (4, 1)]
