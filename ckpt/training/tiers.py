@@ -88,6 +88,8 @@ class Tiers:
         """Whether the root answered when it was asked last."""
         self._behind: list[int] = []
         """Abandoned steps of which was said that they are passed over."""
+        self._unreadable: set[str] = set()
+        """Checkpoints of which was said that their records are damaged."""
         self._shared = local is None
         if local is not None and spread is None and not is_file_system(local):
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
@@ -206,7 +208,8 @@ class Tiers:
             there = there or bool(committed)
             copies = [s for s in committed if (s.url, s.id) not in tried]
             if copies:
-                self._say_abandoned(run, step)
+                if step is None:
+                    self._say_abandoned(run, copies[0])
                 return [[s.number, s.url, s.id, s.lost, branches_after(s, run, whole=at_root is not None)] for s in copies]
         if damaged is not None and not there:
             raise _unreadable(damaged)
@@ -214,10 +217,14 @@ class Tiers:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
 
-    def _say_abandoned(self, run: Iterable[Step], step: int | None) -> None:
-        """Say which steps are not gone on from since the run went back, once."""
+    def _say_abandoned(self, run: Iterable[Step], chosen: Step) -> None:
+        """Say which steps are not gone on from since the run went back, and which may be of a branch that nobody can see; once."""
+        for s in run:
+            if s.damaged and s.url not in self._unreadable and (s.number or 0) < (chosen.number or 0):
+                self._unreadable.add(s.url)
+                log.warning("%s cannot be read, nor whether the run had gone back before it: %s", s.url, s.reason)
         behind = sorted({s.number for s in run if s.abandoned is not None and s.number is not None})
-        if step is not None or not behind or behind == self._behind:
+        if not behind or behind == self._behind:
             return
         self._behind = behind
         numbers = ", ".join(map(str, behind)) if len(behind) <= _NAMED else f"{behind[0]} to {behind[-1]}"

@@ -23,6 +23,7 @@ from ckpt import Checkpointer, list_steps
 from ckpt.errors import CorruptError
 from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, Tagged
+from tests.cli.checkpoints import flip
 from tests.formats import oracle
 
 NEVER = EverySteps(10**9)
@@ -118,6 +119,15 @@ def test_what_is_damaged_gives_way_along_the_branch(tmp_path: Path) -> None:
         c.restore(state())
     with Checkpointer(tmp_path) as c:
         assert c.restore(state(), step=100) == 100
+
+
+def test_a_branch_whose_only_record_cannot_be_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 80, 90, 100)
+    saved(tmp_path, 85, go_on_from=80)
+    flip(tmp_path / "step-00000085" / "checkpoint.json", 40)
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        assert resumed(tmp_path) == 100
+    assert "step-00000085 cannot be read, nor whether the run had gone back before it" in caplog.text
 
 
 def resumed_after_damage(root: Path) -> int | None:
