@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> None:
@@ -19,6 +21,17 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> N
             task()
         return
     _Run(tasks).run(min(threads, len(tasks)), name)
+
+
+def map_tasks(work: Callable[[T], R], given: Sequence[T], threads: int, name: str) -> list[R]:
+    """What ``work`` gives for each of ``given``, in their order; raises as :func:`run_tasks`."""
+    results: dict[int, R] = {}
+
+    def run(at: int) -> None:
+        results[at] = work(given[at])
+
+    run_tasks([partial(run, at) for at in range(len(given))], threads, name)
+    return [results[at] for at in range(len(given))]
 
 
 class _Run:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CkptError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError
 from ckpt.io_backends.registry import open_backend
 
@@ -193,8 +193,7 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
         return True
 
     if went:
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-clear") as pool:
-            went = all(list(pool.map(remove, (path for path in paths if path != mark))))
+        went = all(map_tasks(remove, [path for path in paths if path != mark], threads, "ckpt-clear"))
     if mine or went:  # while the save is there, somebody else's mark says that they may be about to remove a file
         backend.delete(mark)
     return went
