@@ -6,10 +6,12 @@ Not ``concurrent.futures``: its pools take no tasks any more once the main threa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> None:
@@ -19,6 +21,18 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> N
             task()
         return
     _Run(tasks).run(min(threads, len(tasks)), name)
+
+
+def map_tasks(work: Callable[[T], R], items: Iterable[T], threads: int, name: str) -> list[R]:
+    """What ``work`` gives for each of the items, in their order; errors as in :func:`run_tasks`."""
+    given = list(items)
+    made: dict[int, R] = {}
+
+    def one(number: int) -> None:
+        made[number] = work(given[number])
+
+    run_tasks([partial(one, number) for number in range(len(given))], threads, name)
+    return [made[number] for number in range(len(given))]
 
 
 class _Run:

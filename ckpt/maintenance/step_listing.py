@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ckpt.catalog import DataFile
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
@@ -109,11 +109,9 @@ def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
 
 def read_steps(backend: Backend, root_url: str, names: Collection[str]) -> dict[str, Step]:
     """What the directories of these names below the root are, without those that are no checkpoint and no part of one."""
-    if not names:
-        return {}
-    with ThreadPoolExecutor(min(len(names), max(_LISTING_THREADS, backend.io_hints.concurrency))) as pool:
-        steps = pool.map(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names)
-        return {name: step for name, step in zip(names, steps, strict=True) if step is not None}
+    threads = max(_LISTING_THREADS, backend.io_hints.concurrency)
+    steps = map_tasks(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names, threads, "ckpt-steps")
+    return {name: step for name, step in zip(names, steps, strict=True) if step is not None}
 
 
 def in_order(steps: Iterable[Step]) -> list[Step]:

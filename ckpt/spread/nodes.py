@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import StorageError
 from ckpt.io_backends.protocol import Backend
 
@@ -130,9 +130,5 @@ class NodeSet:
                 self.lost(node, err)
                 return err
 
-        if len(asked) == 1:
-            answers: Mapping[int, R | StorageError] = {asked[0]: ask(asked[0])}
-        else:
-            with ThreadPoolExecutor(min(len(asked), _THREADS), thread_name_prefix="ckpt-nodes") as pool:
-                answers = dict(zip(asked, pool.map(ask, asked), strict=True))
+        answers = dict(zip(asked, map_tasks(ask, asked, _THREADS, "ckpt-nodes"), strict=True))
         return {node: answer for node, answer in answers.items() if not isinstance(answer, StorageError)}

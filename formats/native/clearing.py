@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError
@@ -32,8 +31,10 @@ log = logging.getLogger("ckpt")
 #
 # Whatever the order in time, the later of the two puts comes before its own look, so at least one side sees the other. Both may: then
 # the commit is taken back though the clearing stops, and the save raises; nobody has relied on it yet. A copy or a conversion that is
-# resumed under the same id takes the mark away first (``resume``), and a clearing that still runs stops at its next file.
+# resumed under the same id takes the mark away first (``resume``), and a clearing that still runs stops before its next files.
 
+BATCH = 256
+"""Files that go at once."""
 _HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or somebody else removes files there: try again"
 
 
@@ -163,11 +164,11 @@ def claim(backend: Backend, id: str) -> None:
 
 def resume(backend: Backend, id: str) -> None:
     """Take away the mark that a clearing of save ``id`` left when it was killed: a copy or a conversion of this id goes on now. A clearing
-    that still goes on stops at its next file."""
+    that still goes on stops before its next files."""
     backend.delete(index_path(id, CLEARING))
 
 
-def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None], threads: int = 1) -> bool:
+def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None]) -> bool:
     """Remove files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed`` or goes on. Whether all went.
 
     Raises:
@@ -183,24 +184,21 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     except NoSpaceError:
         marked = False  # a save can hardly publish a record either; but others may have a quota of their own
     went = committed() != id
-
-    def remove(path: str) -> bool:
-        # The mark is looked for before each file, since ``resume`` may have taken it away: then the save goes on, and
+    going = [path for path in paths if path != mark]
+    for at in range(0, len(going), BATCH):
+        # The mark is looked for before each batch, since ``resume`` may have taken it away: then the save goes on, and
         # what is left of it is needed.
-        if not (_is_there(backend, mark) if marked else committed() != id):
-            return False
-        backend.delete(path)
-        return True
-
-    if went:
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-clear") as pool:
-            went = all(list(pool.map(remove, (path for path in paths if path != mark))))
+        went = went and (is_there(backend, mark) if marked else committed() != id)
+        if not went:
+            break
+        backend.delete_many(going[at : at + BATCH])
     if mine or went:  # while the save is there, somebody else's mark says that they may be about to remove a file
         backend.delete(mark)
     return went
 
 
-def _is_there(backend: Backend, path: str) -> bool:
+def is_there(backend: Backend, path: str) -> bool:
+    """Whether there is such an object."""
     try:
         backend.size(path)
     except NotFoundError:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt.catalog import DataFile, SourceFile
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, is_ours
@@ -90,8 +90,7 @@ def referrers_in(run: Backend) -> RunReferrers:
         return _references(checkpoint, data), _sources(checkpoint, data)
 
     names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-referrers") as pool:  # a run may have a thousand steps
-        referring = list(pool.map(read, names))
+    referring = map_tasks(read, names, _THREADS, "ckpt-referrers")  # a run may have a thousand steps
     for name, (files, sources) in zip(names, referring, strict=True):
         if files is None or sources is None:
             unknown.append(name)
