@@ -86,7 +86,7 @@ def _remove_batch(
     gone = _remove_named(root, removals, partial(_referrers, batch, relist))
     for step in batch:
         if f"{directory_name(step)}/" not in gone:
-            log.warning("%s was replaced, tagged or referred to meanwhile, and stays", step.url)
+            log.warning("%s was replaced, removed, tagged or referred to meanwhile: what is there stays", step.url)
     return {step.url for step in batch if f"{directory_name(step)}/" in gone}
 
 

@@ -33,6 +33,7 @@ log = logging.getLogger("ckpt")
 # the commit is taken back though the clearing stops, and the save raises; nobody has relied on it yet. A copy or a conversion that is
 # resumed under the same id takes the mark away first (``resume``), and a clearing that still runs stops before its next files.
 
+_TRIES = 4
 BATCH = 256
 """Files that go at once."""
 _HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or somebody else removes files there: try again"
@@ -177,12 +178,21 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     mark = f"{within}{index_path(id, CLEARING)}"
     # ``marked``: the mark is there, whoever put it. ``mine``: this process put it, and so removes it in any case.
     marked = mine = True
-    try:
-        backend.put_if(mark, b"", expected=None)
-    except ConflictError:
-        mine = False  # somebody else's does as well
-    except NoSpaceError:
-        marked = False  # a save can hardly publish a record either; but others may have a quota of their own
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            backend.put_if(mark, b"", expected=None)
+        except ConflictError:
+            mine = False  # somebody else's does as well
+        except NoSpaceError:
+            marked = False  # a save can hardly publish a record either; but others may have a quota of their own
+        except StorageError:
+            # Another clearing ends at this moment, and removes the directory in which the mark is put.
+            if not any(is_there(backend, path) for path in paths):
+                return True
+            if not tries_left:
+                raise
+            continue
+        break
     went = committed() != id
     going = [path for path in paths if path != mark]
     for at in range(0, len(going), BATCH):

@@ -121,6 +121,8 @@ def _look(backend: Backend, removal: Removal) -> _Seen | None:
     within = removal.within
     data = read_record(backend, within)
     last, may_be_referred_to = None, True  # files without a record that can be read may be what others refer to all the same
+    if data is None and removal.id is not None:
+        return None  # somebody else removes it
     if data is not None:
         with suppress(CorruptError, FormatError):  # then whoever removes it knows
             record = CommitRecord.from_bytes(data, _where(backend, within))
