@@ -36,7 +36,7 @@ def command(source: str, target: str, *, threads: int | None, compare: bool, dry
 
     Every byte is checked against its digest on the way, but for what an object store copies within itself; --compare reads that too.
     The checkpoint exists at DST only when all of it is there. After an interruption
-    the same command resumes. Another checkpoint at DST is never replaced. The copy of a virtual checkpoint is self-contained.
+    the same command resumes. Another checkpoint at DST is never replaced, and nothing is put beside other files. The copy of a virtual checkpoint is self-contained.
     Under torchrun or srun the processes share the files among them.
 
     \b

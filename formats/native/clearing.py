@@ -12,7 +12,7 @@ from ckpt.io_backends.registry import open_backend
 from .catalog import read_record
 from .commit import COMMIT_PATH, CommitRecord
 from .datafiles.references import split_url
-from .paths import CLEARING, data_prefix, index_path
+from .paths import CLEARING, data_prefix, index_path, others_files
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -51,6 +51,19 @@ def check_no_link(backend: Backend) -> None:
             f"this is a symbolic link to {target}; nothing is written or replaced through a link",
             where=backend.url,
             hint=f"name {target} itself, or remove the link first",
+        )
+
+
+def check_free(backend: Backend, what: str) -> None:
+    """That nothing but what is left of saves and copies is at the root of ``backend``, where no checkpoint is; ``what`` will be put there.
+
+    Raises:
+        ConflictError: something is. A checkpoint beside it would hide it from everything that reads checkpoints.
+    """
+    others = others_files(backend)
+    if others:
+        raise ConflictError(
+            f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=f"{what} to another URL, or remove what is there"
         )
 
 
