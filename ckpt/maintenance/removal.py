@@ -179,6 +179,21 @@ def infos(steps: Sequence[Step], *, bases: bool = True) -> list[StepInfo]:
     ]
 
 
+def uses(step: Step, steps: Sequence[Step]) -> list[str]:
+    """Why a checkpoint of the run has to stay because of others of ``steps``, in words; empty if nobody needs it."""
+    users = [directory_name(user) for user in _users(steps).get(step.url, ())]
+    reasons = [f"{', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to it"] if users else []
+    reasons += [
+        f"{directory_name(s)} may use it: its record or index cannot be read"
+        for s in steps
+        if s.references_unknown and s.url != step.url and (step.reusable or not step.committed)
+    ]
+    parts = _parts(steps).get(step.url, ())
+    if parts:
+        reasons.append(f"it has the rest of the state of {', '.join(f'step {n}' for n in parts)}, saved in part")
+    return reasons
+
+
 def _parts(steps: Sequence[Step]) -> dict[str, list[int]]:
     """The URL of a whole checkpoint → the steps after it, up to the next whole one, that are parts: with it a restart has all of the
     state."""

@@ -62,9 +62,8 @@ def check_free(backend: Backend, what: str) -> None:
     """
     others = others_files(backend)
     if others:
-        raise ConflictError(
-            f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=f"{what} to another URL, or remove what is there"
-        )
+        hint = f"{what} to another URL, or remove what is there"
+        raise ConflictError(f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=hint)
 
 
 def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: tuple[str, str] | None = None) -> None:
