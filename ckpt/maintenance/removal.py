@@ -11,11 +11,11 @@ from functools import partial
 from ckpt.errors import ConflictError
 from ckpt.formats.native.commit import moment_of
 from ckpt.formats.native.datafiles.referrers import referred_files
-from ckpt.formats.native.removing import Referrers, Removal, remove_checkpoint, remove_checkpoints
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 from ckpt.policies import StepInfo
 
+from .checkpoint_removal import Referrers, Removal, remove_checkpoint, remove_checkpoints
 from .step_listing import Step, directory_name, list_steps
 
 log = logging.getLogger("ckpt")

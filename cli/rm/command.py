@@ -1,14 +1,13 @@
-"""``ckpt rm``: removes one checkpoint."""
+"""The command."""
 
 from __future__ import annotations
 
 import click
 
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
 from ckpt.errors import UsageError
 from ckpt.text import units
-
-from .console.output import Output, options, style
-from .console.parameters import URL
 
 
 @click.command("rm", short_help="Remove one checkpoint.")

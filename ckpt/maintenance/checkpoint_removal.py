@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError
-
-from .catalog import read_record
-from .clearing import clear
-from .commit import COMMIT_PATH, CommitRecord
-from .paths import id_of
-from .writer import committed_id
+from ckpt.formats.native.catalog import read_record
+from ckpt.formats.native.clearing import clear
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.paths import id_of
+from ckpt.formats.native.writer import committed_id
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -57,7 +56,7 @@ Referrers = Callable[[], Mapping[str, Collection[str]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Seen:
+class _Going:
     """What is there. ``data``: the record; ``last``: the save that it commits."""
 
     removal: Removal
@@ -87,7 +86,7 @@ def remove_checkpoints(backend: Backend, removals: Sequence[Removal], referrers:
         with suppress(CkptError):  # what cannot be read may be its own index, which nobody reads without the record
             names = {seen.name for seen in going}
             going = _without_referred(backend, removals, going, referrers(), but=names)
-    hidden: list[_Seen] = []
+    hidden: list[_Going] = []
     try:
         map_tasks(partial(_hide, backend, hidden), going, _TOGETHER, "ckpt-remove")
         referred = referrers() if ask else {}
@@ -116,7 +115,7 @@ def remove_checkpoint(
     return bool(remove_checkpoints(backend, [Removal(within=within, id=id, tags=tags)], lambda: {within: referrers()}))
 
 
-def _look(backend: Backend, removal: Removal) -> _Seen | None:
+def _look(backend: Backend, removal: Removal) -> _Going | None:
     """What is there; None if it is not what somebody decided about."""
     within = removal.within
     data = read_record(backend, within)
@@ -136,10 +135,10 @@ def _look(backend: Backend, removal: Removal) -> _Seen | None:
             saves.setdefault(save, []).append(entry.path)
     # Of a save that was replaced, those files stay that others refer to.
     may_be_referred_to = may_be_referred_to or any(save != last for save in saves)
-    return _Seen(removal=removal, data=data, last=last, may_be_referred_to=may_be_referred_to, saves=saves)
+    return _Going(removal=removal, data=data, last=last, may_be_referred_to=may_be_referred_to, saves=saves)
 
 
-def _hide(backend: Backend, hidden: list[_Seen], seen: _Seen) -> None:
+def _hide(backend: Backend, hidden: list[_Going], seen: _Going) -> None:
     """Take the record away, unless another save has replaced it while this one was looked at."""
     within = seen.removal.within
     if read_record(backend, within) == seen.data:
@@ -148,14 +147,14 @@ def _hide(backend: Backend, hidden: list[_Seen], seen: _Seen) -> None:
             backend.delete(within + COMMIT_PATH)
 
 
-def _restore(backend: Backend, hidden: Iterable[_Seen]) -> None:
+def _restore(backend: Backend, hidden: Iterable[_Going]) -> None:
     for seen in hidden:
         if seen.data is not None:
             with suppress(ConflictError):  # another save is committed there by now, or the record never went
                 backend.put_if(seen.removal.within + COMMIT_PATH, seen.data, expected=None)
 
 
-def _without_used(removals: Sequence[Removal], going: Iterable[_Seen]) -> list[_Seen]:
+def _without_used(removals: Sequence[Removal], going: Iterable[_Going]) -> list[_Going]:
     """Those that go, in their order, without what is used by one that stays."""
     by_place = {seen.removal.within: seen for seen in going}
     stays: set[str] = set()
@@ -168,12 +167,12 @@ def _without_used(removals: Sequence[Removal], going: Iterable[_Seen]) -> list[_
 def _without_referred(
     backend: Backend,
     removals: Sequence[Removal],
-    going: Iterable[_Seen],
+    going: Iterable[_Going],
     referred: Mapping[str, Collection[str]],
     but: Collection[str] = (),
-) -> list[_Seen]:
+) -> list[_Going]:
     """The same without those that others refer to; ``but`` are no others, as long as they go themselves."""
-    left: dict[str, _Seen] = {}
+    left: dict[str, _Going] = {}
     stays: set[str] = set()
     for seen in going:
         names = {name for name in referred.get(seen.removal.within, ()) if name not in but or name in stays}
