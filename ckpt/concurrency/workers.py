@@ -6,7 +6,7 @@ Not ``concurrent.futures``: its pools take no tasks any more once the main threa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -23,16 +23,15 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> N
     _Run(tasks).run(min(threads, len(tasks)), name)
 
 
-def map_tasks(work: Callable[[T], R], items: Iterable[T], threads: int, name: str) -> list[R]:
-    """What ``work`` gives for each of the items, in their order; errors as in :func:`run_tasks`."""
-    given = list(items)
-    made: dict[int, R] = {}
+def map_tasks(work: Callable[[T], R], given: Sequence[T], threads: int, name: str) -> list[R]:
+    """What ``work`` gives for each of ``given``, in their order; raises as :func:`run_tasks`."""
+    results: dict[int, R] = {}
 
-    def one(number: int) -> None:
-        made[number] = work(given[number])
+    def run(at: int) -> None:
+        results[at] = work(given[at])
 
-    run_tasks([partial(one, number) for number in range(len(given))], threads, name)
-    return [made[number] for number in range(len(given))]
+    run_tasks([partial(run, at) for at in range(len(given))], threads, name)
+    return [results[at] for at in range(len(given))]
 
 
 class _Run:

@@ -110,7 +110,7 @@ def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
 def read_steps(backend: Backend, root_url: str, names: Collection[str]) -> dict[str, Step]:
     """What the directories of these names below the root are, without those that are no checkpoint and no part of one."""
     threads = max(_LISTING_THREADS, backend.io_hints.concurrency)
-    steps = map_tasks(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), names, threads, "ckpt-steps")
+    steps = map_tasks(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), list(names), threads, "ckpt-list")
     return {name: step for name, step in zip(names, steps, strict=True) if step is not None}
 
 

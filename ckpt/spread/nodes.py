@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -130,5 +130,8 @@ class NodeSet:
                 self.lost(node, err)
                 return err
 
-        answers = dict(zip(asked, map_tasks(ask, asked, _THREADS, "ckpt-nodes"), strict=True))
+        if len(asked) == 1:
+            answers: Mapping[int, R | StorageError] = {asked[0]: ask(asked[0])}
+        else:
+            answers = dict(zip(asked, map_tasks(ask, asked, _THREADS, "ckpt-nodes"), strict=True))
         return {node: answer for node, answer in answers.items() if not isinstance(answer, StorageError)}
