@@ -316,8 +316,7 @@ class Transfer:
         if bad:
             self.made_room = True
             claim(self.target, self.record.id)
-        for path in sorted(bad):
-            self.target.delete(path)
+        self.target.delete_many(sorted(bad))
 
     def _copy_index(self, missing: set[str], meter: _Meter) -> None:
         for path, data in self.index.items():
