@@ -35,8 +35,8 @@ def command(source: str, target: str, *, threads: int | None, compare: bool, dry
     """Copy the checkpoint at SRC to DST; both are URLs of any storage. If DST ends in /, the copy gets the name of SRC below it.
 
     Every byte is checked against its digest on the way, but for what an object store copies within itself; --compare reads that too.
-    The checkpoint exists at DST only when all of it is there. After an interruption
-    the same command resumes. Another checkpoint at DST is never replaced. The copy of a virtual checkpoint is self-contained.
+    The checkpoint exists at DST only when all of it is there. After an interruption the same command resumes. Another checkpoint at DST
+    is never replaced, and nothing is put beside other files. The copy of a virtual checkpoint is self-contained.
     Under torchrun or srun the processes share the files among them.
 
     \b

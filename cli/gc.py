@@ -203,7 +203,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     steps = list_steps(root)
     if any(step.url == root and (step.committed or step.damaged) for step in steps):
         parent = root.rstrip("/").rpartition("/")[0]
-        hint = f"ckpt gc {parent or 'ROOT'}; or `rm -r` for this checkpoint alone"
+        hint = f"ckpt gc {parent or 'ROOT'}; or `ckpt rm {root}` for this checkpoint alone"
         raise UsageError("this is a single checkpoint; gc works on the run that contains it", where=root, hint=hint)
     if not steps and not orphans:
         if list_foreign(root, ()):

@@ -46,6 +46,7 @@ COMMANDS = {
     "lora": "Merge or extract a LoRA adapter.",
     "cp": "Copy a checkpoint to another storage.",
     "rebuild": "Rebuild a lost or damaged index from the data files.",
+    "rm": "Remove one checkpoint.",
     "gc": "Remove old checkpoints and orphaned files of a run.",
     "completion": "Print the completion script of a shell.",
 }

@@ -172,8 +172,7 @@ class CheckpointJournal(WriteJournal):
     def remove_replaced(self) -> None:
         """After the commit: remove these. A failure harms nothing, since the checkpoint exists, and is only logged."""
         try:
-            for path in self.replaced_files():
-                self.backend.delete(path)
+            self.backend.delete_many(self.replaced_files())
         except CkptError as err:
             log.warning("files of the checkpoint that was replaced stay behind in %s as orphans: %s", self.backend.url, err)
 

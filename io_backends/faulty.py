@@ -9,7 +9,7 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -209,6 +209,10 @@ class FaultyBackend(Backend):
 
     def delete(self, path: str) -> None:
         self.process.operate(f"delete {path}", lambda: self._inner.delete(path))
+
+    def delete_many(self, paths: Collection[str]) -> None:
+        for path in paths:  # one after another, each an operation: the seed decides all
+            self.delete(path)
 
     def prepare(self) -> None:
         self.process.operate("prepare", self._inner.prepare)

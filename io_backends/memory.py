@@ -14,7 +14,7 @@ from typing import ClassVar
 from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
-from .protocol import Backend, ObjectMeta, Writer
+from .protocol import Backend, IOHints, ObjectMeta, Writer
 from .writer_base import WriterBase
 
 
@@ -57,6 +57,11 @@ class MemoryBackend(Backend):
     def url(self) -> str:
         """The root, without a trailing slash."""
         return f"memory://{self._root}"
+
+    @property
+    def io_hints(self) -> IOHints:
+        """See ``Backend.io_hints``."""
+        return IOHints(in_memory=True)
 
     def _key(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"

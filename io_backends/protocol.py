@@ -14,15 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import UsageError
 
 from .checks import check_prefix, too_large
 from .shared_object import SharedObject
 
 _W = TypeVar("_W", bound="Writer")
+
+DELETES = 32
+"""Deletes that one call has in flight where each is a request: they wait for a server, not for this machine."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,6 +52,8 @@ class IOHints:
     """Reads or writes that one process should keep in flight, however few cores it has."""
     single_put_size: int = 0
     """Objects of at most this size are written by one request, so a Writer of one leaves no pending upload."""
+    in_memory: bool = False
+    """It is memory: to delete takes no time, and the next save needs what that frees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +402,21 @@ class Backend(Protocol):
         ============================================  ==========================================================================
         """
         ...
+
+    def delete_many(self, paths: Collection[str]) -> None:
+        """``delete`` all of these, many at once: thousands of files take the time of a few requests, or of as many as threads send.
+
+        ============================================  ==========================================================================
+        situation                                     required outcome
+        ============================================  ==========================================================================
+        each of ``paths``                             what ``delete`` does, in any order
+        no paths                                      nothing happens
+        any number of paths                           one call; the backend splits what the storage limits
+        a path that is given twice                    the same as once
+        one cannot be deleted                         that error, in the end; each of the others is gone or as it was
+        ============================================  ==========================================================================
+        """
+        run_tasks([partial(self.delete, path) for path in paths], DELETES, "ckpt-delete")
 
     def prepare(self) -> None:
         """Make the root usable for writing, so that a save that cannot succeed fails before it costs anything. Called once before a save.

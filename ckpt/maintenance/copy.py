@@ -22,7 +22,7 @@ from ckpt.coordination.rows import Row
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
-from ckpt.formats.native.clearing import check_no_link, check_there, claim, resume
+from ckpt.formats.native.clearing import check_free, check_no_link, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path, step_number
 from ckpt.formats.native.replaced import replacement_noticed
@@ -90,8 +90,8 @@ def copy_checkpoint(
         NotFoundError, NotCommittedError: there is no checkpoint at ``source``.
         FormatError: it is of another format, whose files nobody says.
         CorruptError: it is damaged, or the same checkpoint at ``target`` is. Nothing is committed.
-        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or ``target`` is a symbolic link. What is there
-            stays as it is.
+        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or files are there that are no part of an
+            unfinished copy, or ``target`` is a symbolic link. What is there stays as it is.
         UsageError: ``target`` is ``source``, or a run.
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
     """
@@ -220,6 +220,8 @@ class Transfer:
             if steps:
                 hint = f"name the step's own URL, such as {self.target.url}/{steps[-1].rstrip('/')}-copy; `ckpt cp SRC DST/` keeps its name"
                 raise UsageError("the target is a run, not a place for one checkpoint", where=self.target.url, hint=hint)
+            if not replace:  # a job publishes beside what its user keeps there
+                check_free(self.target, "copy")
             return False
         committed = CommitRecord.from_bytes(data, f"{self.target.url}/{COMMIT_PATH}")
         if replace and committed.id < self.record.id:
@@ -313,8 +315,7 @@ class Transfer:
         if bad:
             self.made_room = True
             claim(self.target, self.record.id)
-        for path in sorted(bad):
-            self.target.delete(path)
+        self.target.delete_many(sorted(bad))
 
     def _copy_index(self, missing: set[str], meter: _Meter) -> None:
         for path, data in self.index.items():

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_record
-from ckpt.formats.native.clearing import clear
+from ckpt.formats.native.clearing import BATCH, clear, is_there
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, began
 from ckpt.formats.native.datafiles.referrers import FileReferrers, RunReferrers, referrers_in
 from ckpt.formats.native.paths import id_of
@@ -45,7 +44,6 @@ SETTLED = 600.0
 
 _TEMPORARY = re.compile(r"(?:.*/)?\.(?:(?:publish|prepare)-[0-9a-f]{16}\.tmp|[^/]+\.[0-9a-f]{16}\.shared)")
 """Names that a file has before it gets its own: of small files, of a trial, and of files that several processes write."""
-_THREADS = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -212,7 +210,7 @@ def remove_orphans(backend: Backend, orphans: Iterable[Orphan]) -> None:
     for orphan in going:
         if orphan.what == "save" and orphan.id is not None:
             paths = [e.path for e in orphan.entries]
-            clear(backend, orphan.id, orphan.place.path(""), paths, partial(_committed, backend, orphan.place.directory), _THREADS)
+            clear(backend, orphan.id, orphan.place.path(""), paths, partial(_committed, backend, orphan.place.directory))
         elif orphan.what in ("conversion", "export"):
             _remove_stages(backend, orphan)
 
@@ -224,22 +222,16 @@ def _remove_stages(backend: Backend, orphan: Orphan) -> None:
         if not is_still(backend, orphan, committed) and not (orphan.ended and number):
             return
         if orphan.id is not None and any(id_of(_split(e.path)[1]) == orphan.id for e in stage):
-            clear(backend, orphan.id, place.path(""), [e.path for e in stage], partial(committed, place.directory), _THREADS)
+            clear(backend, orphan.id, place.path(""), [e.path for e in stage], partial(committed, place.directory))
         else:
-            entries = stage if orphan.ended or number + 1 == len(orphan.stages) else _while_there(backend, place.record, stage)
-            _delete(backend, entries)
+            to_the_end = orphan.ended or number + 1 == len(orphan.stages)
+            _delete(backend, stage, None if to_the_end else place.record)
 
 
-def _while_there(backend: Backend, record: str, entries: Iterable[ObjectMeta]) -> Iterator[ObjectMeta]:
-    """These, as long as the record is there: it goes when the conversion or export has ended after all."""
-    for entry in entries:
-        try:
-            backend.size(record)
-        except NotFoundError:
+def _delete(backend: Backend, entries: Iterable[ObjectMeta], record: str | None = None) -> None:
+    """Delete these, as long as ``record`` is there, if given: it goes when the conversion or export has ended after all."""
+    paths = [e.path for e in entries]
+    for at in range(0, len(paths), BATCH):
+        if record is not None and not is_there(backend, record):
             return
-        yield entry
-
-
-def _delete(backend: Backend, entries: Iterable[ObjectMeta]) -> None:
-    for _ in imap_unordered((partial(backend.delete, e.path) for e in entries), _THREADS, "ckpt-gc"):
-        pass
+        backend.delete_many(paths[at : at + BATCH])

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 
 from ckpt.errors import ConflictError
-from ckpt.formats.native.commit import COMMIT_PATH, moment_of
+from ckpt.formats.native.commit import moment_of
 from ckpt.formats.native.datafiles.referrers import referred_files
-from ckpt.formats.native.writer import remove_checkpoint
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 from ckpt.policies import StepInfo
 
+from .checkpoint_removal import Referrers, Removal, remove_checkpoint, remove_checkpoints
 from .step_listing import Step, directory_name, list_steps
 
 log = logging.getLogger("ckpt")
 
+_BATCH = 1000
+"""Steps that are removed together."""
+_NOTHING = ".removed"
+"""No file has this name: to delete it removes directories that are empty."""
 _LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
 
 
@@ -29,52 +34,78 @@ def remove_steps(
     busy: str | None = None,
     relist: Callable[[], Sequence[Step]] | None = None,
 ) -> list[Step]:
-    """Remove checkpoints of a run, each after those that use its bytes, and give those that are gone.
+    """Remove checkpoints of a run, or what saves left there, each after those that use its bytes, and give those that are gone; and the
+    directory if nothing else is in it. Of a link only the link goes. Stopped anywhere, it leaves whole checkpoints or orphans.
 
     ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id
-    ``busy``, and so does what they use. ``relist`` lists the run once more, for what refers to a step since; ``list_steps`` by default.
+    ``busy``, and one whose data files another one refers to; and so does what they use. ``relist`` lists the run once more, for what
+    refers to a step since; ``list_steps`` by default.
 
     Raises:
         StorageError: the storage refuses, or it has become a link since it was listed.
     """
-    stayed: set[int | None] = set()
-    removed = []
-    for step in steps:
-        used = step.number is not None and not stayed.isdisjoint(referrers.get(step.number, ()))
-        if used:
-            log.warning("%s stays, since a checkpoint that uses it does", step.url)
-        if used or (busy is not None and step.id == busy) or not remove_step(root_url, step, relist):
-            stayed.add(step.number)
-        else:
-            removed.append(step)
+    relist = partial(list_steps, root_url) if relist is None else relist
+    root = open_backend(root_url)
+    left, removed, stayed = deque(steps), list[Step](), set[int | None]()
+    while left:
+        batch: list[Step] = []
+        while left and len(batch) < _BATCH:
+            step = left.popleft()
+            if not stayed.isdisjoint(referrers.get(step.number, ()) if step.number is not None else ()):
+                log.warning("%s stays, since a checkpoint that uses it does", step.url)
+                stayed.add(step.number)
+            elif busy is not None and step.id == busy:
+                stayed.add(step.number)
+            elif step.link is not None and batch:
+                left.appendleft(step)
+                break
+            else:
+                batch.append(step)
+                if step.link is not None:  # by itself, in its turn
+                    break
+        gone = _remove_batch(root, batch, referrers, relist)
+        removed += [step for step in batch if step.url in gone]
+        stayed |= {step.number for step in batch if step.url not in gone}
     return removed
+
+
+def _remove_batch(
+    root: Backend, batch: Sequence[Step], referrers: Mapping[int, Collection[int]], relist: Callable[[], Sequence[Step]]
+) -> set[str]:
+    """Remove these together; the URLs of those that are gone."""
+    directories = {step.number: f"{directory_name(step)}/" for step in batch}
+    removals = [
+        Removal(
+            within=f"{directory_name(step)}/",
+            id=step.id,
+            tags=step.tags,
+            users=[directories[n] for n in referrers.get(step.number, ()) if n in directories] if step.number is not None else (),
+        )
+        for step in batch
+    ]
+    gone = _remove_named(root, removals, partial(_referrers, batch, relist))
+    for step in batch:
+        if f"{directory_name(step)}/" not in gone:
+            log.warning("%s was replaced, removed, tagged or referred to meanwhile: what is there stays", step.url)
+    return {step.url for step in batch if f"{directory_name(step)}/" in gone}
 
 
 def remove_step(root_url: str, step: Step, relist: Callable[[], Sequence[Step]] | None = None) -> bool:
-    """Remove a checkpoint of a run, or what a save left there, and the directory if nothing else is in it. Of a link only the link goes.
-
-    Stopped anywhere, it leaves a whole checkpoint or orphans. A checkpoint that was replaced or tagged after the listing stays, and so does
-    one whose data files another one refers to. Whether it was removed. ``relist``: see ``remove_steps``.
-
-    Raises:
-        StorageError: the storage refuses, or it has become a link since it was listed.
-    """
-    if step.url == root_url:
-        removed = remove_checkpoint(open_backend(step.url), id=step.id, tags=step.tags)
-    else:
-        relist = partial(list_steps, root_url) if relist is None else relist
-        removed = _remove_named(open_backend(root_url), directory_name(step), step, partial(_referrers, step, relist))
-    if not removed:
-        log.warning("%s was replaced, tagged or referred to meanwhile, and stays", step.url)
-    return removed
+    """``remove_steps``, of one. Whether it was removed."""
+    return bool(remove_steps(root_url, [step], {}, relist=relist))
 
 
-def _referrers(step: Step, relist: Callable[[], Sequence[Step]]) -> list[str]:
-    """Names of the checkpoints of the run that use bytes of a step now, or may do so."""
+def _referrers(batch: Sequence[Step], relist: Callable[[], Sequence[Step]]) -> dict[str, list[str]]:
+    """By directory, the names of the checkpoints of the run that use bytes of these steps now, or may do so."""
     steps = relist()
-    here = next((s for s in steps if s.url == step.url), step)
-    unsure = [s for s in steps if s.references_unknown and s.url != step.url and (here.reusable or not here.committed)]
-    return [directory_name(user) for user in (*_users(steps).get(step.url, ()), *unsure)]
+    now, using = {s.url: s for s in steps}, _users(steps)
+    unsure = [s for s in steps if s.references_unknown]
+    names = {}
+    for step in batch:
+        here = now.get(step.url, step)
+        doubtful = [s for s in unsure if s.url != step.url] if here.reusable or not here.committed else []
+        names[f"{directory_name(step)}/"] = [directory_name(user) for user in (*using.get(step.url, ()), *doubtful)]
+    return names
 
 
 def remove_at(url: str) -> None:
@@ -85,38 +116,35 @@ def remove_at(url: str) -> None:
         StorageError: the storage refuses.
     """
     here = open_backend(url)
-
-    def referrers() -> tuple[str, ...]:
-        return referred_files(here).names()
-
     parent, _, name = here.url.rstrip("/").rpartition("/")
     if here.link() is None and not (parent and here.url.startswith("/")):
         # No link can come there, and what was said of this URL need not hold for the one above.
-        removed = remove_checkpoint(here, referrers=referrers)
+        removed = remove_checkpoint(here, referrers=lambda: referred_files(here).names())
     else:
-        removed = _remove_named(open_backend(parent or "/"), name, None, referrers)
+        within = f"{name}/"
+        removed = bool(_remove_named(open_backend(parent or "/"), [Removal(within=within)], lambda: {within: referred_files(here).names()}))
     if not removed:
         message = f"its data files have to stay: {referred_files(here).text()}"
         raise ConflictError(message, where=url, hint="remove these first, or make copies of them that need no other: `ckpt cp`")
 
 
-def _remove_named(root: Backend, name: str, step: Step | None, referrers: Callable[[], Collection[str]]) -> bool:
-    """Remove what is at ``name`` below a root, whose backend follows no link on the way to it. Whether it was removed."""
-    target = root.link(name)
-    if target is not None:
-        # The checkpoint behind it stays, but references go by the name: somebody may have moved a base away and left a
-        # link in its place.
-        needed_by = referred_files(open_backend(join_url(root.url, name)))
-        if needed_by.names():
-            log.warning("the link %s/%s stays: %s", root.url, name, needed_by.text())
-            return False
-        root.delete(name)
-        log.info("the link %s/%s is removed; %s, where it led, stays", root.url, name, target)
-        return True
-    id, tags = (step.id, step.tags) if step else (None, ())
-    if not remove_checkpoint(root, f"{name}/", id=id, tags=tags, referrers=referrers):
+def _remove_named(root: Backend, removals: Sequence[Removal], referrers: Referrers) -> set[str]:
+    """Remove what is in these directories of a root, whose backend follows no link on the way to them. Gives those that are gone."""
+    links = {r.within: target for r in removals if (target := root.link(r.within.rstrip("/"))) is not None}
+    gone = remove_checkpoints(root, [r for r in removals if r.within not in links], referrers)
+    root.delete_many([f"{within}{_NOTHING}" for within in gone])
+    return gone | {within for within, target in links.items() if _remove_link(root, within.rstrip("/"), target)}
+
+
+def _remove_link(root: Backend, name: str, target: str) -> bool:
+    # The checkpoint behind it stays, but references go by the name: somebody may have moved a base away and left a
+    # link in its place.
+    needed_by = referred_files(open_backend(join_url(root.url, name)))
+    if needed_by.names():
+        log.warning("the link %s/%s stays: %s", root.url, name, needed_by.text())
         return False
-    root.delete(f"{name}/{COMMIT_PATH}")  # there is nothing to delete any more, but this removes directories that are empty
+    root.delete(name)
+    log.info("the link %s/%s is removed; %s, where it led, stays", root.url, name, target)
     return True
 
 
@@ -150,6 +178,21 @@ def infos(steps: Sequence[Step], *, bases: bool = True) -> list[StepInfo]:
         for s in steps
         if s.number is not None
     ]
+
+
+def uses(step: Step, steps: Sequence[Step]) -> list[str]:
+    """Why a checkpoint of the run has to stay because of others of ``steps``, in words; empty if nobody needs it."""
+    users = [directory_name(user) for user in _users(steps).get(step.url, ())]
+    reasons = [f"{', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to it"] if users else []
+    reasons += [
+        f"{directory_name(s)} may use it: its record or index cannot be read"
+        for s in steps
+        if s.references_unknown and s.url != step.url and (step.reusable or not step.committed)
+    ]
+    parts = _parts(steps).get(step.url, ())
+    if parts:
+        reasons.append(f"it has the rest of the state of {', '.join(f'step {n}' for n in parts)}, saved in part")
+    return reasons
 
 
 def _parts(steps: Sequence[Step]) -> dict[str, list[int]]:

@@ -204,6 +204,12 @@ class SpreadBackend(Backend):
         check_path(path)
         self._nodes.ask_all(lambda node: self.node(node).delete(path))
 
+    def delete_many(self, paths: Collection[str]) -> None:
+        """See ``Backend.delete_many``: on every node, each of which is asked once for many."""
+        for path in paths:
+            check_path(path)
+        self._nodes.ask_all(lambda node: self.node(node).delete_many(paths))
+
     def prepare(self) -> None:
         """See ``Backend.prepare``: on every node."""
         self._nodes.ask_all(lambda node: self.node(node).prepare())

@@ -3,7 +3,7 @@
     question   head (JSON: op, path, …), bytes
     answer     head (JSON, or the error), bytes
 
-    read · size · list · list_dir · put_if · delete · prepare        as the methods of a backend
+    read · size · list · list_dir · put_if · delete · delete_many · prepare        as the methods of a backend
     begin · write … write · commit, or abort                         one file at a time on a connection
 
 Bytes carry their XXH3-64 in the head: TCP's own checksum misses one damaged segment in some ten thousand. Nothing that comes is unpickled,

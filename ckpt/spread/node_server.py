@@ -79,6 +79,8 @@ class NodeServer:
                 self._backend.put_if(head["path"], content, expected=expected)
             case "delete":
                 self._backend.delete(head["path"])
+            case "delete_many":
+                self._backend.delete_many(head["paths"])
             case "prepare":
                 self._backend.prepare()
             case other:

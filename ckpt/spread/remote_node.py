@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, ExchangeError, FormatError, StorageError, error_from_json
@@ -24,6 +24,8 @@ PIECE = 8 << 20
 """Bytes that one question reads or writes."""
 _IDLE = 16
 """Connections that are kept."""
+_DELETES = 1000
+"""Files that one question deletes: the answer must come before the deadline."""
 
 
 class NodeConnections:
@@ -143,6 +145,12 @@ class RemoteNode(Backend):
     def delete(self, path: str) -> None:
         """See ``Backend.delete``."""
         self._connections.ask({"op": "delete", "path": self._key(path)})
+
+    def delete_many(self, paths: Collection[str]) -> None:
+        """See ``Backend.delete_many``. The node deletes many for one question."""
+        keys = [self._key(path) for path in paths]
+        for at in range(0, len(keys), _DELETES):
+            self._connections.ask({"op": "delete_many", "paths": keys[at : at + _DELETES]})
 
     def prepare(self) -> None:
         """See ``Backend.prepare``."""

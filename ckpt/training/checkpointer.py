@@ -439,7 +439,8 @@ class Checkpointer:
         return step_url(self.root, n)
 
     def wait(self) -> None:
-        """Wait until the last save is committed; with a local tier, until it is published, too. Every rank calls it.
+        """Wait until the last save is committed, and what ``keep`` does not keep is removed; with a local tier, until it is published, too.
+        Every rank calls it.
 
         Raises:
             CkptError: it failed.
@@ -447,7 +448,13 @@ class Checkpointer:
         """
         with self._schedule.timed():
             ended, unpublished = self._ended(), self._published()
+            self._settle()
         _raise(ended or unpublished)
+
+    def _settle(self) -> None:
+        """Wait for what removes old checkpoints in the background."""
+        for tiers in (self._tiers, *([self._stage.tiers] if self._stage is not None else [])):
+            tiers.settle(self.timeout)
 
     def _published(self) -> StorageError | None:
         """Wait until everything is published; gives why it could not be."""
@@ -531,6 +538,8 @@ class Checkpointer:
 
     def _stop(self) -> None:
         self._closed = True
+        if self._spreads:  # whose connections are closed
+            self._settle()
         self._schedule.stop()
         self._reporter.close()
         for spread in self._spreads:

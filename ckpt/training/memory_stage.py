@@ -45,7 +45,7 @@ class MemoryStage:
         self.damaged = self.tiers.damaged
         """Ids of copies that cannot be loaded."""
         self.uploader = Uploader(self.tiers, group, timeout=timeout, threads=threads)
-        self.uploader.published = lambda step, url, id: later.retain()
+        self.uploader.published = lambda step, url, id: later.retain_in_background()
 
     def check(self, group: Group, timeout: float) -> None:
         """As :meth:`Tiers.check`, for both. Collective."""

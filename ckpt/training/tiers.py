@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+from ckpt.concurrency.rounds import Rounds
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
@@ -77,6 +78,8 @@ class Tiers:
         self._removable = local if spread is None else spread.own_url
         """Where steps of the local tier are removed: a spread one is also read from places that it does not write to."""
         self._known_removable = KnownSteps(self._removable or root)
+        self._retaining = Rounds(self.retain, "ckpt-retain")
+        self._retaining_root = Rounds(self.retain_root, "ckpt-retain-root")
         self._swept = False
         """Whether what earlier lives of the job have left in memory is freed."""
         self._published: set[str] = set()
@@ -292,9 +295,10 @@ class Tiers:
             _remove(self._removable, self._known_removable, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
 
     def retain_after_save(self) -> None:
-        """As :meth:`retain`, when a save has ended and none is going on. Once it also frees what earlier lives of the job have left in
-        memory when they were killed in the middle of a save or of a removal: nobody else ever would, and the budget is small."""
-        self.retain()
+        """As :meth:`retain_in_background`, when a save has ended and none is going on. Once it also frees what earlier lives of the job
+        have left in memory when they were killed in the middle of a save or of a removal: nobody else ever would, and the budget is small.
+        """
+        self.retain_in_background()
         if self._swept or self.spread is None or not self.spread.in_memory or self._removable is None:
             return
         try:
@@ -309,6 +313,22 @@ class Tiers:
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
         _remove(self.root, self._known_root, self.keep, None, self.removed)
+
+    def retain_in_background(self, *, root: bool = False) -> None:
+        """As :meth:`retain`, and with ``root`` as :meth:`retain_root`: no save, and no step of training, waits for thousands of deletes.
+        But memory is freed now, since the next save needs it."""
+        if root and self._removable is not None:
+            self._retaining_root.ask()
+        if open_backend(self._removable or self.root).io_hints.in_memory:
+            self.retain()
+        else:
+            self._retaining.ask()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until what was begun in the background is done, if that takes no longer."""
+        end = time.monotonic() + seconds
+        if not all(rounds.wait(max(0.0, end - time.monotonic())) for rounds in (self._retaining, self._retaining_root)):
+            log.warning("old checkpoints of %s are still being removed after %g s; that goes on in the background", self.root, seconds)
 
     # ---- whether ranks share the local tier
 

@@ -155,8 +155,7 @@ class Uploader:
             if self._leads:
                 log.info("step %d is published: %s", step, join_url(self._tiers.root, choice["name"]))
                 self.published(step, join_url(self._tiers.root, choice["name"]), id)
-                self._tiers.retain_root()
-                self._tiers.retain()
+                self._tiers.retain_in_background(root=True)
         except Exception as err:  # noqa: BLE001  finish() raises it
             if raised(err, CorruptError) and id is not None:
                 self._tiers.damaged.add(id)

@@ -29,7 +29,7 @@ from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
 from ckpt.formats.external.virtual_backends import open_single
 from ckpt.formats.journal import CheckpointJournal
-from ckpt.formats.native.clearing import check_no_link
+from ckpt.formats.native.clearing import check_free, check_no_link
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import new_id, read_record, write_index
@@ -90,7 +90,7 @@ def import_checkpoint(
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
-        ConflictError: there is a checkpoint at ``url``, or ``url`` is a symbolic link.
+        ConflictError: there is a checkpoint at ``url``, or other files are, or ``url`` is a symbolic link.
         CoverageError: a tensor would have elements that no file has.
         NamesError: a glob fits nothing, or ``views`` do not fit the names.
         UsageError: ``views`` do not fit, take a part of a chunk that is coded, or make one parameter of several whose steps or options
@@ -110,6 +110,8 @@ def import_checkpoint(
     contents = references.contents()
     journal = CheckpointJournal(backend, id=new_id(previous), previous=previous)
     _check_apart(journal, catalog.backend, contents)
+    if previous is None:
+        check_free(backend, "import")
     if digest:
         if references.parted:
             _check_whole(source)

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CkptError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError
 from ckpt.io_backends.registry import open_backend
 
 from .catalog import read_record
 from .commit import COMMIT_PATH, CommitRecord
 from .datafiles.references import split_url
-from .paths import CLEARING, data_prefix, index_path
+from .paths import CLEARING, data_prefix, index_path, others_files
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -32,8 +31,11 @@ log = logging.getLogger("ckpt")
 #
 # Whatever the order in time, the later of the two puts comes before its own look, so at least one side sees the other. Both may: then
 # the commit is taken back though the clearing stops, and the save raises; nobody has relied on it yet. A copy or a conversion that is
-# resumed under the same id takes the mark away first (``resume``), and a clearing that still runs stops at its next file.
+# resumed under the same id takes the mark away first (``resume``), and a clearing that still runs stops before its next files.
 
+_TRIES = 4
+BATCH = 256
+"""Files that go at once."""
 _HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or somebody else removes files there: try again"
 
 
@@ -50,6 +52,18 @@ def check_no_link(backend: Backend) -> None:
             where=backend.url,
             hint=f"name {target} itself, or remove the link first",
         )
+
+
+def check_free(backend: Backend, what: str) -> None:
+    """That nothing but what is left of saves and copies is at the root of ``backend``, where no checkpoint is; ``what`` will be put there.
+
+    Raises:
+        ConflictError: something is. A checkpoint beside it would hide it from everything that reads checkpoints.
+    """
+    others = others_files(backend)
+    if others:
+        hint = f"{what} to another URL, or remove what is there"
+        raise ConflictError(f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=hint)
 
 
 def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: tuple[str, str] | None = None) -> None:
@@ -163,11 +177,11 @@ def claim(backend: Backend, id: str) -> None:
 
 def resume(backend: Backend, id: str) -> None:
     """Take away the mark that a clearing of save ``id`` left when it was killed: a copy or a conversion of this id goes on now. A clearing
-    that still goes on stops at its next file."""
+    that still goes on stops before its next files."""
     backend.delete(index_path(id, CLEARING))
 
 
-def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None], threads: int = 1) -> bool:
+def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None]) -> bool:
     """Remove files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed`` or goes on. Whether all went.
 
     Raises:
@@ -176,30 +190,37 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     mark = f"{within}{index_path(id, CLEARING)}"
     # ``marked``: the mark is there, whoever put it. ``mine``: this process put it, and so removes it in any case.
     marked = mine = True
-    try:
-        backend.put_if(mark, b"", expected=None)
-    except ConflictError:
-        mine = False  # somebody else's does as well
-    except NoSpaceError:
-        marked = False  # a save can hardly publish a record either; but others may have a quota of their own
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            backend.put_if(mark, b"", expected=None)
+        except ConflictError:
+            mine = False  # somebody else's does as well
+        except NoSpaceError:
+            marked = False  # a save can hardly publish a record either; but others may have a quota of their own
+        except StorageError:
+            # Another clearing ends at this moment, and removes the directory in which the mark is put.
+            if not any(is_there(backend, path) for path in paths):
+                return True
+            if not tries_left:
+                raise
+            continue
+        break
     went = committed() != id
-
-    def remove(path: str) -> bool:
-        # The mark is looked for before each file, since ``resume`` may have taken it away: then the save goes on, and
+    going = [path for path in paths if path != mark]
+    for at in range(0, len(going), BATCH):
+        # The mark is looked for before each batch, since ``resume`` may have taken it away: then the save goes on, and
         # what is left of it is needed.
-        if not (_is_there(backend, mark) if marked else committed() != id):
-            return False
-        backend.delete(path)
-        return True
-
-    if went:
-        went = all(map_tasks(remove, [path for path in paths if path != mark], threads, "ckpt-clear"))
+        went = went and (is_there(backend, mark) if marked else committed() != id)
+        if not went:
+            break
+        backend.delete_many(going[at : at + BATCH])
     if mine or went:  # while the save is there, somebody else's mark says that they may be about to remove a file
         backend.delete(mark)
     return went
 
 
-def _is_there(backend: Backend, path: str) -> bool:
+def is_there(backend: Backend, path: str) -> bool:
+    """Whether there is such an object."""
     try:
         backend.size(path)
     except NotFoundError:

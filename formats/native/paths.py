@@ -85,6 +85,19 @@ def has_orphans(backend: Backend, prefix: str = "") -> bool:
     return "data/" in names and any(id_of(f"data/{name}") for name in backend.list_dir(f"{prefix}data"))
 
 
+def others_files(backend: Backend) -> list[str]:
+    """Names right below the root of ``backend`` that are no part of a checkpoint of this format, nor of what a killed save or copy left.
+    Hidden files do not count, nor do directories without files."""
+
+    def is_ours(name: str) -> bool:
+        if name == "data/":
+            return all(id_of(f"data/{file}") for file in backend.list_dir("data"))
+        return name.startswith(".") or id_of(f"{name}{STATE}") is not None
+
+    names = [name for name in backend.list_dir() if not is_ours(name)]
+    return [name for name in names if not name.endswith("/") or next(iter(backend.list_prefix(name)), None) is not None]
+
+
 def step_number(name: str) -> int | None:
     """The step in the name of a directory such as ``step-00001000``, ``global_step100``, ``iteration_5``, ``weights-ckpt5`` or ``100``.
 

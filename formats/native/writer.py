@@ -1,35 +1,33 @@
-"""A checkpoint exists if and only if its commit record does: writing the index and the record, changing tags, removing."""
+"""A checkpoint exists if and only if its commit record does: writing the index and the record, changing tags."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from ckpt.catalog import Contents
-from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError
+from ckpt.errors import ConflictError, NotFoundError
 from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.plan.part import part_in
 
 from .catalog import read_record
-from .clearing import check_no_link, clear
+from .clearing import check_no_link
 from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name
 from .datafiles.references import is_reference
 from .index import IndexCache, encode_index
-from .paths import RANK_ROWS, id_of, index_path
+from .paths import RANK_ROWS, index_path
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 log = logging.getLogger("ckpt")
 
-__all__ = ["CheckpointJournal", "IndexCache", "committed_id", "new_id", "read_record", "remove_checkpoint", "set_tags", "write_index"]
+__all__ = ["CheckpointJournal", "IndexCache", "committed_id", "new_id", "read_record", "set_tags", "write_index"]
 
 
 def write_index(
@@ -107,72 +105,6 @@ def set_tags(backend: Backend, tags: Collection[str], *, id: str | None = None, 
     tagged = replace(record, tags=tuple(sorted(set(tags))))
     backend.put_if(COMMIT_PATH, tagged.to_bytes(), expected=data)
     return tagged
-
-
-def remove_checkpoint(
-    backend: Backend,
-    within: str = "",
-    *,
-    id: str | None = None,
-    tags: Collection[str] = (),
-    referrers: Callable[[], Collection[str]] = tuple,
-) -> bool:
-    """Remove a checkpoint: first the commit record, so that it does not exist any more, then its files and those of older saves.
-
-    It is in the directory ``within`` (empty, or ending in a slash), which is no link. Stopped anywhere, it leaves a whole checkpoint or
-    orphans. Files that are not of this format stay, and so do those of a save that began later. An absent checkpoint is no error. With
-    ``id`` and ``tags``, those that it had when somebody decided, nothing is removed if it has others now. ``referrers`` gives the names of
-    those that refer to its data files, if it may have some: then it stays, and also if nobody can say who does. Whether it was removed.
-
-    Raises:
-        CorruptError: ``referrers`` cannot say who does.
-        StorageError: the storage failed, or a link is on the way: nothing is removed beyond one.
-    """
-    data = read_record(backend, within)
-    last, may_be_referred_to = None, True  # files without a record that can be read may be what others refer to all the same
-    if data is not None:
-        with suppress(CorruptError, FormatError):  # then whoever removes it knows
-            record = CommitRecord.from_bytes(data, _where(backend, within))
-            last, may_be_referred_to = record.id, record.reusable
-            if id is not None and (record.id != id or set(record.tags) != set(tags)):
-                return False
-    saves: dict[str, list[str]] = {}
-    for entry in backend.list_prefix(within):
-        save = id_of(entry.path.removeprefix(within))
-        if save is not None and (last is None or save <= last):
-            saves.setdefault(save, []).append(entry.path)
-    # Of a save that was replaced, those files stay that others refer to.
-    may_be_referred_to = may_be_referred_to or any(save != last for save in saves)
-    if may_be_referred_to:
-        with suppress(CkptError):  # what cannot be read may be its own index, which nobody reads without the record
-            if _is_referred_to(backend, within, referrers()):
-                return False
-    if read_record(backend, within) != data:
-        return False  # another save has replaced it while this one was looked at
-    backend.delete(within + COMMIT_PATH)
-    # Once more: a save that refers to it publishes its own record first, and looks then whether this one is there
-    # (``clearing``). So at least one of the two sees the other.
-    stays = True
-    try:
-        stays = may_be_referred_to and _is_referred_to(backend, within, referrers())
-    finally:
-        if stays and data is not None:
-            backend.put_if(within + COMMIT_PATH, data, expected=None)
-    if stays:
-        return False
-    for save, paths in saves.items():
-        if save == last:
-            for path in paths:
-                backend.delete(path)
-        else:
-            clear(backend, save, within, paths, partial(committed_id, backend, within))
-    return True
-
-
-def _is_referred_to(backend: Backend, within: str, names: Collection[str]) -> bool:
-    if names:
-        log.warning("%s stays, since %s refers to its data files", _where(backend, within), ", ".join(sorted(names)))
-    return bool(names)
 
 
 def committed_id(backend: Backend, within: str = "") -> str | None:

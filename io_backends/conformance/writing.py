@@ -311,6 +311,18 @@ class DeletingRows:
         put(backend, "b")
         assert backend.list_dir() == ["b"]
 
+    def test_deletes_many(self, backend: Backend) -> None:
+        names = [f"d/{n % 3}/{n}" for n in range(40)]
+        for path in (*names, "d/stays", "e"):
+            put(backend, path)
+        backend.delete_many([*names, *names[:5], "no", "no/no", "d"])
+        assert everything(backend) == {"d/stays": b"x", "e": b"x"}
+        assert backend.list_dir("d") == ["stays"]
+        backend.delete_many([])
+        backend.delete_many(["e"])
+        backend.delete_many({"d/stays", "d/0/0"})
+        assert backend.list_dir() == []
+
     def test_writing_beside_pruning(self, backend: Backend) -> None:
         def come_and_go(name: str) -> int:
             for _ in range(30):

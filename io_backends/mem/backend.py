@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ckpt.errors import ConflictError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_read, check_size, past_end
@@ -165,6 +165,11 @@ class MemBackend(ObjectsBackend):
             client.connect(start=False).delete(key)
         except NotFoundError:  # no daemon, so nothing to delete
             return
+
+    def delete_many(self, paths: Collection[str]) -> None:
+        """See ``Backend.delete_many``: no answer of the daemon is worth a thread."""
+        for path in paths:
+            self.delete(path)
 
 
 def _reached(key: str) -> MemoryClient:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 from ckpt.io_backends.checks import check_path, check_prefix
-from ckpt.io_backends.protocol import Backend, ObjectMeta
+from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta
 from ckpt.memory.objects import MemoryObject
 
 
@@ -15,6 +15,11 @@ class ObjectsBackend(Backend):
 
     def __init__(self, root: str) -> None:
         self._root = check_path(root) if root else ""
+
+    @property
+    def io_hints(self) -> IOHints:
+        """See ``Backend.io_hints``."""
+        return IOHints(in_memory=True)
 
     def _key(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}" if self._root else check_path(path)

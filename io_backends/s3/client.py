@@ -6,9 +6,11 @@ does not repeat requests here, so that we know of every one that failed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -83,6 +85,8 @@ class S3Client:
         """Buckets and prefixes below which an object could be written."""
         self.bare_tags: set[str] = set()
         """Buckets that compare ETags without the quotes that belong to them."""
+        self.deletes_singly: set[str] = set()
+        """Buckets whose store does not know the request that deletes many objects."""
         self.checks: dict[str, Checks] = {}
         """Buckets, and the checksums of whole objects that they compare."""
         self.part_checks: dict[str, Checks] = {}
@@ -235,6 +239,7 @@ def _make(stall: float, options: S3Options = DEFAULT) -> Any:
     if not ("addressing_style" in {**s3, **styled} or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))):
         made = client({"addressing_style": "path"})  # other stores seldom have a name for each bucket
     made.meta.events.register("before-call.s3", _expect_nothing)
+    made.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
     if options.requester_pays:
         made.meta.events.register("before-call.s3", _pay)
     return made
@@ -255,6 +260,12 @@ def _moment(text: Any) -> datetime:
 def _expect_nothing(params: dict[str, Any], **_: Any) -> None:
     """Files are sent with "Expect: 100-continue": one more way to the store and back, and a second where a store does not know it."""
     params["headers"].pop("Expect", None)
+
+
+def _add_md5(params: dict[str, Any], **_: Any) -> None:
+    """This request must bear a checksum, and stores that do not know botocore's newer ones take this one."""
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = b64encode(digest).decode()
 
 
 def _pay(params: dict[str, Any], **_: Any) -> None:

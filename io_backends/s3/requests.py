@@ -7,19 +7,22 @@ conflict. So every object that we write has a mark of that one write in its meta
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from botocore.exceptions import ClientError
 
-from ckpt.errors import ConflictError, NotFoundError
+from ckpt.errors import AccessError, ConflictError, NotFoundError
 
 from .checksums import Checks
-from .errors import ChangedError, code_of, status_of
+from .errors import ChangedError, code_of, is_passing, is_refused, is_stale_key, status_of
 from .reading import Key, head, read_tagged
 from .tries import Tries
 
 _MARK = "ckpt-write"
+TOGETHER = 1000
+"""Objects that one request deletes at most."""
 
 
 def new_mark() -> str:
@@ -111,6 +114,30 @@ def delete(key: Key) -> None:
                 raise
 
     key.client.attempt("delete", key.where, request)
+
+
+def delete_together(keys: Sequence[Key]) -> list[Key]:
+    """Delete up to ``TOGETHER`` objects of one bucket in one request. Gives those that were not deleted so, and have to be one by one: a
+    store may lack this request, and refuse single objects. Only what it says is deleted counts as that."""
+    client, bucket = keys[0].client, keys[0].bucket
+    if bucket in client.deletes_singly:
+        return [*keys]
+
+    def request(boto: Any, _: Tries) -> set[str]:
+        try:
+            answer = boto.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": key.key} for key in keys]})
+        except ClientError as err:
+            if is_passing(err) or is_refused(err) or is_stale_key(err) or code_of(err) == "NoSuchBucket":
+                raise
+            client.deletes_singly.add(bucket)
+            return set()
+        return {str(gone.get("Key")) for gone in answer.get("Deleted", ())}
+
+    try:
+        gone = client.attempt(f"delete {len(keys)} objects", keys[0].where, request)
+    except AccessError:
+        return [*keys]  # the request may need a right of its own
+    return [key for key in keys if key.key not in gone]
 
 
 def abort_upload(key: Key, upload: str) -> None:

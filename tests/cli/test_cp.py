@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,26 @@ def test_a_dry_run_only_tells(tmp_path: Path, step: Path) -> None:
     assert not (tmp_path / "copy").exists()
     assert run("cp", "-q", str(step), str(tmp_path / "copy")).stdout == ""
     assert (tmp_path / "copy" / "checkpoint.json").exists()
+
+
+@pytest.mark.parametrize("command", ["cp", "import", "convert"])
+def test_nothing_is_put_beside_what_is_no_checkpoint_of_ours(tmp_path: Path, step: Path, command: str) -> None:
+    """A model of Hugging Face would be hidden by it; so would a directory of data files with other names."""
+    arguments = [command, "--to", "native"] if command == "convert" else [command]
+    target = tmp_path / "model"
+    for name in ("model.safetensors", "data/train.bin", "logs/a/events"):
+        file = target / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"{}")
+        before = sorted(target.rglob("*"))
+        refused = run(*arguments, str(step), str(target))
+        assert refused.exit_code == 30, refused.output
+        assert f"something is there already: {name.partition('/')[0]}" in refused.stderr
+        assert sorted(target.rglob("*")) == before
+        shutil.rmtree(target)
+    (target / "empty").mkdir(parents=True)
+    (target / ".hidden").touch()
+    assert run(*arguments, str(step), str(target)).exit_code == 0
 
 
 def test_exit_codes(tmp_path: Path, step: Path) -> None:

@@ -158,7 +158,7 @@ def test_a_single_checkpoint_is_refused(root: str) -> None:
     for more in ([], ["--yes", "--keep", "latest=1", "--older-than", "0"]):
         refused = run("gc", f"{root}/step-00000002", *more)
         assert refused.exit_code == 2 and "this is a single checkpoint; gc works on the run that contains it" in refused.stderr
-        assert f"  try: ckpt gc {root}; or `rm -r`" in refused.stderr
+        assert f"  try: ckpt gc {root}; or `ckpt rm {root}/step-00000002`" in refused.stderr
     assert numbers(root) == [1, 2, 3, 4]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import torch.distributed as dist
 import ckpt
 from ckpt.errors import CkptError
 from ckpt.events.event import Event
-from ckpt.io_backends.faulty import Fault, FaultyProcess
+from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.maintenance.rebuild import rebuild_checkpoint
-from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, OnPreemption
+from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, Latest, OnPreemption
 from tests.distributed.ranks import Ranks
 
 
@@ -248,6 +249,52 @@ def test_a_last_save_that_fails_is_tried_again(ranks: Ranks, tmp_path: Path) -> 
     raised, saved, n = found[0]
     assert len(raised) == 1 and saved == [n] and n > raised[0]
     assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved
+
+
+class Held(FaultyBackend):
+    """Deletes nothing until ``GATE`` is open."""
+
+    def delete(self, path: str) -> None:
+        assert GATE.wait(60)
+        super().delete(path)
+
+
+GATE = threading.Event()
+
+
+def saves_while_nothing_is_deleted(root: str) -> list[float]:
+    """A save after each step, with a deadline that is shorter than the deletes take."""
+    if dist.get_rank() == 0:
+        GATE.clear()
+    waited = []
+    state = {"x": torch.zeros(1000)}
+    with wrap_backends(Held), ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(1), timeout=20) as c:
+        for n in range(1, 6):
+            began = time.monotonic()
+            state["x"].fill_(n)
+            c.step(n, state)
+            waited.append(time.monotonic() - began)
+            dist.barrier()
+        assert c.handle is not None
+        c.handle.result()
+        for _ in range(3):
+            ckpt.save_async(f"{root}-again", state).result()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert [s.number for s in ckpt.list_steps(root) if s.committed] == [1, 2, 3, 4, 5]
+        GATE.set()
+    dist.barrier()
+    return waited
+
+
+def test_no_step_and_no_save_waits_for_deletes(ranks: Ranks, tmp_path: Path) -> None:
+    waited = ranks.run(2, saves_while_nothing_is_deleted, str(tmp_path / "run"))
+    assert max(map(max, waited)) < 20
+    assert [s.number for s in ckpt.list_steps(tmp_path / "run")] == [5]
+    end = time.monotonic() + 20
+    while len(list((tmp_path / "run-again").rglob("*.safetensors"))) > 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def hiccups(root: str, where: str) -> list[tuple[int, str]]:

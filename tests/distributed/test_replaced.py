@@ -12,8 +12,9 @@ import torch.distributed as dist
 import ckpt
 from ckpt.engine.load import opening as loading
 from ckpt.errors import ConsistencyError
-from ckpt.formats.native.writer import remove_checkpoint, set_tags
+from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.registry import open_backend
+from ckpt.maintenance.checkpoint_removal import remove_checkpoint
 from ckpt.maintenance.removal import remove_step
 from ckpt.maintenance.step_listing import list_steps
 from ckpt.training import restore_order

@@ -91,7 +91,7 @@ def test_spans_harm_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a save took is written after the commit: whatever happens then, the new checkpoint is there."""
     monkeypatch.setenv("CKPT_SPANS", "on")
     log = operations(root, "replacing")
-    assert [line.partition(" ")[0] for line in log if "spans.json" in line] == ["size", "delete", "create", "write", "commit", "abort"]
+    assert [line.partition(" ")[0] for line in log if "spans.json" in line] == ["create", "write", "commit", "abort", "size", "delete"]
     for n in range(log.index("put_if checkpoint.json") + 1, len(log)):
         url, _, _ = prepared(root, "replacing", n)
         error, _ = save(url, NEW, Fault(at=n, kind="error"))

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -62,6 +62,10 @@ class Counted:
             return Counted(made, self._log, self._at, self._delay, path) if name in ("create", "create_shared") else made
 
         return call
+
+    def delete_many(self, paths: Collection[str]) -> None:
+        for path in paths:  # so that it is killed between them, too
+            self.delete(path)
 
     def __enter__(self) -> Counted:
         return self

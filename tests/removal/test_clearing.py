@@ -30,6 +30,7 @@ from ckpt.formats.native.writer import committed_id, set_tags
 from ckpt.io_backends import MemoryBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
+from ckpt.io_backends.posix import conditional_put
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.maintenance.copy import Transfer, copy_checkpoint
@@ -191,6 +192,27 @@ def test_without_room_for_a_mark_the_record_is_looked_at_before_each_file() -> N
     answers = iter([None, id, id, id])  # it is committed since
     assert not clear(full, id, "", [e.path for e in backend.list_prefix() if "/" in e.path][:2], lambda: next(answers))
     assert stored(url) == OLD
+
+
+def test_two_clearings_at_once_both_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one ends, and with the last file the directory goes, when this one has just put its mark there."""
+    id = "0" * 16
+    paths = [f"data/{id}-0000{n}.safetensors" for n in range(3)] + [f"index-{id}/state.json"]
+    backend = PosixBackend(str(tmp_path))
+    for path in (*paths, "data/other"):
+        put(backend, path, b"orphan")
+    sync = conditional_put.sync_directories
+    others: list[bool] = []
+
+    def meanwhile(directory: str, root: str, made: list[str]) -> None:
+        if not others:
+            others.append(False)
+            others[0] = clear(backend, id, "", paths, lambda: None)
+        sync(directory, root, made)
+
+    monkeypatch.setattr(conditional_put, "sync_directories", meanwhile)
+    assert clear(backend, id, "", paths, lambda: None) and others == [True]
+    assert everything(backend) == {"data/other": b"orphan"}
 
 
 @pytest.mark.parametrize("how", ["cp", "convert", "import", "publish"])

@@ -7,13 +7,17 @@ import os
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from botocore.awsrequest import AWSResponse
+from click.testing import CliRunner
 
+from ckpt.cli.main import cli
 from ckpt.errors import AccessError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import set_tags
@@ -25,7 +29,7 @@ from ckpt.io_backends.s3.parts import part_size
 from ckpt.maintenance.known_steps import KnownSteps
 from ckpt.maintenance.step_listing import list_steps
 from tests.cli.checkpoints import write_checkpoint
-from tests.s3.meddling import Seen, answer, watch
+from tests.s3.meddling import Seen, _Raw, answer, watch
 from tests.s3.stores import KEYS, ObjectStore, use
 
 MIB = 1 << 20
@@ -80,6 +84,77 @@ def copy(run: str, name: str) -> None:
         if inner == "checkpoint.json":
             data = replace(CommitRecord.from_bytes(data, ""), id=new_id()).to_bytes()
         put(backend, f"{name}/{inner}", data)
+
+
+# ----------------------------------------------------------------------------------------------------------- deletes
+
+
+def test_a_thousand_objects_go_in_one_request(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = S3Backend(s3_url)
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    names = [f"data/{n} é&<" for n in range(1001)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: object_store.client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=b""), [*names, "stays"]))
+    seen = watch(monkeypatch)
+    backend.delete_many(names)
+    assert sorted(s.operation for s in seen) == ["DeleteObjects", "DeleteObjects"]
+    assert everything(backend) == {"stays": b""}
+    set_up = open_backend(f"{s3_url}/run")
+    write_checkpoint(f"{s3_url}/run/step-1", {"w": np.zeros((6, 2), np.float32)}, ranks=3)
+    files = len(everything(set_up))
+    seen.clear()
+    assert CliRunner().invoke(cli, ["rm", f"{s3_url}/run/step-1", "--yes"]).exit_code == 0
+    assert everything(set_up) == {} and files > 5
+    assert len([s for s in seen if s.operation == "DeleteObjects"]) == 1
+    assert len([s for s in seen if s.operation == "DeleteObject"]) <= 2  # the record, and what removes empty directories elsewhere
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(501, "NotImplemented"), (405, "MethodNotAllowed"), (400, "MalformedXML"), (403, "AccessDenied")]
+)
+def test_stores_that_do_not_delete_many_are_asked_for_each(s3_url: str, monkeypatch: pytest.MonkeyPatch, status: int, code: str) -> None:
+    backend, names = S3Backend(s3_url), [f"a/{n}" for n in range(5)]
+    for name in names:
+        put(backend, name)
+    seen = watch(monkeypatch, lambda s: answer(s.request, status, code) if s.operation == "DeleteObjects" else None)
+    backend.delete_many(names[:3])
+    backend.delete_many(names[3:])
+    assert everything(backend) == {}
+    asked = [s.operation for s in seen if s.operation.startswith("Delete")]
+    assert asked.count("DeleteObject") == 5
+    if status != 403:  # which may be about these objects alone
+        assert asked.count("DeleteObjects") == 1
+
+
+def test_an_object_that_is_not_deleted_with_the_others_is_asked_for_by_itself(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store says of one that it failed, and nothing of another."""
+    backend, names = S3Backend(s3_url), [f"a/{n}" for n in range(4)]
+    for name in names:
+        put(backend, name)
+    prefix = s3_url.removeprefix("s3://").partition("/")[2]
+
+    def half(seen: Seen) -> Any:
+        if seen.operation != "DeleteObjects":
+            return None
+        for name in names[:2]:
+            backend.delete(name)
+        gone = "".join(f"<Deleted><Key>{prefix}/{name}</Key></Deleted>" for name in names[:2])
+        failed = f"<Error><Key>{prefix}/{names[2]}</Key><Code>InternalError</Code><Message>meddled</Message></Error>"
+        return AWSResponse(seen.request.url, 200, {}, _Raw(f"<DeleteResult>{gone}{failed}</DeleteResult>".encode()))
+
+    seen = watch(monkeypatch, half)
+    backend.delete_many(names)
+    assert everything(backend) == {}
+    assert sorted(s.path.rpartition("/")[2] for s in seen if s.operation == "DeleteObject") == ["0", "1", "2", "3"]  # two are the meddler's
+
+
+def test_what_the_store_refuses_to_delete_is_an_error(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = S3Backend(s3_url)
+    put(backend, "a/1")
+    watch(monkeypatch, lambda s: answer(s.request, 403, "AccessDenied") if s.operation.startswith("Delete") else None)
+    with pytest.raises(AccessError, match="cannot delete"):
+        backend.delete_many(["a/1", "a/2"])
+    assert everything(backend) == {"a/1": b"x"}
 
 
 # ------------------------------------------------------------------------------------------------------------- parts

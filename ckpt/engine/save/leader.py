@@ -382,8 +382,7 @@ class RecordedSave:
                     stale.setdefault(save, []).append(path)
             if stale:  # what others refer to is no orphan
                 stale = {save: [*kept] for save, paths in stale.items() if (kept := without_referred(backend, paths))}
-            for path in sorted(without_referred(backend, replaced)) if replaced else ():
-                backend.delete(path)
+            backend.delete_many(without_referred(backend, replaced) if replaced else ())
             for save, paths in stale.items():
                 clear(backend, save, "", paths, partial(committed_id, backend))
             if self.opened.first or self.longest > backend.io_hints.single_put_size:  # else no save of this job leaves any
@@ -392,7 +391,7 @@ class RecordedSave:
                     uploads = [u for u in backend.pending_uploads() if (id_of(u.path) or id) < id]
                 for upload in uploads:
                     backend.abort_upload(upload)
-        except CkptError as err:
+        except Exception as err:  # noqa: BLE001  the checkpoint is there, and nobody may be waiting any more
             log.warning("files of older saves stay behind in %s as orphans: %s", self.opened.leader.call.url, err)
 
 

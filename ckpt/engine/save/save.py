@@ -26,7 +26,7 @@ from collections.abc import Callable
 from ckpt import tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.concurrency.workers import Pending
+from ckpt.concurrency.workers import Pending, program_ends
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
@@ -63,6 +63,8 @@ log = logging.getLogger("ckpt")
 OnFailure = Callable[[BaseException, str, float], None]
 """Takes an error, the phase that the save failed in, and how many seconds it had taken."""
 
+_PATIENCE = 5.0
+"""Seconds that a save that is waited for waits itself until what it replaced is removed."""
 _INLINE = 4096
 """Bytes of a rank's own tensors and values that are part of its message to the leader."""
 
@@ -400,15 +402,28 @@ def _commit_on_leader(written: Written, opened: OpenSave) -> Committed:
             return opened.commit(rows)
 
     recorded = call.lead(written.row, decide, RecordedSave.public)
-    recorded.remove_older()
     spans[0] = _row_of_spans(prepared)
     busy = recorded.keep_spans(spans)
     call.linger()
+    _remove_older(prepared, recorded)
     report = _report(written, recorded.tensor_bytes)
     nbytes, ranks = report.tensor_bytes, call.group.size
     log.info("saved %s: %d bytes of tensors from %d ranks in %.2f s", call.url, nbytes, ranks, report.seconds)
     refused = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in spans.values()), strict=True)))
     return Committed(report=report, busy=busy, retries=refused)
+
+
+def _remove_older(prepared: Prepared, recorded: RecordedSave) -> None:
+    """Remove what the checkpoint has replaced. The others have left this call, and no sign of life reaches them in the next one: so if it
+    takes long, it goes on in the background."""
+    removing = Pending(recorded.remove_older, "ckpt-remove")
+    timeout = prepared.job.call.timeout
+    if prepared.backend.io_hints.in_memory or program_ends():  # the next save needs what this frees; or nobody waits later
+        seconds = timeout
+    else:
+        seconds = 0.0 if prepared.job.blocked is not None else min(_PATIENCE, timeout / 2)
+    if removing.wait(seconds):
+        removing.result()
 
 
 def _report(written: Written, tensor_bytes: int) -> SaveReport:

@@ -1,0 +1,5 @@
+"""``ckpt rm``: removes one checkpoint."""
+
+from __future__ import annotations
+
+from .command import command as command
