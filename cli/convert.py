@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial, wraps
@@ -13,6 +12,7 @@ import click
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
+from ckpt.text.json_reader import parse_json
 
 from .console.dividing import divided, divisible
 from .console.interrupts import nothing_begun, when_interrupted
@@ -194,7 +194,7 @@ def _argument(text: str) -> tuple[str, Argument]:
     if not name.isidentifier() or not equals:
         raise UsageError(f"--arg expects NAME=VALUE, not {text!r}", hint="--arg num_attention_heads=32, --arg transformer_impl=local")
     try:
-        parsed = json.loads(value)
+        parsed = parse_json(value)
     except ValueError:
         return name, value
     return name, value if isinstance(parsed, (list, dict)) else parsed

@@ -41,6 +41,7 @@ from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.text import units
+from ckpt.text.json_reader import parse_json
 from ckpt.transport.peers import peers_of
 
 from .delivery import Delivery
@@ -172,7 +173,7 @@ def _begin_files(job: ExportJob, share: ExportShare, rows: Mapping[int, Row], un
         raise ConsistencyError("the ranks export with different options", where=call.url, hint="give the same ones on every rank")
     configuration = read_configuration(job.config)
     call.fetch_all(row[key] for row in rows.values() for key in ("table", "state"))
-    state = join_values([(ranks, json.loads(call.fetch(d))) for d, ranks in grouped(rows, "state")])
+    state = join_values([(ranks, parse_json(call.fetch(d))) for d, ranks in grouped(rows, "state")])
     base = None if options.since is None else open_base(options.since)
     if base is not None and base.number + 1 >= options.anchor_every:
         base = None
@@ -204,7 +205,7 @@ def lay_out(job: ExportJob, share: ExportShare, agreed: Row, base: Base | None) 
     call, options, destination = job.call, job.options, share.destination
     catalog = StateCatalog.of(
         join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]),
-        json.loads(call.fetch(agreed["state"])),
+        parse_json(call.fetch(agreed["state"])),
         url=call.url,
         backend=destination.backend,
         world_size=call.group.size,

@@ -22,6 +22,7 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
+from ckpt.text.json_reader import parse_json
 
 # A conversion in the storage, from its begin to its end
 #
@@ -130,8 +131,8 @@ def ended(backend: Backend, name: str | None, digest: str) -> str | None:
     for folder in backend.list_dir():
         if folder.startswith(starts) and folder.endswith("/"):
             try:
-                claim = json.loads(backend.read(folder + CLAIM))
-            except (NotFoundError, ValueError):  # another one's, or of an older version
+                claim = parse_json(backend.read_whole(folder + CLAIM, RECORD_LIMIT))
+            except (NotFoundError, CorruptError, ValueError):  # another one's, or of an older version
                 continue
             if isinstance(claim, dict) and claim.get("digest") == digest:
                 return folder.removeprefix(starts).removesuffix("/")

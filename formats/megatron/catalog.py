@@ -6,13 +6,13 @@ Whatever the layout that wrote them, they are one training checkpoint: ``model.<
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.formats.protocol import Format
 from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.text.json_reader import parse_json
 
 from .base import RANK_DIRECTORY, MegatronCatalog
 
@@ -46,7 +46,7 @@ def _is_torch_dist(backend: Backend, names: Sequence[str], below: str) -> bool:
     if METADATA_JSON not in names or backend.size(path) > _MAX_JSON:
         return False
     try:
-        metadata = json.loads(backend.read(path))
+        metadata = parse_json(backend.read(path))
     except ValueError:
         return False
     return isinstance(metadata, dict) and metadata.get("sharded_backend") == "torch_dist"

@@ -18,6 +18,7 @@ from ckpt.errors import ReplicaError
 from ckpt.layout.geometry import Box
 from ckpt.plan.ownership import ChunkAssignment
 from ckpt.plan.tables import ranks_text
+from ckpt.text.json_reader import parse_json
 
 from .plan import Chunk
 
@@ -139,7 +140,7 @@ def compare_replicas(call: Call, rows: Mapping[int, Row]) -> None:
     call.fetch_all(digest for by_digest in differing for digest in by_digest)
     problems = []
     for by_digest in differing:
-        problems += replica_problems([(ranks, json.loads(call.fetch(d))) for d, ranks in by_digest.items()])
+        problems += replica_problems([(ranks, parse_json(call.fetch(d))) for d, ranks in by_digest.items()])
     if problems:
         raise ReplicaError(
             "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
