@@ -28,6 +28,7 @@ ENTRY_POINTS = "ckpt.formats"
 _BUILTIN = (
     "ckpt.formats.native.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:FORMAT",
+    "ckpt.formats.megatron.catalog:UNFINISHED",
     "ckpt.formats.dcp.catalog:FORMAT",
     "ckpt.formats.deepspeed.catalog:FORMAT",
     "ckpt.formats.deltas.catalog:FORMAT",
