@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.console.output import Command
-from ckpt.cli.console.parameters import GroupedOption
+from ckpt.cli.console.parameters import URL, GroupedOption
 from ckpt.errors import UsageError
 from ckpt.text import units
 
@@ -22,6 +22,19 @@ INTERRUPTED = "run the same command again to resume: files that are complete are
 def grouped(group: str, *names: str, **attributes: Any) -> Callable[[Command], Command]:
     """An option that ``--help`` shows in a group."""
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
+
+
+def config_options(command: Command) -> Command:
+    """``--config``, and ``--no-config``, which the command takes as ``require_config``."""
+    one = grouped(
+        "Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and tokenizer."
+    )
+    none = grouped("Output", "--no-config", "require_config", is_flag=True, callback=_inverted, help="For hf: a config.json is not needed.")
+    return one(none(command))
+
+
+def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) -> bool:  # noqa: FBT001 - click's arguments
+    return not flag
 
 
 def parse_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:

@@ -160,6 +160,7 @@ class Conversion:
             previous=self._previous,
             parallel=self.options.parallel,
             beside=self.beside,
+            require_config=self.options.require_config,
         )
         return self.format.plan(self.chosen, layout)
 

@@ -1,4 +1,4 @@
-"""A file of six kilobytes, ``[[[[…``, in the place of any JSON that a command meets: an error of ours that names it, and all else is listed.
+"""A file of six kilobytes, ``[[[[…``, in place of any JSON that a command meets: an error of ours, and all else is listed.
 
 ``json.loads`` raises RecursionError for it, which no reader expects.
 """
@@ -65,7 +65,9 @@ def run(*arguments: object) -> Result:
 def test_every_json_file_of_every_kind(samples: Path, tmp_path: Path) -> None:
     paths = {str(path) for path in json_files(samples)}
     assert {"hf/config.json", "hf/model.safetensors.index.json", "adapter/adapter_config.json", "megatron/metadata.json"} <= paths
-    assert {"step-00000001/checkpoint.json", "delta/ckpt-delta.json", "begun/convert.json"} <= paths and any("state.json" in p for p in paths)
+    assert {"step-00000001/checkpoint.json", "delta/ckpt-delta.json", "begun/convert.json"} <= paths and any(
+        "state.json" in p for p in paths
+    )
     healthy = {line.split()[0] for line in run("ls", samples).stdout.splitlines()}
     for path in map(Path, sorted(paths)):
         root, name = tmp_path / "run", path.parts[0]
