@@ -19,7 +19,7 @@ from ckpt.plan.division import balanced
 from ckpt.settings import threads as default_threads
 from ckpt.tracing.progress_callback import ProgressCallback
 
-from .journal import ConversionJournal, begin, check_source, digest_of, ended, find
+from .journal import ConversionJournal, begin, check_source, digest_of, ended, find, forget_ended
 from .options import ConvertOptions
 from .repair import RepairReport
 from .target import OutputFile, OutputOptions, OutputPlan, Target, split_url
@@ -90,7 +90,7 @@ class Conversion:
         self.record = find(self.backend, self.name, self.digest)
         over = self._end()
         if over is not None:
-            if not part[0] and self.record is not None:
+            if part == (0, 1) and self.record is not None:
                 self.record.remove()
             return over
         # The random digits of the id are derived from the digest of what is converted. So an id tells later attempts
@@ -118,7 +118,7 @@ class Conversion:
         return self._ended
 
     def _end(self) -> OutputPlan | None:
-        """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
+        """The plan, if this very conversion has ended: it is the commit at the destination, or has left its claim there."""
         if self.record is not None or self.options.overwrite:
             return None
         id = ended(self.backend, self.name, self.digest)
@@ -142,6 +142,7 @@ class Conversion:
                 raise
             return other
         self.backend.prepare()
+        forget_ended(self.backend, self.name)
         return begin(self.backend, self.name, begun)
 
     def _check_previous(self, record: ConversionJournal) -> None:
@@ -259,7 +260,8 @@ class Conversion:
             return self._is_over(planned, self.record)
         self._check_source(planned, self.record)
         planned.finish(self.backend)
-        self.record.remove()
+        # Processes that do not communicate are started again one by one: a task of an array that is repeated has to see what this was.
+        self.record.remove(but_claim=self.part[1] > 1 and self.name is None and not self.format.replaces)
         return self._is_over(planned, self.record)
 
     def _is_over(self, planned: OutputPlan, record: ConversionJournal, *, alone: bool = False) -> bool:
