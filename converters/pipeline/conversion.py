@@ -4,7 +4,9 @@ until something is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
@@ -14,7 +16,7 @@ from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, new_id
 from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import check_url, open_backend
+from ckpt.io_backends.registry import check_url, is_file_system, open_backend, real_url
 from ckpt.plan.division import balanced
 from ckpt.settings import threads as default_threads
 from ckpt.tracing.progress_callback import ProgressCallback
@@ -68,6 +70,7 @@ class Conversion:
         self.part = (0, 1)
         self._new = False
         self._ended = False
+        self._made_root = False
         self._previous = read_record(self.backend) if self.name is None else None
 
     @property
@@ -141,6 +144,7 @@ class Conversion:
             if other is None:
                 raise
             return other
+        self._made_root = is_file_system(self.root) and not os.path.exists(real_url(self.root))
         self.backend.prepare()
         forget_ended(self.backend, self.name)
         return begin(self.backend, self.name, begun)
@@ -308,6 +312,9 @@ class Conversion:
         for file in planned.files:
             self.backend.delete(file.path)
         self.record.remove()
+        if self._made_root:
+            with suppress(OSError):  # somebody else has put something there
+                os.rmdir(real_url(self.root))
 
 
 def _size(backend: Backend, path: str) -> int | None:
