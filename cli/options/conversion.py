@@ -38,7 +38,9 @@ def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) ->
 
 
 def parse_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Bytes of ``5GB``, ``512MiB``, ``1000000``."""
+    """Bytes of ``5GB``, ``512MiB``, ``1000000B``: without a unit nobody knows what was meant."""
+    if text is not None and text.strip().replace(".", "").isdigit():
+        raise click.BadParameter(f"{text!r} has no unit: write {text}GB, {text}MiB or {text}B, which is bytes")
     try:
         return None if text is None else units.parse_size(text)
     except UsageError as err:

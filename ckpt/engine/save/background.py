@@ -22,7 +22,7 @@ from ckpt.concurrency.workers import Pending
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.engine.devices import devices_of
-from ckpt.errors import BusyError
+from ckpt.errors import BusyError, RankFailedError
 from ckpt.io_backends.retries import Retries
 from ckpt.tracing.profiling import in_trace
 
@@ -200,7 +200,9 @@ class SaveHandle:
                 if copying is not None:
                     copying.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
-            log.error("the save of %s in the background failed: %s", self.url, err)
+            # What another rank has raised all ranks hear: the first one's log has it for all of them.
+            heard = isinstance(err, RankFailedError) and not err.departed and not job.call.is_leader
+            log.log(logging.DEBUG if heard else logging.ERROR, "the save of %s in the background failed: %s", self.url, err)
             phase, seconds = job.call.phase_name, time.perf_counter() - job.began
             self.failed_in, self.ran = phase, seconds
             capture.stage.close()
