@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -110,10 +110,23 @@ def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Lay
     check_url(url)
     root, name = split_url(url, file=TARGET.one_file(url))
     named = state if isinstance(state, dict) else {"model": state}
+    _refuse_adapters(named.values(), url)
     return ExportShare(
         destination=Destination(url=url, backend=open_backend(root), name=name, replace=job.options.overwrite),
         collected=collect(named, rank=group.rank, ranks=group.ranks, layout=layout),
     )
+
+
+def _refuse_adapters(parts: Iterable[object], url: str) -> None:
+    """Raise UsageError for a model of PEFT: nobody loads its weights by the names that they have in it."""
+    modules = (module for part in parts if hasattr(part, "named_parameters") and hasattr(part, "modules") for module in part.modules())
+    if any(type(module).__module__.startswith("peft.") for module in modules):
+        raise UsageError(
+            "the model has adapters of PEFT, and neither from_pretrained nor PEFT knows its weights by the names that they have in it",
+            where=url,
+            hint="write the adapter with model.save_pretrained(DIRECTORY), and the merged model with `ckpt lora merge BASE DIRECTORY OUT`; "
+            'or export the tensors under these names: {"model": model.state_dict()}',
+        )
 
 
 # ---- begin: one model, and its files
