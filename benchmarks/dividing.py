@@ -79,7 +79,7 @@ def command(kind: str, source: Path, target: Path) -> list[str]:
         return ["cp", str(source), str(target)]
     shard = str(max(1, sum(path.stat().st_size for path in source.glob("data/*")) // FILES))
     if kind == "convert":
-        return ["convert", "--to", "hf", "--dtype", "bfloat16", "--shard-size", shard, str(source), str(target)]
+        return ["convert", "--to", "hf", "--no-config", "--dtype", "bfloat16", "--shard-size", shard, str(source), str(target)]
     return ["merge", "--shard-size", shard, str(target), str(source), str(source)]
 
 

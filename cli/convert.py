@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial, wraps
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.errors import UsageError
-from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
+from ckpt.text.json_reader import parse_json
 
 from .console.dividing import divided, divisible
 from .console.interrupts import nothing_begun, when_interrupted
@@ -20,7 +19,7 @@ from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
 from .console.progress import progress
 from .console.requirements import require_torch
-from .options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
+from .options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
 from .options.mapping import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _TARGETS = ("native", "hf", "torch", "dcp", "torch_dist", "megatron")
 _RANKS = click.IntRange(min=1)
-_CONFIG = "config.json"
 _SHOWN = 10
 """Repaired tensors that are listed for people."""
 
@@ -62,7 +60,7 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("target", metavar="DST", type=URL)
 @grouped("Output", "--to", required=True, metavar="FORMAT", type=OneOf(_TARGETS, open_ended=True), help=f"One of {', '.join(_TARGETS)}.")
 @grouped("Output", "--dtype", metavar="DTYPE", help="Cast floating-point tensors, except those of optimizers: bfloat16, float16, …")
-@grouped("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
+@config_options
 @grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
 @grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at DST; native only.")
 @grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
@@ -135,7 +133,8 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
             output.line(f"  {path}")
     else:
         written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
-        verdict = style("ok", "green") if report.finished else "other processes are not ready yet"
+        again = report.finished and not report.written_files
+        verdict = style("ok, complete already" if again else "ok", "green") if report.finished else "other processes are not ready yet"
         output.line(f"{verdict}: {report.target}: {contents} ({report.source_format} to {report.to}), {written}")
     if report.repair is not None:
         _tell_repair(report.repair, output, dry_run=dry_run)
@@ -145,16 +144,8 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
         output.talk(f"tensors of earlier steps than the others: {steps_text(report.mixed_steps)}; --json lists them")
     for note in report.notes if report.finished else ():
         output.talk(note)
-    if report.to == "hf" and report.finished:
-        _tell_lacking(report, output, translated=translated)
-
-
-def _tell_lacking(report: ConvertReport, output: Output, *, translated: bool) -> None:
-    """What an export lacks before ``from_pretrained`` takes it."""
-    if report.source_format.startswith("Megatron") and not translated:
+    if report.to == "hf" and report.finished and report.source_format.startswith("Megatron") and not translated:
         output.talk("the tensors still have Megatron's names, which transformers does not load: add --names llama --convention huggingface")
-    if not report.target.endswith(".safetensors") and _CONFIG not in open_backend(report.target).list_dir():
-        output.talk(f"from_pretrained needs a {_CONFIG}, and the source has none: add --config PATH, or put it into {report.target}")
 
 
 def _tell_repair(repair: RepairReport, output: Output, *, dry_run: bool) -> None:
@@ -194,7 +185,7 @@ def _argument(text: str) -> tuple[str, Argument]:
     if not name.isidentifier() or not equals:
         raise UsageError(f"--arg expects NAME=VALUE, not {text!r}", hint="--arg num_attention_heads=32, --arg transformer_impl=local")
     try:
-        parsed = json.loads(value)
+        parsed = parse_json(value)
     except ValueError:
         return name, value
     return name, value if isinstance(parsed, (list, dict)) else parsed

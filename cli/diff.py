@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,6 +11,7 @@ import click
 
 from ckpt.errors import UsageError
 from ckpt.text import units
+from ckpt.text.json_reader import parse_json
 
 from .console.output import Output, options, style
 from .console.parameters import URL
@@ -157,7 +157,7 @@ def _row(difference: TensorDifference) -> tuple[str, ...]:
 def _changes(difference: ValueDifference) -> list[tuple[str, str | None, str | None]]:
     """Where within dicts and lists a value differs: path, and the text of each side or None."""
     try:
-        sides = [_NOTHING if text is None else json.loads(text) for text in (difference.left, difference.right)]
+        sides = [_NOTHING if text is None else parse_json(text) for text in (difference.left, difference.right)]
     except ValueError:  # no JSON: nothing to descend into
         return [(difference.path, difference.left, difference.right)]
     return list(_descend(difference.path, sides[0], sides[1])) or [(difference.path, difference.left, difference.right)]

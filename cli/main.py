@@ -55,8 +55,14 @@ COMMANDS = {
 _EXIT_CODES = """\
 Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 checkpoints differ (diff);
 10 not found; 11 not committed; 12 unknown format; 20 damaged; 21 unknown name;
-22 shapes or values do not match; 30 storage failed; 31 a rank failed or hangs;
-32 another save is in progress; 130 interrupted."""
+22 shapes or values do not match; 23 a live state is torn; 30 storage failed;
+31 a rank failed or hangs; 32 another save is in progress; 130 interrupted;
+141 the reader of the output has gone."""
+_PIPE_CLOSED = 141
+"""What a shell says of a program that SIGPIPE ended."""
+_ANYWHERE = {"--json", "-q", "--quiet"}
+"""Options of every command that may stand before its name too, as ``-v`` may."""
+_GENERAL = "A URL is a path or scheme://… . Every command takes --json, -q and -v, also before its name."
 
 
 class Commands(click.Group):
@@ -79,6 +85,10 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = next((i for i, arg in enumerate(args) if not arg.startswith("-")), len(args))
+        early = [arg for arg in args[:at] if arg in _ANYWHERE]
+        if early and at < len(args):
+            args = [*(arg for arg in args[:at] if arg not in _ANYWHERE), args[at], *early, *args[at + 1 :]]
         ctx.meta[ARGUMENTS] = tuple(args)
         return super().parse_args(ctx, args)
 
@@ -86,7 +96,10 @@ class Commands(click.Group):
         """Run the command, which from here on hears of Ctrl-C by KeyboardInterrupt and cleans up."""
         if signal.getsignal(signal.SIGINT) is quit_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as err:
+            raise _ReaderGone from err  # click would exit with 1, the code of a defect
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -95,7 +108,11 @@ class Commands(click.Group):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         url = _documentation()
         more = "" if url is None else f"Documentation: {url}"
-        for paragraph in ("A URL is a path or scheme://… . Every command takes --json, -q and -v.", f"\b\n{_EXIT_CODES}", more):
+        for paragraph in (
+            _GENERAL,
+            f"\b\n{_EXIT_CODES}",
+            more,
+        ):
             formatter.write_paragraph()
             formatter.write_text(paragraph)
 
@@ -109,6 +126,10 @@ class Commands(click.Group):
         with logging_to_stderr():
             code = _exit_code(lambda: super(Commands, self).main(arguments, prog_name or "ckpt", **extra), as_json="--json" in arguments)
         sys.exit(code)
+
+
+class _ReaderGone(Exception):
+    """Whoever read standard output has exited."""
 
 
 class _UnknownName(click.UsageError):
@@ -172,9 +193,9 @@ def _exit_code(run: Callable[[], Any], *, as_json: bool) -> int:
         message, hint = f"this command needs {err.name}, which is not installed", f"pip install {err.name.partition('.')[0]}"
         _report("UsageError", message, None, hint, 2, as_json=as_json)
         return 2
-    except BrokenPipeError:
+    except (BrokenPipeError, _ReaderGone):
         _let_go_of_stdout()  # whoever read our output has gone (ckpt ls | head)
-        return 1
+        return _PIPE_CLOSED
     except Exception as err:  # noqa: BLE001 - the boundary of the program: everything unexpected is shown whole
         click.echo(printable(traceback.format_exc()), err=True, nl=False)
         if as_json:

@@ -18,7 +18,7 @@ from .console.output import Output, options, style
 from .console.parameters import URL, GroupedCommand, OneOf
 from .console.progress import progress
 from .console.requirements import require_torch
-from .options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
+from .options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
 from .options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _parse_weights(context: click.Context, parameter: click.Parameter, text: str
     "Output", "--to", default="native", show_default=True, metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}."
 )
 @grouped("Output", "--dtype", metavar="DTYPE", help="Of averaged tensors, except those of optimizers. [default: as they are stored]")
-@grouped("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
+@config_options
 @grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
 @grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
 @grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")

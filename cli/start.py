@@ -7,6 +7,8 @@ has been begun that would need an end, so the process just ends. :mod:`ckpt.cli.
 from __future__ import annotations
 
 import signal
+import sys
+from importlib.util import find_spec
 
 from .console.interrupts import quit_at_once
 
@@ -15,6 +17,9 @@ def main() -> None:
     """Run the command line and exit."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup, nor where somebody else decides
         signal.signal(signal.SIGINT, quit_at_once)
+    if find_spec("click") is None:  # and then others that ckpt depends on
+        sys.stderr.write("error: the command needs click, which is not installed\n  try: pip install ckpt-toolkit, with its dependencies\n")
+        sys.exit(2)
     from .main import cli
 
     cli.main()

@@ -31,8 +31,9 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     output = Output(json=as_json, quiet=quiet)
     if delete and not tags:
         raise UsageError("-d needs the TAGS to remove", hint=f"ckpt tag {url} lists them")
-    if any(not tag or tag != tag.strip() for tag in tags):
-        raise UsageError("a tag must not be empty or begin or end with a space")
+    odd = [tag for tag in tags if not tag or tag.split() != [tag]]
+    if odd and not delete:  # there may be one of an earlier release
+        raise UsageError(f"{odd[0]!r} is no tag: a tag is a word without spaces", hint="give several tags as several arguments")
     open_catalog(url, mixed_steps=True)  # so that a tag never keeps what cannot be opened
     steps = list_steps(url)
     if not steps:
@@ -41,7 +42,9 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     has = set(steps[0].tags)
     missing = sorted(set(tags) - has) if delete else []
     if missing:
-        raise UsageError(f"the checkpoint has no tag {', '.join(missing)}", where=url, hint=f"it has {', '.join(sorted(has)) or 'none'}")
+        none = "it has no tags, so nothing is to be removed; `ckpt ls` of the run shows which checkpoints have any"
+        hint = f"it has {', '.join(sorted(has))}" if has else none
+        raise UsageError(f"the checkpoint has no tag {', '.join(missing)}", where=url, hint=hint)
     wanted = has - set(tags) if delete else has | set(tags)
     if wanted != has:
         set_tags(open_backend(url), wanted, id=steps[0].id, instead_of=has)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.errors import FormatError
 from ckpt.text import units
 
 from .console.dividing import divided, divisible
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt.engine.verify.verify import Problem, VerifyReport
 
 CORRUPT = 20
+UNREAD = "unread"
 MISFIT = 22
 
 
@@ -32,8 +34,9 @@ MISFIT = 22
 def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, quiet: bool) -> None:
     """Check the checkpoint at URL: its index, that its chunks cover each tensor exactly, its files, and every byte.
 
-    All problems are listed, not only the first. The exit code is 0 if there are none and 20 if there are any. It is 22 if all bytes are
-    intact but --semantic finds tensors that are not consistent. Under torchrun or srun the processes share the chunks among them.
+    All problems are listed, not only the first. The exit code is 0 if there are none and 20 if there are any; 12 if the only ones are
+    tensors of classes that ckpt does not read. It is 22 if all bytes are intact but --semantic finds tensors that are not consistent.
+    Under torchrun or srun the processes share the chunks among them.
 
     \b
     Example:
@@ -56,7 +59,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
             if meaning is not None:
                 _print_semantic(meaning, output)
         if not report.ok:
-            click.get_current_context().exit(CORRUPT)
+            click.get_current_context().exit(FormatError.exit_code if _kinds(report) == {UNREAD} else CORRUPT)
         if meaning is not None and meaning.problems:
             click.get_current_context().exit(MISFIT)
 
@@ -118,7 +121,9 @@ def remedy_of(url: str, report: VerifyReport) -> str | None:
 
     if report.ok:
         return None
-    kinds = {problem.kind for problem in report.problems}
+    kinds = _kinds(report) - {UNREAD}
+    if not kinds:
+        return "load these tensors with the library that wrote them: they could not be checked; all else is intact"
     if kinds <= {"index", "tiling", "state"}:
         if find_format(url) not in (None, FORMAT.name):
             return "restore what is missing or damaged from another copy, then verify again; or load another checkpoint"
@@ -126,6 +131,10 @@ def remedy_of(url: str, report: VerifyReport) -> str | None:
     if kinds == {"read"}:
         return "the storage could not be read: verify again when it answers"
     return "restore the files named above from another copy of this checkpoint, then verify again; or load another checkpoint"
+
+
+def _kinds(report: VerifyReport) -> set[str]:
+    return {problem.kind for problem in report.problems}
 
 
 def _fields(url: str, report: VerifyReport) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def convert(
         job: for ``repair``, arguments of the Megatron job that the checkpoint does not keep: ``{"data_parallel_size": 12}``.
         config: for ``hf``, the path or URL of a ``config.json``, or of a directory that has it, from where tokenizer files come too.
             Without it, these files are taken from beside the source.
+        require_config: for ``hf``, raise UsageError, and write nothing, where there is no ``config.json`` to go with the weights.
         mixed_steps: convert a checkpoint whose experts are of several steps, too; the result does not say so, the report does.
 
     Raises:

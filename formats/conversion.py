@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckpt.text.json_reader import parse_json
+
 from .native.commit import COMMIT_PATH
 from .native.paths import id_of, path_problem
 
@@ -43,7 +45,7 @@ class ConversionRecord:
     def from_bytes(cls, data: bytes) -> ConversionRecord | None:
         """None if it is no record, or one of a version that did not say all of this."""
         try:
-            fields = json.loads(data)
+            fields = parse_json(data)
             record = cls(id=fields["id"], digest=fields["digest"], files=dict(fields["files"]))
         except (ValueError, KeyError, TypeError):
             return None
@@ -69,7 +71,7 @@ class ExportRecord:
     def from_bytes(cls, data: bytes) -> ExportRecord | None:
         """None if it is no record of an export."""
         try:
-            fields = json.loads(data)
+            fields = parse_json(data)
             kind, files, replaces = fields["format"], tuple(fields["files"]), fields.get("replaces", True)
         except (ValueError, KeyError, TypeError):
             return None

@@ -28,6 +28,7 @@ ENTRY_POINTS = "ckpt.formats"
 _BUILTIN = (
     "ckpt.formats.native.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:FORMAT",
+    "ckpt.formats.megatron.catalog:UNFINISHED",
     "ckpt.formats.dcp.catalog:FORMAT",
     "ckpt.formats.deepspeed.catalog:FORMAT",
     "ckpt.formats.deltas.catalog:FORMAT",
@@ -112,6 +113,7 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     if len(names) == 1 and names[0].endswith(DATA_SUFFIX):
         message = "this is a data file of torch.distributed.checkpoint, which says nothing without .metadata beside it"
         raise FormatError(message, where=url, hint="name the directory that has both")
+    _check_no_data(url, backend, names)
     known = []
     for candidate in formats():
         if candidate.recognises(backend, names):
@@ -134,7 +136,7 @@ def find_format(url: str) -> str | None:
     Nothing is opened, so the checkpoint may be damaged.
     """
     backend, names = _look(url)
-    if not names or CONVERTING in names:
+    if not names or CONVERTING in names or _is_data(backend, names):
         return None
     return next((f.name for f in formats() if f.recognises(backend, names)), None)
 
@@ -171,6 +173,20 @@ def _look(url: str) -> tuple[Backend, list[str]]:
     if single is None or single.name == COMMIT_PATH:  # a commit record is no checkpoint by itself
         return backend, names
     return single, [single.name]
+
+
+def _is_data(backend: Backend, names: list[str]) -> bool:
+    """Whether this is the directory with the data files of a checkpoint of ours. One of them alone is a safetensors file like any other."""
+    from .external.virtual_backends import SingleFile
+    from .native.paths import id_of
+
+    return not isinstance(backend, SingleFile) and any(id_of(f"data/{name}") is not None for name in names)
+
+
+def _check_no_data(url: str, backend: Backend, names: list[str]) -> None:
+    if _is_data(backend, names):
+        message = "these are the data files of a checkpoint, which say nothing without its index"
+        raise FormatError(message, where=url, hint="name the directory above it")
 
 
 def _some(names: list[str]) -> str:

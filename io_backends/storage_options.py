@@ -8,7 +8,6 @@ Invariant: values of options are in no ``repr``, and nothing here is logged or s
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 from ckpt import settings
 from ckpt.errors import UsageError
+from ckpt.text.json_reader import parse_json
 from ckpt.text.urls import url_text
 
 LOCAL = ("", "file", "mem", "memory")
@@ -119,7 +119,7 @@ def _of_file(path: str) -> dict[str, Configured]:
         status = os.stat(path)
         state = (path, status.st_mtime_ns, status.st_size)
         if _file[0] != state:
-            content = json.loads(Path(path).read_bytes())
+            content = parse_json(Path(path).read_bytes())
             if not isinstance(content, dict) or not all(isinstance(options, dict) for options in content.values()):
                 raise ValueError("it is no JSON object of URLs, each with an object of options")
             by_url = {url: Configured(options=options) for url, options in content.items()}

@@ -19,7 +19,7 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 FLOORS = (
-    ("_version", "concurrency", "needs", "text.__init__", "text.printable", "text.suggest", "text.urls"),
+    ("_version", "concurrency", "needs", "text.__init__", "text.json_reader", "text.printable", "text.suggest", "text.urls"),
     ("errors",),
     ("dtypes", "layout", "policies", "reread", "settings", "text.units", "tracing"),
     ("transport.idle_connections", "transport.interfaces", "transport.tcp"),
@@ -275,6 +275,15 @@ def test_no_error_is_swallowed_without_a_reason() -> None:
     handlers = ((m, node) for m, tree in trees().items() for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler))
     lines = ((m, h.lineno, texts[m].splitlines()[h.lineno - 1].strip()) for m, h in handlers if _swallows(h))
     assert [line for line in lines if "#" not in line[2]] == []
+
+
+def test_json_is_parsed_in_one_place() -> None:
+    """``json.loads`` raises more than ValueError, and who calls it forgets that."""
+    parsers = {"json.load", "json.loads", "json.JSONDecoder"}
+    nodes = [(module, node) for module, tree in trees().items() for node in ast.walk(tree)]
+    calls = {module for module, node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) in parsers}
+    names = {module for module, node in nodes if isinstance(node, ast.ImportFrom) and node.module == "json"}
+    assert (calls, names) == ({"ckpt.text.json_reader"}, set())
 
 
 def test_every_module_says_what_it_is_for() -> None:

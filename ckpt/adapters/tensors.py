@@ -79,8 +79,13 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
         raise StateError("the parameter of a lazy module has no shape yet", where=f"tensor {name}", hint="run a forward pass first")
     kind = type(local_of(tensor))
     if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        what = "a nested tensor" if tensor.is_nested else f"a tensor of class {kind.__module__}.{kind.__qualname__}"
-        raise StateError(f"{what} cannot be stored", where=f"tensor {name}", hint="store the plain tensors that it is made of")
+        if tensor.is_nested:
+            raise StateError("a nested tensor cannot be stored", where=f"tensor {name}", hint="store its values and offsets")
+        hint = (
+            "leave it out (only=), or store a plain tensor in its place; an optimizer that makes such tensors by itself has to be "
+            "another one: the states of torch.optim and of bitsandbytes are plain tensors"
+        )
+        raise StateError(f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored", where=f"tensor {name}", hint=hint)
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or tensor.layout is not torch.strided:
         raise StateError(

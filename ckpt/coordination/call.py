@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 
 from ckpt.concurrency.workers import Pending
 from ckpt.errors import DeadlineError, RankFailedError, error_to_json
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress import RankSign, sign_interval
 
 from .channel import ControlChannel, longest_pause, looks
@@ -148,7 +149,7 @@ class Call:
         # and the word is the error.
         self._posted = True
         if self.group.store is None:
-            return decide({self.group.rank: json.loads(json.dumps(row))})
+            return decide({self.group.rank: parse_json(json.dumps(row))})
         try:
             with self._channel() as channel:
                 channel.post(self._message(row))
@@ -246,7 +247,7 @@ class Call:
         took = time.monotonic() - now  # far away: whoever looks is held up
         self._look_at = now + max(0.5, self.group.size / 1024, 10 * took)
         if failed is not None:
-            row = json.loads(failed)
+            row = parse_json(failed)
             raise error_of(self.kind, self._phase, row) if row["decided"] else failed_on(row["rank"], row["error"])
         self.check_departed()  # after the look: a rank that failed and ended is named with its error
 

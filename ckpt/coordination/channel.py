@@ -14,7 +14,6 @@ Why it is so. The store is one process with one thread, 15 to 20 µs a request, 
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from ckpt.text.json_reader import parse_json
 
 from .key_values import MOST, names_of
 from .store import Store
@@ -179,7 +180,7 @@ class ControlChannel:
         if data is None:
             return None
         self._words += 1
-        word: dict[str, Any] = json.loads(data)
+        word: dict[str, Any] = parse_json(data)
         return word
 
     def confirm(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt.errors import ConsistencyError
+from ckpt.text.json_reader import parse_json
 
 from .remote_errors import failure
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 def parse_posted(texts: Mapping[int, bytes]) -> dict[int, Row]:
     """Parse what the ranks posted, by position. Rows of many ranks are equal: each different text is parsed once, and all at once."""
     different = set(texts.values())
-    parsed = dict(zip(different, json.loads(b"[" + b",".join(different) + b"]"), strict=True))
+    parsed = dict(zip(different, parse_json(b"[" + b",".join(different) + b"]"), strict=True))
     return {position: parsed[text] for position, text in texts.items()}
 
 

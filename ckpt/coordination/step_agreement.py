@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt.errors import DeadlineError
+from ckpt.text.json_reader import parse_json
 
 from .channel import longest_pause
 from .group import Group
@@ -160,7 +161,7 @@ class StepAgreement:
             number, proposed, fixed = self._number, self._proposed, self._fixed
         if proposed is None:
             if (data := self.store.peek(f"{number}/proposed")) is not None:
-                step, reason, final = json.loads(data)
+                step, reason, final = parse_json(data)
                 with self._lock:
                     self._proposed, self._due = step, Due(reason=reason, final=final)
                     first = self._seen + 1  # it has passed the last step that it has seen; the leader waits at the one that it proposes

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from ckpt.errors import ConsistencyError
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress_callback import ProgressCallback
 
 from .divided_work import DividedWork
@@ -68,7 +69,7 @@ class TaskedWork(DividedWork):
 
     def agree(self, phase: str, local: Callable[[], Row], on_leader: Callable[[dict[int, Row]], R]) -> R:
         if self._shares is None:
-            posted = json.loads(json.dumps(local()))
+            posted = parse_json(json.dumps(local()))
             decided = on_leader({0: posted})
             self._phases.append(DecidedPhase(name=phase, posted=posted, decided=decided))
             return decided
@@ -121,7 +122,7 @@ class TaskPart(DividedWork):
                 raise PartEnded(None, err) from err
             raise PartEnded(row, None)
         decided = self._left.pop(0) if self._left else None
-        if decided is None or (decided.name, decided.posted) != (phase, json.loads(json.dumps(local()))):
+        if decided is None or (decided.name, decided.posted) != (phase, parse_json(json.dumps(local()))):
             raise ConsistencyError(
                 "a task does not see the same checkpoint as the command that started it, or has another version of ckpt",
                 hint="give the command a URL that is the same storage on every machine, and install the same ckpt on all",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.errors import FormatError, NotFoundError, UsageError
+from ckpt.text.json_reader import parse_json
 
 from .relays.relay import RelayHolders, RelayOffer
 from .source_connection import SourceConnection
@@ -68,7 +69,7 @@ def find_newest(
             agreed = call.follow(row)
             data = call.fetch(agreed["manifest"])
             new = {digest: call.fetch(digest) for digest in agreed["blobs"]}
-            holders = json.loads(call.fetch(agreed["holders"]))
+            holders = parse_json(call.fetch(agreed["holders"]))
         return _version_of(data, {**known, **new}, holders, call.url)
 
 

@@ -7,7 +7,6 @@ sinks        ask the leader for the newest version, and take its pieces from the
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -33,6 +32,7 @@ from ckpt.engine.save.job import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.layout.layout import Layout
 from ckpt.settings.flags import check_flags
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
 from ckpt.tracing.spans import Spans
 from ckpt.tracing.stall import Stall
@@ -308,7 +308,7 @@ class Source:
                 with prepared.spans.span("agree"):
                     agreed = call.lead(row, lambda rows: self._completed(call, number, rows)) if call.is_leader else call.follow(row)
                 if agreed["names"] != self._numbers[0]:
-                    names = json.loads(call.fetch(agreed["names"]))
+                    names = parse_json(call.fetch(agreed["names"]))
                     self._numbers = agreed["names"], {name: n for n, name in enumerate(names)}
             except BaseException:
                 with self._lock:

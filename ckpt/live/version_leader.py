@@ -12,6 +12,7 @@ from ckpt.engine.save.replicas import compare_replicas
 from ckpt.errors import ConsistencyError
 from ckpt.plan.tables import Table, join_tables
 from ckpt.plan.values import join_values
+from ckpt.text.json_reader import parse_json
 
 from .registry import VersionRegistry
 from .versions import Manifest, SegmentDigest, digest_of_blob
@@ -50,10 +51,10 @@ class VersionLeader:
         states = grouped(rows, "state")
         state = states[0][0]
         if len(states) > 1:
-            joined = json.dumps(join_values([(ranks, json.loads(known[digest])) for digest, ranks in states])).encode()
+            joined = json.dumps(join_values([(ranks, parse_json(known[digest])) for digest, ranks in states])).encode()
             state = digest_of_blob(joined)
             blobs[state] = joined
-        own_tables = [json.loads(known[digest])["table"] for digest in own.values()]
+        own_tables = [parse_json(known[digest])["table"] for digest in own.values()]
         same = json.dumps([tables, own_tables])
         if same != self._tables:
             joined_tables = join_tables([(ranks, Table.from_bytes(known[digest])) for digest, ranks in tables], stored=False)

@@ -12,6 +12,7 @@ import xxhash
 from ckpt.errors import FormatError
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table, join_tables
+from ckpt.text.json_reader import parse_json
 
 from .catalog import LiveCatalog
 
@@ -84,7 +85,7 @@ class Manifest:
         FormatError: it is no manifest.
         """
         try:
-            raw = json.loads(data)
+            raw = parse_json(data)
             return cls(
                 run=_hex(raw["run"]),
                 step=_count(raw["step"]),
@@ -95,7 +96,7 @@ class Manifest:
                 own={_count(rank): _hex(digest) for rank, digest in raw["own"]},
                 segments={_count(r): SegmentDigest(nbytes=_count(n), digest=_hex(d)) for r, n, d in raw["segments"]},
             )
-        except (KeyError, TypeError, ValueError, RecursionError) as err:
+        except (KeyError, TypeError, ValueError) as err:
             raise _malformed(err) from err
 
     @property
@@ -132,10 +133,10 @@ def catalog_of(manifest: Manifest, blobs: Mapping[str, bytes], url: str, like: L
     """
     places = {rank: place for place, rank in enumerate(manifest.ranks)}
     try:
-        own = {places[rank]: json.loads(blobs[digest]) for rank, digest in manifest.own.items()}
+        own = {places[rank]: parse_json(blobs[digest]) for rank, digest in manifest.own.items()}
         own_tensors = [(place, t) for place, each in own.items() for t in Table.from_bytes(each["table"].encode()).tensors]
         values = {place: each["values"] for place, each in own.items()}
-        state = json.loads(blobs[manifest.state])
+        state = parse_json(blobs[manifest.state])
         if like is not None and like.own == own_tensors:
             return replace(like, url=url, state=state, ranks=values)
         tables = [(ranks, Table.from_bytes(blobs[digest])) for digest, ranks in manifest.tables]
@@ -149,7 +150,7 @@ def tensors_of(manifest: Manifest, blobs: Mapping[str, bytes], rank: int) -> lis
     """All tensors that one rank of the source knows."""
     tables = [Table.from_bytes(blobs[digest]) for digest, ranks in manifest.tables if rank in ranks]
     if rank in manifest.own:
-        tables.append(Table.from_bytes(json.loads(blobs[manifest.own[rank]])["table"].encode()))
+        tables.append(Table.from_bytes(parse_json(blobs[manifest.own[rank]])["table"].encode()))
     return [tensor for table in tables for tensor in table.tensors]
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
+from ckpt.text.json_reader import parse_object
 from ckpt.text.printable import printable
 from ckpt.text.urls import address_text
 from ckpt.transport.endpoints import from_here
@@ -251,12 +252,9 @@ def receive_head(channel: Channel, most: int) -> tuple[dict[str, Any], int]:
     if length > most or behind > most:
         raise FormatError(f"a message of {length + behind} bytes", where=channel.peer)
     try:
-        message = json.loads(channel.receive(length))
-    except (ValueError, RecursionError) as err:
+        return parse_object(channel.receive(length)), behind
+    except ValueError as err:
         raise FormatError(f"a message that cannot be read: {err}", where=channel.peer) from err
-    if not isinstance(message, dict):
-        raise FormatError("a message that is no mapping", where=channel.peer)
-    return message, behind
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:

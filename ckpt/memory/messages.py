@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.errors import FormatError
 from ckpt.settings import limits
+from ckpt.text.json_reader import parse_object
 
 PROTOCOL = 1
 """Version of the messages. ``hello``, ``status`` and ``stop`` stay what they are in all of them."""
@@ -75,11 +76,9 @@ def receive(sock: socket.socket) -> Packet | None:
                     raise FormatError("a message that is too long")
                 text = os.pread(carrier, _MOST, 0)
         try:
-            message = json.loads(text)
-        except (ValueError, RecursionError) as err:
+            message = parse_object(text)
+        except ValueError as err:
             raise FormatError(f"a message that cannot be read: {err}") from err
-        if not isinstance(message, dict):
-            raise FormatError("a message that is no mapping")
         passed, files = files, []
         return Packet(message, passed)
     finally:

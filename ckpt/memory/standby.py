@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.errors import StorageError
+from ckpt.text.json_reader import parse_json
 
 from . import place
 from .messages import Message, close_all
@@ -56,7 +57,7 @@ class HandedOver:
     def read(state: int) -> HandedOver:
         """In the new program: what the file says; none of the descriptors goes on to a third one."""
         with os.fdopen(state, "rb") as file:
-            given = json.load(file)
+            given = parse_json(file.read())
         files = MemoryStore.files_of(given["store"])
         for one in (given["socket"], given["lock"], *files):
             os.set_inheritable(one, False)

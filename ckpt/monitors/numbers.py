@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from ckpt.errors import CkptError
 from ckpt.events.event import Event
 from ckpt.formats.native.writer import read_record
 from ckpt.io_backends.registry import is_file_system, open_backend
+from ckpt.text.json_reader import parse_json
 
 
 def numbers(event: Event) -> dict[str, float]:
@@ -33,9 +33,9 @@ def digest_of(url: str) -> str | None:
     """The digest of the commit record at ``url``, which covers the whole checkpoint; None if it cannot be read any more."""
     try:
         data = read_record(open_backend(url))
-    except CkptError:
+        return str(parse_json(data)["digest"]) if data is not None else None
+    except (CkptError, ValueError, LookupError, TypeError):
         return None
-    return str(json.loads(data)["digest"]) if data is not None else None
 
 
 def reference(event: Event) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +10,7 @@ from statistics import median
 
 from ckpt.errors import CorruptError, UsageError
 from ckpt.policies.cost import daly, young
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.spans import SpanTable
 
 BEFORE_CAPTURED = frozenset({"collect", "plan", "capture"})
@@ -110,7 +110,7 @@ def of_events(text: str, where: str) -> tuple[list[MeasuredSave], list[float]]:
     *lines, _ = text.split("\n")  # without a line feed the last one was cut off
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
+            event = parse_json(line)
             if event["kind"] == "save.durable":
                 saves.append(MeasuredSave(seconds=float(event["seconds"]), blocked=float(event["blocked"])))
             elif event["kind"] == "restore" and "error" not in event:

@@ -20,6 +20,7 @@ from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
+from ckpt.text.json_reader import parse_json
 
 from .ownership import ChunkAssignment, TensorSpec, assign
 
@@ -84,7 +85,7 @@ class Table:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Table:
-        raw = json.loads(data)
+        raw = parse_json(data)
         layouts = [_layout(json.dumps(x)) for x in raw["layouts"]]
         kinds = [
             (dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical), rows_apart)
@@ -109,7 +110,7 @@ def split_tables(tensors: Iterable[TensorSpec], aliases: Mapping[str, str], own:
 @lru_cache(maxsize=1024)
 def _layout(text: str) -> TensorLayout:
     """Equal layouts of several tables are one object: to compare two that list thousands of ranks takes long."""
-    return TensorLayout.from_json(json.loads(text))
+    return TensorLayout.from_json(parse_json(text))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ import xxhash
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import parity_prefix, path_problem
 from ckpt.plan.redundancy.parity import ParityLayout, ParityTerm
+from ckpt.text.json_reader import parse_json
 
 BLOCK = 8 << 20
 """Bytes of a parity file that are computed at once, and have a digest."""
@@ -61,7 +62,7 @@ class ParityRecord:
             FormatError: it is of a later release.
         """
         try:
-            row = json.loads(data)
+            row = parse_json(data)
             if row["format"] != FORMAT:
                 raise ValueError("it is no record of a parity file")
             if row["version"] != VERSION:
@@ -72,7 +73,7 @@ class ParityRecord:
             blocks = -(-record.layout.size // BLOCK)
             if row["block"] != BLOCK or row["size"] != record.layout.size or len(record.digests) != blocks or record.record_path != path:
                 raise ValueError("its parts do not fit together")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        except (ValueError, KeyError, TypeError, AttributeError) as err:
             message = f"the record of a parity file cannot be read: {err}"
             raise CorruptError(message, where=path, hint="what it protects has no second place") from err
         return record

@@ -24,6 +24,7 @@ from ckpt.plan.redundancy.kinship import RankKinship, groups_by_kinship
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.policies import EverySteps, SavePolicy
 from ckpt.policies.arguments import check_arguments
+from ckpt.text.json_reader import parse_json
 from ckpt.text.printable import show_as
 from ckpt.text.urls import url_text
 
@@ -212,7 +213,7 @@ class SpreadTier:
                 digests = {digest for row in rows.values() for digest in row.values()}
                 call.fetch_all(digests)
                 # One value for all ranks that say the same, which are often those of a whole mesh.
-                ranks = {digest: tuple(json.loads(call.fetch(digest))) for digest in digests}
+                ranks = {digest: tuple(parse_json(call.fetch(digest))) for digest in digests}
                 of_rank = {rank: RankKinship(**{name: ranks[digest] for name, digest in row.items()}) for rank, row in rows.items()}
                 return list(groups_by_kinship(domains, of_rank, self._members - 1))
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, UsageError
+from ckpt.text.json_reader import parse_json
 
 Row = dict[str, Any]
 """A table as JSON."""
@@ -299,7 +300,7 @@ class SpanTable:
         """
         try:
             return _table(row)
-        except (ValueError, RecursionError) as err:
+        except ValueError as err:
             raise CorruptError(f"these are not the spans of a rank: {err}", where=where, hint=UNNEEDED) from err
 
 
@@ -329,7 +330,7 @@ def _table(row: object) -> SpanTable:
     phases = _list(row, "phases", _PHASES)
     _expect(all(isinstance(p, str) for p in phases) and are_phases(tuple(phases)), "its phases are no names")
     if isinstance(row.get("spans"), str):
-        row = {**row, "spans": json.loads(row["spans"])}
+        row = {**row, "spans": parse_json(row["spans"])}
     columns = _list(row, "spans", 5)
     _expect(len(columns) == 5 and all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns), "its spans are no columns")
     _expect(len(columns[0]) <= MOST, f"it has {len(columns[0]):,} single spans")

@@ -22,6 +22,7 @@ from ckpt.coordination.members import Members
 from ckpt.coordination.store import Store
 from ckpt.errors import CkptError, DeadlineError, GroupError, UsageError
 from ckpt.plan.tables import ranks_text
+from ckpt.text.json_reader import parse_json
 
 from .endpoints import listen, network
 from .exchange import Exchange, Port
@@ -187,10 +188,10 @@ class Peers:
             return self._known[name]
         if name.isdecimal() and len(self.ranks) <= FEW:
             (data,) = self._shared_store.appended([self._key("all")])
-            self._known |= {f"{rank}": where for rank, where in map(json.loads, data.splitlines())}
+            self._known |= {f"{rank}": where for rank, where in map(parse_json, data.splitlines())}
             return self._known.get(name)
         value = self._shared_store.peek(self._key(name))
-        return json.loads(value) if value is not None else None
+        return parse_json(value) if value is not None else None
 
     def _key(self, name: str) -> str:
         return f"{self.call}/{self._name}/{name}"

@@ -23,6 +23,7 @@ from ckpt.coordination.rows import Row
 from ckpt.coordination.tasked_work import PartOrder
 from ckpt.errors import CkptError, CorruptError, DeadlineError, RankFailedError, UsageError
 from ckpt.needs import attribute, needed
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress_callback import ProgressCallback
 
 log = logging.getLogger("ckpt")
@@ -133,7 +134,7 @@ class _Watch:
         for signs in ready:
             number = numbers[signs]
             try:
-                self._take(number, json.loads(ray.get(next(signs), timeout=settings.timeout(None))))
+                self._take(number, parse_json(ray.get(next(signs), timeout=settings.timeout(None))))
             except StopIteration:
                 raise RankFailedError(f"the task of part {number} ended without a word", hint="look at Ray's logs of it") from None
             except ray.exceptions.RayTaskError as err:  # nothing of ours: what can happen there comes as a sign

@@ -15,6 +15,7 @@ from ckpt.cli.main import cli
 from ckpt.coordination.rows import Row
 from ckpt.coordination.tasked_work import PartEnded, PartOrder, TaskPart
 from ckpt.errors import CkptError, RankFailedError, UsageError, error_to_json
+from ckpt.text.json_reader import parse_json
 
 from .dividing import task_part
 
@@ -24,7 +25,7 @@ SIGN = 2.0
 
 def signs_of_part(call: str) -> Iterator[str]:
     """Do one part: a sign every ``SIGN`` seconds, the last one with its row or its error."""
-    fields = json.loads(call)
+    fields = parse_json(call)
     part = TaskPart(PartOrder.from_json(fields.pop("order")))
     end: dict[str, Any] = {}
     over = threading.Event()

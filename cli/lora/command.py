@@ -15,7 +15,7 @@ from ckpt.cli.console.output import Output, options, style
 from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf
 from ckpt.cli.console.progress import progress
 from ckpt.cli.console.requirements import require_torch
-from ckpt.cli.options.conversion import INTERRUPTED, grouped, parse_size, part_of_job
+from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
 from ckpt.errors import UsageError
 from ckpt.text import units
 
@@ -28,7 +28,7 @@ _TARGETS = ("hf", "native", "torch", "dcp")
 @click.argument("adapter", metavar="ADAPTER", type=URL)
 @click.argument("target", metavar="OUT", type=URL)
 @grouped("Output", "--to", default=_TARGETS[0], metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}. [default: hf]")
-@grouped("Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and the tokenizer.")
+@config_options
 @grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
 @grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
 @grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
@@ -95,10 +95,10 @@ def _extract(urls: tuple[str, str, str], rank: int | None, output: Output, *, ro
     from ckpt.converters.arithmetic.lora_extract import extract
 
     context = click.get_current_context()
-    given = [p for p in context.params if context.get_parameter_source(p) is ParameterSource.COMMANDLINE]
-    odd = [p for p in given if p not in ("action", "base", "adapter", "target", "rank", "root", "threads", "as_json", "quiet")]
+    given = [p for p in context.command.params if context.get_parameter_source(p.name or "") is ParameterSource.COMMANDLINE]
+    odd = [p for p in given if p.name not in ("action", "base", "adapter", "target", "rank", "root", "threads", "as_json", "quiet")]
     if odd:
-        raise UsageError(f"--{odd[0].replace('_', '-')} is only valid with merge", hint="extract takes --rank, --root and --threads")
+        raise UsageError(f"{odd[0].opts[0]} is only valid with merge", hint="extract takes --rank, --root and --threads")
     if rank is None:
         raise UsageError("extract needs --rank", hint="--rank 16")
     if os.environ.get("WORLD_SIZE", "1") != "1":

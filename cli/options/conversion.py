@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.console.output import Command
-from ckpt.cli.console.parameters import GroupedOption
+from ckpt.cli.console.parameters import URL, GroupedOption
 from ckpt.errors import UsageError
 from ckpt.text import units
 
@@ -24,8 +24,23 @@ def grouped(group: str, *names: str, **attributes: Any) -> Callable[[Command], C
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
+def config_options(command: Command) -> Command:
+    """``--config``, and ``--no-config``, which the command takes as ``require_config``."""
+    one = grouped(
+        "Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and tokenizer."
+    )
+    none = grouped("Output", "--no-config", "require_config", is_flag=True, callback=_inverted, help="For hf: a config.json is not needed.")
+    return one(none(command))
+
+
+def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) -> bool:  # noqa: FBT001 - click's arguments
+    return not flag
+
+
 def parse_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Bytes of ``5GB``, ``512MiB``, ``1000000``."""
+    """Bytes of ``5GB``, ``512MiB``, ``1000000B``: without a unit nobody knows what was meant."""
+    if text is not None and text.strip().replace(".", "").isdigit():
+        raise click.BadParameter(f"{text!r} has no unit: write {text}GB, {text}MiB or {text}B, which is bytes")
     try:
         return None if text is None else units.parse_size(text)
     except UsageError as err:

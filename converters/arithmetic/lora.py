@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -39,6 +38,8 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.layout.geometry import Box
 from ckpt.plan.views import whole
+from ckpt.settings import limits
+from ckpt.text.json_reader import parse_json
 from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback
 
@@ -157,7 +158,7 @@ def _opened(adapter: str) -> tuple[Mapping[str, Any], Catalog]:
         message = f"there is no {lacking}, so this is no adapter of PEFT"
         raise NotFoundError(message, where=adapter, hint="give the directory of the adapter")
     try:
-        config = json.loads(backend.read(CONFIG))
+        config = parse_json(backend.read_whole(CONFIG, limits.SIDE_FILE))
     except ValueError as err:
         raise FormatError(f"{CONFIG} is no JSON: {err}", where=adapter) from err
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

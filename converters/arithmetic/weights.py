@@ -39,6 +39,8 @@ def schedule_weights(schedule: str, count: int) -> tuple[float, ...]:
     decay = SCHEDULES.get(schedule)
     if decay is None:
         raise UsageError(f"no schedule {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}")
+    if schedule == "linear":  # its differences are equal, but for rounding
+        return (1.0 / count,) * count
     return tuple(decay(j / count) - decay((j + 1) / count) for j in range(count))
 
 

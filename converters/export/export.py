@@ -81,7 +81,8 @@ def export(
         ConflictError: something is at ``url``.
         MismatchError: ``since`` has other tensors.
         NotFoundError, FormatError, CorruptError: ``since`` is no export, or damaged.
-        NamesError, UsageError: a glob fits nothing, or the options do not fit each other, the state or the translation.
+        NamesError, UsageError: a glob fits nothing, or the options do not fit each other, the state or the translation; or the model has
+            adapters of PEFT.
         StateError, LayoutError, ConsistencyError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.
     """
     url = url_text(url)

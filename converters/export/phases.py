@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.text import units
+from ckpt.text.json_reader import parse_json
 from ckpt.transport.peers import peers_of
 
 from .delivery import Delivery
@@ -109,10 +110,23 @@ def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Lay
     check_url(url)
     root, name = split_url(url, file=TARGET.one_file(url))
     named = state if isinstance(state, dict) else {"model": state}
+    _refuse_adapters(named.values(), url)
     return ExportShare(
         destination=Destination(url=url, backend=open_backend(root), name=name, replace=job.options.overwrite),
         collected=collect(named, rank=group.rank, ranks=group.ranks, layout=layout),
     )
+
+
+def _refuse_adapters(parts: Iterable[object], url: str) -> None:
+    """Raise UsageError for a model of PEFT: nobody loads its weights by the names that they have in it."""
+    modules = (module for part in parts if hasattr(part, "named_parameters") and hasattr(part, "modules") for module in part.modules())
+    if any(type(module).__module__.startswith("peft.") for module in modules):
+        raise UsageError(
+            "the model has adapters of PEFT, and neither from_pretrained nor PEFT knows its weights by the names that they have in it",
+            where=url,
+            hint="write the adapter with model.save_pretrained(DIRECTORY), and the merged model with `ckpt lora merge BASE DIRECTORY OUT`; "
+            'or export the tensors under these names: {"model": model.state_dict()}',
+        )
 
 
 # ---- begin: one model, and its files
@@ -172,7 +186,7 @@ def _begin_files(job: ExportJob, share: ExportShare, rows: Mapping[int, Row], un
         raise ConsistencyError("the ranks export with different options", where=call.url, hint="give the same ones on every rank")
     configuration = read_configuration(job.config)
     call.fetch_all(row[key] for row in rows.values() for key in ("table", "state"))
-    state = join_values([(ranks, json.loads(call.fetch(d))) for d, ranks in grouped(rows, "state")])
+    state = join_values([(ranks, parse_json(call.fetch(d))) for d, ranks in grouped(rows, "state")])
     base = None if options.since is None else open_base(options.since)
     if base is not None and base.number + 1 >= options.anchor_every:
         base = None
@@ -204,7 +218,7 @@ def lay_out(job: ExportJob, share: ExportShare, agreed: Row, base: Base | None) 
     call, options, destination = job.call, job.options, share.destination
     catalog = StateCatalog.of(
         join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]),
-        json.loads(call.fetch(agreed["state"])),
+        parse_json(call.fetch(agreed["state"])),
         url=call.url,
         backend=destination.backend,
         world_size=call.group.size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -10,6 +9,8 @@ from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.views import LogicalTensor
+from ckpt.settings import limits
+from ckpt.text.json_reader import parse_json
 
 from .model_numbers import NUMBERS, changed, of_arguments, of_config
 from .parameter_roles import Shapes, in_all_roles
@@ -74,14 +75,14 @@ def numbers_of_files(url: str) -> Dimensions:
     if data is None:
         return Dimensions()
     try:
-        return of_config(json.loads(data))
+        return of_config(parse_json(data))
     except (ValueError, AttributeError, TypeError) as err:
         raise CorruptError(f"{CONFIG} cannot be read: {err}", where=url, hint="restore it, or give the numbers: --set") from err
 
 
 def _config(url: str) -> bytes | None:
     try:
-        return open_backend(url).read(CONFIG)
+        return open_backend(url).read_whole(CONFIG, limits.SIDE_FILE)
     except NotFoundError:
         return None
 

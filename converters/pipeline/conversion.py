@@ -4,7 +4,9 @@ until something is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
@@ -14,12 +16,12 @@ from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, new_id
 from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import check_url, open_backend
+from ckpt.io_backends.registry import check_url, is_file_system, open_backend, real_url
 from ckpt.plan.division import balanced
 from ckpt.settings import threads as default_threads
 from ckpt.tracing.progress_callback import ProgressCallback
 
-from .journal import ConversionJournal, begin, check_source, digest_of, ended, find
+from .journal import ConversionJournal, begin, check_source, digest_of, ended, find, forget_ended
 from .options import ConvertOptions
 from .repair import RepairReport
 from .target import OutputFile, OutputOptions, OutputPlan, Target, split_url
@@ -68,6 +70,7 @@ class Conversion:
         self.part = (0, 1)
         self._new = False
         self._ended = False
+        self._made_root = False
         self._previous = read_record(self.backend) if self.name is None else None
 
     @property
@@ -90,7 +93,7 @@ class Conversion:
         self.record = find(self.backend, self.name, self.digest)
         over = self._end()
         if over is not None:
-            if not part[0] and self.record is not None:
+            if part == (0, 1) and self.record is not None:
                 self.record.remove()
             return over
         # The random digits of the id are derived from the digest of what is converted. So an id tells later attempts
@@ -118,7 +121,7 @@ class Conversion:
         return self._ended
 
     def _end(self) -> OutputPlan | None:
-        """The plan, if this very conversion has ended: it was killed after all was there, perhaps before it could take its marks away."""
+        """The plan, if this very conversion has ended: it is the commit at the destination, or has left its claim there."""
         if self.record is not None or self.options.overwrite:
             return None
         id = ended(self.backend, self.name, self.digest)
@@ -141,7 +144,9 @@ class Conversion:
             if other is None:
                 raise
             return other
+        self._made_root = is_file_system(self.root) and not os.path.exists(real_url(self.root))
         self.backend.prepare()
+        forget_ended(self.backend, self.name)
         return begin(self.backend, self.name, begun)
 
     def _check_previous(self, record: ConversionJournal) -> None:
@@ -160,6 +165,7 @@ class Conversion:
             previous=self._previous,
             parallel=self.options.parallel,
             beside=self.beside,
+            require_config=self.options.require_config,
         )
         return self.format.plan(self.chosen, layout)
 
@@ -258,7 +264,8 @@ class Conversion:
             return self._is_over(planned, self.record)
         self._check_source(planned, self.record)
         planned.finish(self.backend)
-        self.record.remove()
+        # Processes that do not communicate are started again one by one: a task of an array that is repeated has to see what this was.
+        self.record.remove(but_claim=self.part[1] > 1 and self.name is None and not self.format.replaces)
         return self._is_over(planned, self.record)
 
     def _is_over(self, planned: OutputPlan, record: ConversionJournal, *, alone: bool = False) -> bool:
@@ -305,6 +312,9 @@ class Conversion:
         for file in planned.files:
             self.backend.delete(file.path)
         self.record.remove()
+        if self._made_root:
+            with suppress(OSError):  # somebody else has put something there
+                os.rmdir(real_url(self.root))
 
 
 def _size(backend: Backend, path: str) -> int | None:

@@ -7,6 +7,7 @@ says that the file is durable: one that was only begun has none. Both go when al
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import xxhash
 
@@ -22,6 +23,7 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
+from ckpt.text.json_reader import parse_json
 
 # A conversion in the storage, from its begin to its end
 #
@@ -117,25 +119,37 @@ class ConversionJournal(IntentJournal):
             return False
         return True
 
-    def remove(self) -> None:
-        """Take it away: the conversion is over. The marks go last, for who looks for them finds no record then."""
+    def remove(self, *, but_claim: bool = False) -> None:
+        """Take it away: the conversion is over. The marks go last, for who looks for them finds no record then. A claim that stays says to
+        ``ended`` which conversion this was."""
         self.commit()
         for path in sorted(self.marks()):
-            self.backend.delete(path)
+            if not (but_claim and path.endswith(f"/{CLAIM}")):
+                self.backend.delete(path)
 
 
 def ended(backend: Backend, name: str | None, digest: str) -> str | None:
-    """The id of the conversion of this digest, if it took its record away and was killed before its marks, the claim the last of them."""
-    starts = marks_prefix(name, "").removesuffix("/")
-    for folder in backend.list_dir():
-        if folder.startswith(starts) and folder.endswith("/"):
-            try:
-                claim = json.loads(backend.read(folder + CLAIM))
-            except (NotFoundError, ValueError):  # another one's, or of an older version
-                continue
-            if isinstance(claim, dict) and claim.get("digest") == digest:
-                return folder.removeprefix(starts).removesuffix("/")
+    """The id of the conversion of this digest, if it took its record away and not its claim: see ``remove``, or it was killed."""
+    for folder, id in _folders(backend, name):
+        try:
+            claim = parse_json(backend.read_whole(folder + CLAIM, RECORD_LIMIT))
+        except (NotFoundError, CorruptError, ValueError):  # another one's, or of an older version
+            continue
+        if isinstance(claim, dict) and claim.get("digest") == digest:
+            return id
     return None
+
+
+def forget_ended(backend: Backend, name: str | None) -> None:
+    """Remove the claims of conversions that have ended: what they wrote is not there any more."""
+    for folder, _ in _folders(backend, name):
+        backend.delete(folder + CLAIM)
+
+
+def _folders(backend: Backend, name: str | None) -> Iterator[tuple[str, str]]:
+    """Those with the marks of conversions, and their ids."""
+    starts = marks_prefix(name, "").removesuffix("/")
+    return ((f, f.removeprefix(starts).removesuffix("/")) for f in backend.list_dir() if f.startswith(starts) and f.endswith("/"))
 
 
 def find(backend: Backend, name: str | None, digest: str) -> ConversionJournal | None:

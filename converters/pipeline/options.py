@@ -30,6 +30,7 @@ class MergeKeywords(TypedDict, total=False):
     overwrite: bool
     verify: bool
     config: str | os.PathLike[str] | None
+    require_config: bool
 
 
 class ConvertKeywords(MergeKeywords, total=False):
@@ -61,6 +62,7 @@ class ConvertOptions:
     repair: bool = False
     job: Mapping[str, int] = field(default_factory=dict)
     config: str | os.PathLike[str] | None = None
+    require_config: bool = False
     mixed_steps: bool = False
 
     @property

@@ -59,7 +59,8 @@ class OutputOptions:
     """What the plan of files depends on besides the tensors. ``id`` is the same in all processes of a conversion; ``url`` is the
     destination; ``shard_size`` in bytes, or None for what the target thinks best; ``name`` of the only file, where the destination is one;
     ``previous`` is the commit record that is replaced, if any; ``parallel`` the ranks that are asked for, if any; ``beside`` are
-    small files that go with the tensors, by name: with ``hf`` the model's configuration and what lies beside that."""
+    small files that go with the tensors, by name: with ``hf`` the model's configuration and what lies beside that; ``require_config``
+    says that there has to be one."""
 
     id: str
     url: str
@@ -68,6 +69,7 @@ class OutputOptions:
     previous: bytes | None
     parallel: MegatronParallel | None = None
     beside: Mapping[str, bytes] = field(default_factory=dict)
+    require_config: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

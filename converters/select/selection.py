@@ -274,10 +274,13 @@ def _floating(dtype: DType) -> bool:
     return dtype.name in FLOATING
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
 def _dtype(name: str | None) -> DType | None:
     if name is None:
         return None
-    kind = DTYPES.get(name)
+    kind = DTYPES.get(_SHORT.get(name, name))
     if kind is None or not _floating(kind):
         raise UsageError(f"cannot convert to dtype {name!r}", hint="float16, bfloat16, float32 or float64")
     return kind

@@ -12,6 +12,8 @@ from ckpt.converters.mapping.model_numbers import of_config
 from ckpt.converters.pipeline.target import parent_and_name
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.registry import open_backend
+from ckpt.settings import limits
+from ckpt.text.json_reader import parse_json
 from ckpt.text.urls import url_text
 
 from .hf import CONFIG, small_files
@@ -46,13 +48,13 @@ def read_configuration(given: str | os.PathLike[str] | Mapping[str, Any] | Model
         files = {CONFIG: json.dumps(_content(given), indent=2, sort_keys=True).encode() + b"\n"}
     elif given.endswith(".json"):
         root, name = parent_and_name(given)
-        files = {CONFIG: open_backend(root).read(name)}
+        files = {CONFIG: open_backend(root).read_whole(name, limits.SIDE_FILE)}
     else:
         files = small_files(open_backend(given))
         if CONFIG not in files:
             raise NotFoundError(f"there is no {CONFIG}", where=given, hint="give the directory of a model, or the file")
     try:
-        return Configuration(files=files, numbers=dict(of_config(json.loads(files[CONFIG]))))
+        return Configuration(files=files, numbers=dict(of_config(parse_json(files[CONFIG]))))
     except (ValueError, AttributeError, TypeError) as err:
         raise UsageError(f"this is no configuration of a model: {err}", where=given if isinstance(given, str) else None) from err
 

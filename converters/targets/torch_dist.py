@@ -23,11 +23,12 @@ from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, p
 from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose
 from ckpt.converters.targets.megatron.states import HEAD, RELEASE, VERSION, Group, Optimizer, optimizer_of
 from ckpt.errors import UsageError
+from ckpt.formats.megatron.base import COMMON
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.megatron.keys import are_alike, are_listed, extra_states, is_known, place_of, stored_names
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT
 from ckpt.formats.megatron.params import gated_layers
-from ckpt.formats.megatron.torch_dist import COMMON, FORMAT_NAME, RESHARDABLE
+from ckpt.formats.megatron.torch_dist import FORMAT_NAME, RESHARDABLE
 from ckpt.formats.megatron.training import CONTENT, KEPT, MARK
 from ckpt.io_backends.protocol import Backend
 from ckpt.layout.geometry import Box

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
-from ckpt.dtypes import dtype
+from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid
 from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
 from ckpt.formats.torchzip.table import TensorTable
+from ckpt.text.units import plural
 
 from .item_templates import Places
 from .items import open_items
@@ -87,8 +88,24 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
         world_size=max((f.rank + 1 for f in files if f.rank is not None), default=1),
         state=nested(nodes, metadata.paths, backend.url),
         opaque=opaque,
+        notes=_unread(metadata, tensors),
     )
     return ExternalCatalog(contents, backend=backend, format=format, locate=locate)
+
+
+def _unread(metadata: Metadata, tensors: _ItemTensors) -> list[str]:
+    """That tensors have another form than their elements, as quantised ones of torchao have: dtype and shape are those that they show
+    outside. Their items tell by their lengths."""
+    sizes = {name: DTYPES[stored.dtype].itemsize for name, stored in metadata.tensors.items()}
+    short = [n for n, t in metadata.tensors.items() if any(b.item.length < math.prod(b.shape) * sizes[n] for b in t.boxes)]
+    if not short:
+        return []
+    try:
+        tensors.locate([(tensors.entries[short[0]], 0)])
+        what = "the items are too short for their elements"
+    except (CorruptError, FormatError) as err:
+        what = err.message
+    return [f"{plural(len(short), 'tensor')} cannot be read, such as {short[0]}: {what}"]
 
 
 def _rank(path: str) -> int | None:

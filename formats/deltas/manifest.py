@@ -14,6 +14,7 @@ from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
 from ckpt.io_backends.registry import absolute_url
+from ckpt.text.json_reader import parse_json
 
 MANIFEST = "ckpt-delta.json"
 VERSION = 1
@@ -98,10 +99,10 @@ class DeltaManifest:
         """
         where = f"{url.rstrip('/')}/{MANIFEST}"
         try:
-            fields = json.loads(data)
+            fields = parse_json(data)
             known = fields["format"] == _FORMAT
             version = fields["version"]
-        except (ValueError, KeyError, TypeError, RecursionError) as err:
+        except (ValueError, KeyError, TypeError) as err:
             raise _damaged(f"is no manifest of a delta ({err!r})", where) from err
         if not known or version != VERSION:
             raise FormatError(

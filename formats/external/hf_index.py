@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import path_problem
 from ckpt.settings import limits
+from ckpt.text.json_reader import parse_json
 
 from .virtual_backends import SingleFile
 
@@ -41,12 +41,10 @@ def read_index(backend: Backend, path: str) -> dict[str, str]:
         CorruptError: no such index, or one that leads out of the directory.
     """
     where = f"{backend.url.rstrip('/')}/{path}"
-    if backend.size(path) > limits.FOREIGN_TABLE:
-        raise CorruptError(f"an index of more than {limits.FOREIGN_TABLE:,} bytes", where=where, hint="check what wrote it")
     try:
-        weight_map = json.loads(backend.read(path))["weight_map"]
+        weight_map = parse_json(backend.read_whole(path, limits.FOREIGN_TABLE))["weight_map"]
         pairs = {str(k): v for k, v in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
         hint = "get the file again, or open the shards without it"
         raise CorruptError(f"the index is damaged: {type(err).__name__}: {err}", where=where, hint=hint) from err
     for name, file in pairs.items():

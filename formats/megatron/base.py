@@ -12,6 +12,8 @@ from .names import VOCABULARY
 from .pieces import PieceTable
 from .training import ABOUT_STORAGE
 
+COMMON = "common.pt"
+"""What is no tensor, in the format ``torch_dist``; written first."""
 RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?/")
 
 

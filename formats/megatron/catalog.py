@@ -6,21 +6,23 @@ Whatever the layout that wrote them, they are one training checkpoint: ``model.<
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError
+from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.protocol import Format
 from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.text.json_reader import parse_object
 
-from .base import RANK_DIRECTORY, MegatronCatalog
+from .base import COMMON, RANK_DIRECTORY, MegatronCatalog
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA_JSON = "metadata.json"
+TORCH_DIST = "torch_dist"
 _MAX_JSON = 1 << 16
 
 
@@ -42,14 +44,17 @@ def _is_iteration(backend: Backend, names: Sequence[str], below: str) -> bool:
 
 
 def _is_torch_dist(backend: Backend, names: Sequence[str], below: str) -> bool:
-    path = below + METADATA_JSON
-    if METADATA_JSON not in names or backend.size(path) > _MAX_JSON:
+    """Others call files ``metadata.json`` too; beside ``common.pt`` it is Megatron's, whatever it says."""
+    if METADATA_JSON not in names:
         return False
     try:
-        metadata = json.loads(backend.read(path))
-    except ValueError:
+        return COMMON in names or _sharded_backend(backend, below + METADATA_JSON) == TORCH_DIST
+    except (CkptError, ValueError):
         return False
-    return isinstance(metadata, dict) and metadata.get("sharded_backend") == "torch_dist"
+
+
+def _sharded_backend(backend: Backend, path: str) -> object:
+    return parse_object(backend.read_whole(path, _MAX_JSON)).get("sharded_backend")
 
 
 def _latest(backend: Backend) -> str:
@@ -83,7 +88,13 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
             raise NotFoundError("the latest iteration is missing", where=join_url(backend.url, below), hint="open another one")
         backend = open_backend(join_url(backend.url, below))
     try:
-        return open_torch_dist(backend) if _is_torch_dist(backend, names, "") else open_legacy(backend, names)
+        if not _is_torch_dist(backend, names, ""):
+            return open_legacy(backend, names)
+        kind = _sharded_backend(backend, METADATA_JSON)
+        if kind != TORCH_DIST:
+            message = f"a checkpoint of Megatron in the form {kind!r}, of which {TORCH_DIST} alone is read"
+            raise FormatError(message, where=backend.url, hint=f"save it again with --ckpt-format {TORCH_DIST}")
+        return open_torch_dist(backend)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as err:
         if isinstance(err, CkptError):
             raise
@@ -93,3 +104,20 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
 
 FORMAT = Format(name="Megatron", recognises=recognises, open=open_megatron)
 """This format, for ckpt.formats.registry."""
+
+
+def _is_unfinished(backend: Backend, names: Sequence[str]) -> bool:
+    """Megatron writes ``common.pt`` first, then the tensors, and ``metadata.json`` last."""
+    return COMMON in names and METADATA_JSON not in names and not isinstance(backend, SingleFile)
+
+
+def _open_unfinished(backend: Backend) -> NoReturn:
+    raise NotCommittedError(
+        f"this is a Megatron save that was not finished: {COMMON} is there, and no {METADATA_JSON}",
+        where=backend.url,
+        hint=f"open another iteration; or, if it is a torch.save file of your own, {join_url(backend.url, COMMON)}",
+    )
+
+
+UNFINISHED = Format(name="unfinished Megatron save", recognises=_is_unfinished, open=_open_unfinished)
+"""Recognised so that no other format takes what is there for a checkpoint."""

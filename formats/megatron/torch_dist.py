@@ -22,7 +22,7 @@ from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.pickles.stored import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
-from .base import MegatronCatalog, logical_shape
+from .base import COMMON, MegatronCatalog, logical_shape
 from .bucket_space import add_bucket_space
 from .names import EXTRA_STATE, LAYER, expert_name, fused_norms
 from .optimizer_extras import optimizer_extras
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
 FORMAT_NAME = "Megatron torch_dist"
-COMMON = "common.pt"
 RESHARDABLE = "fully_reshardable"
 _COMMON_ITEM = "common_state/shard_0_1"
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")

@@ -19,6 +19,7 @@ import xxhash
 from ckpt._version import __version__
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.formats.branches import Branch, Branches
+from ckpt.text.json_reader import parse_object
 
 from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem
 
@@ -152,10 +153,9 @@ class CommitRecord:
 def is_ours(data: bytes) -> bool:
     """Whether a commit record says that it is one of this format, of whatever version."""
     try:
-        members = json.loads(data.decode())
-    except (ValueError, RecursionError):
+        return parse_object(data).get("format") == FORMAT
+    except ValueError:
         return False
-    return isinstance(members, dict) and members.get("format") == FORMAT
 
 
 def inlined(files: Mapping[str, bytes], limit: int) -> dict[str, str]:
@@ -243,12 +243,9 @@ def _damaged(what: str, where: str) -> NoReturn:
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
-        members = json.loads(data.decode())
-    except (ValueError, RecursionError) as err:
-        _damaged(f"it is not JSON ({err})", where)
-    if not isinstance(members, dict):
-        _damaged("it is not a JSON object", where)
-    return members
+        return parse_object(data)
+    except ValueError as err:
+        _damaged(str(err), where)
 
 
 def _check_digest(data: bytes, members: dict[str, Any], where: str) -> None:

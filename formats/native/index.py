@@ -31,6 +31,7 @@ from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.layout.geometry import Cuts
 from ckpt.plan.part import StatePart
+from ckpt.text.json_reader import parse_json
 
 from .checks import find_problem
 from .extents import decode_extents, decode_sources, encode_extents
@@ -378,12 +379,12 @@ class _GridTable:
 
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:
     try:
-        document = json.loads(data.decode(), parse_constant=_refuse_constant)
+        document = parse_json(data, finite=True)
         ranks: dict[int, Mapping[str, Any]] = {int(r): dict(v) for r, v in document["ranks"].items()}
         problem = _state_problem(document["state"], ranks)
     except MemoryError as err:
         raise too_little_memory(len(data), where) from err
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
         raise CorruptError(f"{STATE} is not what the format says: {err!r}", where=where, hint=f"restore {STATE} from a copy") from err
     if problem is not None:
         raise CorruptError(f"{STATE} is not what the format says: {problem}", where=where, hint=f"restore {STATE} from a copy")
@@ -397,7 +398,3 @@ def _state_problem(state: Any, ranks: Mapping[int, Mapping[str, Any]]) -> str | 
 
 def _own_problem(path: object, node: Any) -> str | None:
     return node_problem(node, REFERENCES_OF_RANKS) if isinstance(path, str) else f"{path!r} is not a path"
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, NotFoundError
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress import SaveProgress
 
 from .paths import PROGRESS, id_of, index_path
@@ -69,10 +70,10 @@ def read_progress(backend: Backend, path: str) -> SaveProgress | None:
     with suppress(NotFoundError):
         data = backend.read_whole(path, SIZE_LIMIT)
         try:
-            progress = SaveProgress.from_json(json.loads(data.decode()))
+            progress = SaveProgress.from_json(parse_json(data))
             if progress.id != id:
                 raise ValueError(f"it is of the save {progress.id!r}")
-        except (ValueError, RecursionError) as err:
+        except ValueError as err:
             raise CorruptError(f"the file of a save's progress is damaged: {err}", where=where, hint=_HINT) from err
         return progress
     return None

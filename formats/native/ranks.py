@@ -22,6 +22,7 @@ from ckpt.dtypes import DType, dtype
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StateError
 from ckpt.layout.geometry import Cuts
 from ckpt.reread import read_checked
+from ckpt.text.json_reader import parse_json
 
 from .checks import row_excess, tensor_problem
 from .nodes import node_problem
@@ -193,7 +194,7 @@ class RankParts:
 
     def _keep(self, rank: int, data: bytes) -> None:
         try:
-            members = json.loads(data.decode(), parse_constant=_refuse)
+            members = parse_json(data, finite=True)
             values, own, aliases = (_of_kind(dict, members[m], m) for m in ("values", "tensors", "aliases"))
             tensors = {name: self._entry(rank, name, _of_kind(dict, t, name)) for name, t in own.items()}
             for name, target in aliases.items():
@@ -203,7 +204,7 @@ class RankParts:
                 tensors[name] = TensorEntry(name=name, dtype=of.dtype, shape=of.shape, grid=of.grid, alias=target, rank=rank)
         except MemoryError as err:
             raise too_little_memory(len(data), self._where) from err
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, IndexError) as err:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as err:
             self._damaged(f"the row of rank {rank} is not what the format says: {err!r}")
         problems = (node_problem(node, REFERENCES_OF_RANKS) for node in values.values())
         problem = next((p for p in problems if p is not None), None)
@@ -243,10 +244,6 @@ def _of_kind(kind: type, value: Any, what: str) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{what!r} is {value!r:.100}")
     return value
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
 
 
 class ValuesOfRanks(Mapping[int, Mapping[str, Any]]):

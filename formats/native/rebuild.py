@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.layout.geometry import Box, IntArray, cells, find_fault, merge_cuts
 from ckpt.reread import read_alike
+from ckpt.text.json_reader import parse_json
 
 from .coding.codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
 from .commit import CODED
@@ -107,11 +107,11 @@ def _coded_tensors(data: bytes, where: str) -> _Coded:
     """From ``ckpt.dtypes`` and ``ckpt.shapes`` of a header that was parsed before."""
     if b'"ckpt.dtypes"' not in data:
         return {}
-    metadata = json.loads(data[LENGTH_BYTES:].decode())[METADATA]
+    metadata = parse_json(data[LENGTH_BYTES:])[METADATA]
     try:
-        dtypes, shapes = json.loads(metadata["ckpt.dtypes"]), json.loads(metadata["ckpt.shapes"])
+        dtypes, shapes = parse_json(metadata["ckpt.dtypes"]), parse_json(metadata["ckpt.shapes"])
         coded = {name: (DTYPES[dtypes[name]], tuple(shape)) for name, shape in shapes.items()}
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as err:
+    except (KeyError, ValueError, TypeError, AttributeError) as err:
         _damaged(f"its ckpt.dtypes and ckpt.shapes cannot be read ({err!r})", where)
     sizes = [n for _, shape in coded.values() for n in shape]
     if {*map(type, sizes)} - {int} or min(sizes, default=0) < 0:

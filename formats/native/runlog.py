@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
+from ckpt.text.json_reader import parse_object
 from ckpt.text.printable import printable
 from ckpt.tracing.spans import SpanTable
 
@@ -124,15 +125,13 @@ def read_log(backend: Backend) -> tuple[LogEntry, ...]:
 def _decode(data: bytes) -> list[LogEntry]:
     """Raises ValueError with what is wrong. Nothing in it is believed."""
     try:
-        members = json.loads(data.decode())
-        if not isinstance(members, dict) or members.get("version") != VERSION:
+        members = parse_object(data)
+        if members.get("version") != VERSION:
             raise ValueError("it is of no version that is known")
         entries = members.get("entries")
         if not isinstance(entries, list) or len(entries) > 2 * NEWEST:
             raise ValueError("its entries are no short array")
         return [_entry(one) for one in entries]
-    except RecursionError as err:
-        raise ValueError("it is nested too deeply") from err
     except CorruptError as err:
         raise ValueError(err.message) from err
 

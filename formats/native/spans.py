@@ -11,6 +11,7 @@ import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.reread import read_checked
+from ckpt.text.json_reader import parse_object
 from ckpt.tracing.spans import UNNEEDED, Row, SpanTable
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
@@ -168,12 +169,9 @@ def _with_about(table: SpanTable, about: About) -> SpanTable:
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
-        members = json.loads(data.decode())
-    except (ValueError, RecursionError) as err:
-        _damaged(f"it is not JSON ({err})", where)
-    if not isinstance(members, dict):
-        _damaged("it is not a JSON object", where)
-    return members
+        return parse_object(data)
+    except ValueError as err:
+        _damaged(str(err), where)
 
 
 def _rank(text: str, ranks: int, where: str) -> int:

@@ -4,7 +4,6 @@ directory without an index. Shards that ``torch.distributed.checkpoint`` wrote s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +14,7 @@ from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalC
 from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
 from ckpt.formats.external.virtual_backends import candidates
 from ckpt.formats.protocol import Format
+from ckpt.text.json_reader import parse_json
 
 from .header import MAX_HEADER, FileHeader, TensorSpan, read_header
 
@@ -138,8 +138,8 @@ def _saved_offsets(header: FileHeader, where: str) -> Mapping[str, tuple[int, ..
     if text is None:
         return {}
     try:
-        by_name = {name: tuple(fields["saved_offsets"]) for name, fields in json.loads(text).items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+        by_name = {name: tuple(fields["saved_offsets"]) for name, fields in parse_json(text).items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
         raise CorruptError(f"{SHARDING} in the header is damaged", where=where, hint="get the file again") from err
     if not all(type(n) is int and 0 <= n < 1 << 62 for offsets in by_name.values() for n in offsets):
         raise CorruptError(f"{SHARDING} in the header is damaged", where=where, hint="get the file again")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ckpt.dtypes import FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError
+from ckpt.text.json_reader import parse_object
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -94,12 +94,9 @@ def _json(data: bytes, where: str) -> dict[str, Any]:
         return by_name
 
     try:
-        by_name = json.loads(data.decode(), object_pairs_hook=once)
-    except (ValueError, RecursionError) as err:
-        _damaged(where, f"a header that is not JSON ({err})", err)
-    if not isinstance(by_name, dict):
-        _damaged(where, "a header that is no object")
-    return by_name
+        return parse_object(data, object_of=once)
+    except ValueError as err:
+        _damaged(where, f"a damaged header: {err}", err)
 
 
 def _twice(names: list[str]) -> str:

@@ -5,12 +5,12 @@ A variable that was set after fsspec was imported counts here too, and one that 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.text.json_reader import parse_json
 
 
 def fsspec_config(*protocols: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _is_configured() -> bool:
 
 def _check_object(name: str, text: str) -> None:
     try:
-        is_object = isinstance(json.loads(text), dict)
+        is_object = isinstance(parse_json(text), dict)
     except ValueError:
         is_object = False
     if not is_object:

@@ -19,6 +19,7 @@ from botocore.exceptions import ClientError
 
 from ckpt import settings
 from ckpt.errors import AccessError, CkptError, StorageError
+from ckpt.text.json_reader import parse_json
 
 from .checksums import OFF, WAYS, Checks, Sums, md5_in
 from .errors import code_of, is_changed, is_passing, status_of, tag_of
@@ -144,7 +145,7 @@ def assume(key: Key, abilities: str) -> None:
     """Take what another process tried, if it reaches the same store in the same way, and was asked for the same."""
     client, bucket = key.client, key.bucket
     with client.trying, suppress(ValueError, KeyError, TypeError):
-        results = json.loads(abilities)
+        results = parse_json(abilities)
         same = (results["endpoint"], results["bucket"], results["asked"]) == (client.endpoint, bucket, settings.s3_checksum())
         checks = {kind: Checks(**results[kind]) for kind in ("whole", "parts") if kind in results}
         if not same or bucket in client.checks or not {c.way for c in checks.values()} <= {*WAYS, OFF.way}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from click.testing import CliRunner, Result
 from ckpt import export
 from ckpt.cli.main import COMMANDS, cli
 from ckpt.errors import CkptError
+from ckpt.formats.native.writer import set_tags
+from ckpt.io_backends.registry import open_backend
 from ckpt.text import units
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 
@@ -382,3 +385,68 @@ def test_the_page_has_a_section_with_every_option(name: str) -> None:
     options = [option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts]
     general = {"--json", "-q", "--quiet", "-v", "--verbose"}
     assert [option for option in options if option not in general and f"{option}" not in section] == []
+
+
+# ------------------------------------------------------------------------------------------------------------ small words
+
+
+def test_json_and_quiet_before_the_command(run_root: Path) -> None:
+    step = run_root / "step-5"
+    for early in (["--json"], ["-v", "--json"], ["--json", "-q"]):
+        assert document(ckpt(*early, "ls", run_root)) == document(ckpt("ls", "--json", run_root))
+    assert ckpt("-q", "ls", run_root).stdout == ckpt("ls", "-q", run_root).stdout
+    assert ckpt("--json", "inspect", step, "*wq*").stdout == ckpt("inspect", "--json", step, "*wq*").stdout
+    assert ckpt("--jsn", "ls", run_root).exit_code == 2 and ckpt("--json").exit_code == 2
+
+
+def test_the_directory_of_data_files_is_no_checkpoint(run_root: Path) -> None:
+    data = run_root / "step-5" / "data"
+    assert ckpt("ls", data).exit_code == 10
+    refused = ckpt("inspect", data)
+    assert refused.exit_code == 12 and "name the directory above it" in refused.stderr
+    assert ckpt("inspect", data_files(run_root / "step-5")[0]).exit_code == 0  # a file of it is a safetensors file like any other
+
+
+@pytest.mark.parametrize("tag", ["a b", "", " a", "a\tb", "a\nb"])
+def test_a_tag_is_a_word(run_root: Path, tag: str) -> None:
+    step = run_root / "step-5"
+    refused = ckpt("tag", step, "good", tag)
+    assert refused.exit_code == 2 and "a tag is a word without spaces" in refused.stderr and ckpt("tag", step).stdout == ""
+    refused = ckpt("tag", "-d", step, "nope")
+    assert refused.exit_code == 2 and "nothing is to be removed" in refused.stderr
+    assert ckpt("tag", step, "v1/release-2").stdout == "v1/release-2\n"
+
+
+def test_a_tag_of_an_earlier_release_can_be_removed(run_root: Path) -> None:
+    step = str(run_root / "step-5")
+    set_tags(open_backend(step), ["a b"])
+    assert ckpt("tag", "-d", step, "a b").exit_code == 0 and ckpt("tag", step).stdout == ""
+
+
+@pytest.mark.parametrize(("short", "name"), [("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32"), ("bfloat16", "BF16")])
+def test_short_names_of_dtypes(run_root: Path, tmp_path: Path, short: str, name: str) -> None:
+    options = ["--to", "hf", "--no-config", "--only", "*wq.weight", "--root", "model", "--dtype", short]
+    made = ckpt("convert", *options, run_root / "step-5", tmp_path / "made")
+    assert made.exit_code == 0, made.output
+    assert f'"dtype":"{name}"'.encode() in (tmp_path / "made" / "model.safetensors").read_bytes()
+
+
+def test_a_size_has_a_unit(run_root: Path, tmp_path: Path) -> None:
+    for option in ("--shard-size", "--memory"):
+        refused = ckpt("convert", "--to", "native", option, "5", run_root / "step-5", tmp_path / "made")
+        assert refused.exit_code == 2 and "'5' has no unit: write 5GB, 5MiB or 5B" in refused.stderr
+    assert ckpt("convert", "--to", "native", "--shard-size", "200B", run_root / "step-5", tmp_path / "made").exit_code == 0
+
+
+def test_help_has_all_exit_codes_of_the_page() -> None:
+    text = ckpt("--help").stdout.partition("Exit codes:")[2]
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\b(\d+) [a-z]", text)) == set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE))
+
+
+def test_without_what_it_depends_on() -> None:
+    """As after ``pip install --no-deps``: no traceback."""
+    root = str(Path(__file__).parents[2])
+    code = "from ckpt.cli.start import main; main()"
+    done = subprocess.run([sys.executable, "-S", "-c", code, "ls"], env={"PYTHONPATH": root}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: the command needs click, which is not installed\n")

@@ -84,7 +84,9 @@ def test_what_an_export_lacks(tmp_path: Path) -> None:
     megatron = str(tmp_path / "m")
     assert run("convert", "--to", "torch_dist", "--names", "llama", "--convention", "megatron", str(HF / "llama"), megatron).exit_code == 0
     found = run("convert", "--to", "hf", megatron, str(tmp_path / "named"))
-    assert "the tensors still have Megatron's names" in found.stderr and "needs a config.json" in found.stderr
+    assert found.exit_code == 2 and "needs a config.json" in found.stderr and not (tmp_path / "named").exists()
+    found = run("convert", "--to", "hf", "--no-config", megatron, str(tmp_path / "named"))
+    assert found.exit_code == 0 and "the tensors still have Megatron's names" in found.stderr
     found = run("convert", "--to", "hf", str(HF / "llama"), str(tmp_path / "whole"))
     assert found.exit_code == 0 and found.stderr == ""
 
@@ -95,8 +97,11 @@ def test_where_a_configuration_comes_from(tmp_path: Path) -> None:
     assert run("convert", *there, "--arg", "rotary_percent=1.0", str(HF / "llama"), megatron).exit_code == 0
     assert "config.json: made of the source's arguments" in run("convert", *back, megatron, str(tmp_path / "whole")).stderr
     assert run("convert", *there, str(HF / "llama"), str(tmp_path / "poor")).exit_code == 0
-    message = run("convert", *back, str(tmp_path / "poor"), str(tmp_path / "without")).stderr
-    assert "config.json is not written: the source's arguments do not say rotary_percent" in message and "--config PATH" in message
+    refused = run("convert", *back, str(tmp_path / "poor"), str(tmp_path / "without"))
+    assert refused.exit_code == 2 and "--config PATH" in refused.stderr and not (tmp_path / "without").exists()
+    assert "none can be made: the source's arguments do not say rotary_percent" in refused.stderr
+    message = run("convert", *back, "--no-config", str(tmp_path / "poor"), str(tmp_path / "without")).stderr
+    assert "config.json is not written: the source's arguments do not say rotary_percent" in message
 
 
 @pytest.fixture
@@ -108,11 +113,12 @@ def step(tmp_path: Path) -> str:
 
 def test_what_it_says(tmp_path: Path, step: str) -> None:
     made = str(tmp_path / "made")
-    found = run("convert", "--to", "hf", "--dry-run", step, made)
+    assert run("convert", "--to", "hf", "--dry-run", step, made).exit_code == 2
+    found = run("convert", "--to", "hf", "--no-config", "--dry-run", step, made)
     assert found.exit_code == 0, found.output
     assert found.stdout.startswith("would convert 2 tensors, 88 B in 1 file (ckpt 1 to hf)") and "model.safetensors" in found.stdout
     assert not Path(made).exists()
-    found = run("convert", "--to", "hf", step, made, "--json", "--memory", "64MiB")
+    found = run("convert", "--to", "hf", "--no-config", step, made, "--json", "--memory", "64MiB")
     said = json.loads(found.stdout)
     assert (said["tensors"], said["tensor_bytes"], said["files"], said["finished"]) == (2, 88, ["model.safetensors"], True)
     assert (said["source"], said["target"], said["to"], said["dry_run"], said["read_bytes"]) == (step, made, "hf", False, 88)
@@ -164,18 +170,19 @@ def test_a_copy_of_a_virtual_checkpoint_is_self_contained(tmp_path: Path, step: 
 
 
 def test_configuration_of_an_export(tmp_path: Path) -> None:
-    """``--config`` gives what lies beside the weights; without it a note says that ``from_pretrained`` needs it."""
+    """``--config`` gives what lies beside the weights; without it nothing is written, and the same command with it goes on."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama"}')
     (model / "tokenizer.json").write_text("{}")
     ckpt.save(str(tmp_path / "s"), {"model": {"w": torch.ones(3)}})
-    wanted = {"with": ["--config", str(model)], "file": ["--config", str(model / "config.json")], "without": []}
+    wanted = {"with": ["--config", str(model)], "file": ["--config", str(model / "config.json")], "without": ["--no-config"]}
+    refused = CliRunner().invoke(cli, ["convert", "--to", "hf", str(tmp_path / "s"), str(tmp_path / "with")])
+    assert refused.exit_code == 2 and "--config PATH" in refused.output and not (tmp_path / "with").exists()
     files = {"with": {"config.json", "tokenizer.json"}, "file": {"config.json"}, "without": set()}
     for name, options in wanted.items():
         done = CliRunner().invoke(cli, ["convert", "--to", "hf", *options, str(tmp_path / "s"), str(tmp_path / name)])
         assert done.exit_code == 0, done.output
         assert {p.name for p in (tmp_path / name).iterdir()} == files[name] | {"model.safetensors"}
-        assert ("--config PATH" in done.output) == (not options)
     done = CliRunner().invoke(cli, ["convert", "--to", "torch", "--config", str(model), str(tmp_path / "s"), str(tmp_path / "t.pt")])
     assert done.exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -125,7 +126,18 @@ def test_a_reader_that_leaves_is_no_error_worth_a_traceback(tmp_path: Path) -> N
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait() == 1
+    assert process.wait() == 141
+
+
+def test_a_diff_into_head(tmp_path: Path) -> None:
+    for number in range(2):
+        arrays = {f"tensor.{i:05d}": np.full(2, number, dtype=np.uint8) for i in range(4000)}
+        write_checkpoint(str(tmp_path / str(number)), arrays, ranks=1)
+    command = shlex.join([*START, "diff", str(tmp_path / "0"), str(tmp_path / "1")])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (141, "") and done.stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

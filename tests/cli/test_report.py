@@ -59,7 +59,7 @@ def test_a_pipe_whose_reader_has_gone(saved: Path) -> None:
     code = "import sys; from ckpt.cli.main import cli; cli.main(sys.argv[1:])"
     done = subprocess.run([sys.executable, "-c", code, "report", str(saved), "-o", "-"], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("what", ["no folder", "folder", "read-only"])

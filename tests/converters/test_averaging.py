@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.converters.arithmetic.merge import last_steps
-from ckpt.converters.arithmetic.weights import SCHEDULES, schedule_weights
+from ckpt.converters.arithmetic.weights import SCHEDULES, checked_weights, schedule_weights
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.pipeline import buffered
 from ckpt.errors import MismatchError, NamesError, NotFoundError, ShapeError, UsageError
@@ -213,6 +212,11 @@ def test_a_schedule_keeps_of_each_update_what_the_decay_says(schedule: str, coun
     assert abs(weights.sum() - 1) < 1e-12 and (weights > 0).all()
 
 
+@pytest.mark.parametrize("count", [3, 5, 7, 49])
+def test_equal_weights_are_equal(count: int) -> None:
+    assert checked_weights(None, None, count, any_sum=False) == schedule_weights("linear", count) == (1 / count,) * count
+
+
 def test_the_newest_steps_of_a_run(tmp_path: Path) -> None:
     urls = saved(tmp_path, 4)
     (tmp_path / "step-9").mkdir()
@@ -270,7 +274,7 @@ def test_an_element_that_is_not_finite_is_named(tmp_path: Path, to: str, value: 
         ckpt.save(tmp_path / str(i), {"model": own})
     with pytest.raises(MismatchError, match=rf"brain\[41, 5\] is {value}.*{tmp_path / '1'}"):
         ckpt.merge(tmp_path / "out", [tmp_path / "0", tmp_path / "1"], to=to, shard_size=500)
-    assert os.listdir(tmp_path / "out") == []
+    assert not (tmp_path / "out").exists()
     ckpt.merge(tmp_path / "out", [tmp_path / "0", tmp_path / "1"], allow_nan=True)
     check(str(tmp_path / "out"), tensors, (0.5, 0.5))
 
@@ -292,7 +296,7 @@ def test_tensors_that_are_not_averaged_must_be_the_same(tmp_path: Path) -> None:
         ckpt.save(tmp_path / str(i), {"w": torch.ones(2), "table": torch.tensor([[4, 5], [6, 7 + i]])})
     with pytest.raises(MismatchError, match=r"table\[1, 1\] is 7 in .*0 and 8 in .*1, and int64 tensors are not averaged"):
         ckpt.merge(tmp_path / "out", [tmp_path / "0", tmp_path / "1"])
-    assert os.listdir(tmp_path / "out") == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load, load_file
 
 from ckpt import convert, export
+from ckpt import open as ckpt_open
+from ckpt.converters.arithmetic.lora import merge
 from ckpt.converters.export.plan import WritePlanner
 from ckpt.converters.export.transaction import Destination, ExportTransaction
 from ckpt.converters.mapping.convention import translated_views
@@ -287,3 +289,25 @@ def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
     export(str(tmp_path / "a.safetensors"), llama, names="llama", convention="megatron", numbers=numbers, config=config_json)
     assert load_file(tmp_path / "a.safetensors")["embedding.word_embeddings.weight"][50:].abs().sum() == 0
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "converted.safetensors").read_bytes()
+
+
+def test_a_model_of_peft_is_refused_and_its_remedies_work(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def base() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+
+    model = peft.get_peft_model(base(), peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    for state in (model, {"model": model}, model.base_model):
+        with pytest.raises(UsageError, match=r"(?s)adapters of PEFT.*ckpt lora merge"):
+            export(str(tmp_path / "made"), state)
+    assert not (tmp_path / "made").exists()
+    export(str(tmp_path / "named"), {"model": model.state_dict()})
+    assert set(ckpt_open(str(tmp_path / "named"))) == set(model.state_dict())
+    model.save_pretrained(tmp_path / "adapter")
+    export(str(tmp_path / "base"), base())
+    merge(str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    merged, unloaded = ckpt_open(str(tmp_path / "merged")), model.merge_and_unload()
+    assert all(torch.equal(merged[name].read(), tensor) for name, tensor in unloaded.state_dict().items())
+    export(str(tmp_path / "unloaded"), unloaded)

@@ -157,7 +157,7 @@ def test_the_command(tmp_path: Path) -> None:
     base, adapter = write_base(tmp_path), write_adapter(tmp_path, pair("model.q"))
 
     def run(*words: object) -> Any:
-        return CliRunner().invoke(cli, ["lora", "merge", base, adapter, str(tmp_path / "out"), *map(str, words)])
+        return CliRunner().invoke(cli, ["lora", "merge", "--no-config", base, adapter, str(tmp_path / "out"), *map(str, words)])
 
     assert run("--dry-run").stdout.startswith("would write 5 tensors") and not (tmp_path / "out").exists()
     document = json.loads(run("--json").stdout)

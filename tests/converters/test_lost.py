@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 import ckpt
+from ckpt.cli.main import cli
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.journal import ConversionJournal
 from ckpt.converters.virtual.importer import import_checkpoint
@@ -129,6 +131,32 @@ def test_two_that_finish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CheckpointJournal, "commit", twice)
     assert convert(source, url, "native").finished
     assert inside and same(url) and verify(url).ok and not list(Path(url).glob("convert*"))
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+def test_tasks_of_an_array_that_are_started_again(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, url = str(tmp_path / "s"), str(tmp_path / "made")
+    ckpt.save(source, HELD)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def task(rank: str, source: str = source) -> Result:
+        monkeypatch.setenv("RANK", rank)
+        return CliRunner().invoke(cli, ["convert", "--to", to, "--no-config", "--shard-size", "20KB", source, url])
+
+    assert "not ready yet" in task("1").stdout and task("0").stdout.startswith("ok: ")
+    made = {path: path.read_bytes() for path in Path(url).rglob("*") if path.is_file()}
+    for rank in ("1", "0", "1"):
+        again = task(rank)
+        assert again.exit_code == 0 and again.stdout.startswith("ok, complete already: "), again.output
+    assert same(url) and made == {path: path.read_bytes() for path in Path(url).rglob("*") if path.is_file()}
+    other = str(tmp_path / "other")
+    ckpt.save(other, {name: value + 1 for name, value in HELD.items()})
+    assert task("1", other).exit_code == 30 and same(url)
+    if to == "hf":  # other weights of the same sizes are there now: the claim of the first must not speak for them
+        for path in Path(url).glob("*.*"):
+            path.unlink()
+        ckpt.convert(other, url, to=to, shard_size=20_000)
+        assert task("1").exit_code == 30
 
 
 def test_files_that_went_between_two_runs_are_written_again(tmp_path: Path) -> None:

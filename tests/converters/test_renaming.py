@@ -474,7 +474,7 @@ def test_skipped_names_need_no_rule_and_have_to_be_there(tmp_path: Path, rules: 
         translated(source, names=rules, convention="one")
     with pytest.raises(NamesError, match="no tensor matches 'emas'"):
         translated(source, names=rules, convention="one", skip=["ema", "emas"])
-    assert CliRunner().invoke(cli, ["convert", "--to", "hf", "--skip", "nothing", source, made]).exit_code == 21
+    assert CliRunner().invoke(cli, ["convert", "--to", "hf", "--no-config", "--skip", "nothing", source, made]).exit_code == 21
     found = CliRunner().invoke(
         cli, ["import", "--json", "--names", rules, "--convention", "one", "--skip", "ema", "--skip", "s*", source, made]
     )

@@ -64,7 +64,7 @@ def test_the_environment_says_it_to_commands(virtual: str, tmp_path: Path, monke
         for command in (
             ["verify", virtual],
             ["cp", virtual, str(tmp_path / "copy")],
-            ["convert", "--to", "hf", virtual, str(tmp_path / "hf")],
+            ["convert", "--to", "hf", "--no-config", virtual, str(tmp_path / "hf")],
         ):
             result = CliRunner().invoke(cli, command)
             assert result.exit_code in (20, 30), result.output

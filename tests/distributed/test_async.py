@@ -3,6 +3,7 @@ ranks stay in step."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -190,8 +191,11 @@ def test_flat_shards_are_merged_as_they_were_at_the_call(ranks: Ranks, tmp_path:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def replicas_differ(url: str) -> tuple[str, str, list[float]]:
-    rank = dist.get_rank()
+def replicas_differ(url: str) -> tuple[str, str, list[float], int]:
+    rank, logged = dist.get_rank(), list[logging.LogRecord]()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
     state = {"w": torch.ones(BIG), "same": torch.ones(3)}
     ckpt.save(url, state)
     if rank == 1:
@@ -200,11 +204,14 @@ def replicas_differ(url: str) -> tuple[str, str, list[float]]:
     first = raised(lambda: handle.result(30))
     kept = value(url)
     state["w"].fill_(5.0)
-    return first, raised(lambda: ckpt.save(url, state)), kept
+    logging.getLogger("ckpt").removeHandler(handler)
+    return first, raised(lambda: ckpt.save(url, state)), kept, len(logged)
 
 
 def test_replicas_that_differ_are_found(ranks: Ranks, tmp_path: Path) -> None:
-    for first, second, kept in ranks.run(2, replicas_differ, str(tmp_path / "a")):
+    results = ranks.run(2, replicas_differ, str(tmp_path / "a"))
+    assert [lines for *_, lines in results] == [1, 0]  # one line for one failure
+    for first, second, kept, _ in results:
         assert first.startswith("ReplicaError: replicas differ: tensor w: rank 0 ≠ rank 1")
         assert second == "nothing" and kept == [1.0]
     assert value(str(tmp_path / "a")) == [5.0]

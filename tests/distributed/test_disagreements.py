@@ -105,6 +105,16 @@ def test_replicas_that_differ(ranks: Ranks, tmp_path: Path, make: Callable[[], S
     check(ranks, tmp_path, make, ReplicaError, *texts, "PerRank", str(tmp_path / "a"))
 
 
+def many_that_differ() -> State:
+    return {f"w{i:02d}": torch.full((3,), float(dist.get_rank())) for i in range(44)}
+
+
+def test_many_replicas_that_differ_are_few_words(ranks: Ranks, tmp_path: Path) -> None:
+    differ = "4 different values on ranks 0-3"
+    texts = "; ".join(f"tensor w{i:02d}: {differ}" for i in range(3))
+    check(ranks, tmp_path, many_that_differ, ReplicaError, f"replicas differ: {texts}; and 41 more tensors (")
+
+
 def save_unseen(url: str) -> None:
     ckpt.save(url, one_element_of_w(), check_replicas=False)
 

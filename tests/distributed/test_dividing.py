@@ -158,7 +158,7 @@ def test_the_result_is_that_of_one_process(ranks: Ranks, tmp_path: Path) -> None
     native, hf, merged = (str(tmp_path / folder) for folder in ("native", "hf", "merged"))
     commands = [
         ("convert", "--json", "--to", "native", *small, a, native),
-        ("convert", "--json", "--to", "hf", *small, a, hf),
+        ("convert", "--json", "--to", "hf", "--no-config", *small, a, hf),
         ("convert", "--json", "--to", "torch_dist", *small, a, str(tmp_path / "dist")),
         ("merge", "--json", "--weights", "0.3,0.7", *small, merged, a, b),
         ("cp", "--json", native, str(tmp_path / "copy")),

@@ -84,7 +84,7 @@ def saved(tmp_path: Path) -> str:
 def test_the_result_is_that_of_one_process(saved: str, tmp_path: Path, here: type[HereTasks]) -> None:
     hf, native, merged, copy, other = (str(tmp_path / folder) for folder in ("hf", "native", "merged", "copy", "other"))
     ckpt.save(other, state(1))
-    made = report_of("convert", "--to", "hf", *SMALL, "--tasks", "3", saved, hf)
+    made = report_of("convert", "--to", "hf", "--no-config", *SMALL, "--tasks", "3", saved, hf)
     assert here.began == [(0, False), (1, False), (2, False)]
     alone = ckpt.convert(saved, str(tmp_path / "alone" / "hf"), to="hf", shard_size=20_000)
     assert (made["finished"], made["written_files"], made["read_bytes"]) == (True, alone.written_files, alone.read_bytes)

@@ -94,7 +94,7 @@ VALUES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), ("tensor bad.value", "sparse_csr")),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), ("tensor bad.value", "qint8")),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), ("tensor bad.value", "nested")),
-    "jagged": (jagged, ("tensor bad.value", "nested")),
+    "jagged": (jagged, ("tensor bad.value", "nested", "values and offsets")),
     "fake": (fake, ("tensor bad.value", "FakeTensor")),
     "meta": (lambda: torch.empty(3, device="meta"), ("tensor bad.value", "meta")),
     "meta per rank": (lambda: ckpt.PerRank(torch.empty(3, device="meta")), ("tensor bad.value", "meta")),

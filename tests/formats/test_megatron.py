@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 
 import ckpt
+from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.errors import CkptError, CorruptError, FormatError, UsageError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, UsageError
 from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.megatron.base import MegatronCatalog
 from ckpt.formats.megatron.repair import repaired_states
@@ -434,3 +436,29 @@ def test_recognised_by_content(files, tmp_path):
     assert find_format(str(files / "dp2" / "dp_zero_gather_scatter")) == "Megatron"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
     assert find_format(str(tmp_path)) is None
+
+
+# ------------------------------------------------------------------------------------------------- saves that died
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["common alone", "torn data files"])
+def test_a_save_that_died_is_no_checkpoint(torn: bool, tmp_path: Path) -> None:
+    """Megatron writes ``common.pt``, then data files, and ``metadata.json`` last."""
+    died = tmp_path / "iter_0000010"
+    died.mkdir()
+    torch.save({"iteration": 10, "args": argparse.Namespace(num_layers=2)}, died / "common.pt")
+    for rank in range(2 * torn):
+        (died / f"__{rank}_0.distcp").write_bytes(bytes(range(256)))
+    results = {name: CliRunner().invoke(cli, [name, str(died)]) for name in ("verify", "inspect", "ls")}
+    assert {name: result.exit_code for name, result in results.items()} == {"verify": 11, "inspect": 11, "ls": 0}
+    assert "a Megatron save that was not finished" in results["verify"].stderr and "unfinished Megatron save" in results["ls"].stdout
+    with pytest.raises(NotCommittedError, match="not finished"):
+        ckpt.load(str(died), {"model": torch.nn.Linear(2, 2)}, strict=False)
+    assert find_format(str(died / "common.pt")) == "torch.save archive"  # a file that is named is what it is
+
+
+def test_other_metadata_beside_common(tmp_path: Path) -> None:
+    torch.save({"iteration": 10}, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(FormatError, match="in the form 'zarr', of which torch_dist alone is read"):
+        open_catalog(str(tmp_path))

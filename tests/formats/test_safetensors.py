@@ -87,7 +87,7 @@ BAD = {
     "overlaps a": ({"a": entry(0, 4), "b": entry(2, 8)}, 8),
     "accounts for": ({"a": entry(0, 4)}, 9),
     "takes": ({"a": entry(0, 4, [5])}, 4),
-    "header that is no object": ([1], 0),
+    "not a JSON object": ([1], 0),
     "malformed entry": ({"a": {"dtype": "U8", "shape": [4]}}, 4),
     "malformed entry for 'b'": ({"b": {"dtype": "U8", "shape": [-4], "data_offsets": [0, 4]}}, 4),
     "malformed entry for 'c'": ({"c": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}}, 1),

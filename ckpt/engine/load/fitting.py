@@ -18,6 +18,7 @@ from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.part import LABEL, part_in
 from ckpt.plan.tables import ranks_text
+from ckpt.text.json_reader import parse_json
 from ckpt.transport.shm_pool import machine
 
 from .job import LoadJob
@@ -59,7 +60,7 @@ def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
     call.fetch_all(row[key] for row in rows.values() for key in ("problems", "used", "shares") if key in row)
 
     def once(digest: str) -> Row:
-        value: Row = json.loads(call.fetch(digest))
+        value: Row = parse_json(call.fetch(digest))
         return value
 
     selection = options.selection

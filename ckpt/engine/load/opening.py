@@ -26,6 +26,7 @@ from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.paths import INDEX_LIMIT
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import is_file_system, open_backend
+from ckpt.text.json_reader import parse_json
 from ckpt.transport.framing import Feed, Inlet
 from ckpt.transport.peers import MoveSlices, Peers
 
@@ -181,14 +182,14 @@ def unpack(bundle: bytes, url: str) -> tuple[bytes, dict[str, bytes]] | None:
     at = 8 + int.from_bytes(bundle[:8], "little")
     files: dict[str, bytes] = {}
     try:
-        head = json.loads(bundle[8:at])
+        head = parse_json(bundle[8:at])
         if head["url"] != url:
             return None
         for name, size in head["sizes"].items():
             files[name] = bundle[at : at + size]
             at += size
         return files.pop(""), files
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

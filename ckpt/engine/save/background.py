@@ -22,7 +22,7 @@ from ckpt.concurrency.workers import Pending
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.engine.devices import devices_of
-from ckpt.errors import BusyError
+from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.retries import Retries
 from ckpt.tracing.profiling import in_trace
 
@@ -200,7 +200,10 @@ class SaveHandle:
                 if copying is not None:
                     copying.wait()
         except BaseException as err:  # noqa: BLE001  raised by the handle or by the job's next call
-            log.error("the save of %s in the background failed: %s", self.url, err)
+            # All ranks hear of what one has raised, and the leader's log has it for all of them, unless it may be the one that is gone.
+            gone = isinstance(err, DeadlineError) or (isinstance(err, RankFailedError) and err.departed)
+            heard = not job.call.is_leader and isinstance(err, CkptError) and not gone
+            log.log(logging.DEBUG if heard else logging.ERROR, "the save of %s in the background failed: %s", self.url, err)
             phase, seconds = job.call.phase_name, time.perf_counter() - job.began
             self.failed_in, self.ran = phase, seconds
             capture.stage.close()

@@ -11,7 +11,6 @@ encodes only what has changed: digests and sizes of files (``Tables.index``).
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
 from ckpt.settings import limits
+from ckpt.text.json_reader import parse_json
 
 from .base.reference_rows import ReferenceRows, join_references
 from .index_rows import chunks_apart, index_rows
@@ -241,8 +241,8 @@ class OpenSave:
             return self.given
         call, positions = self.leader.call, self.leader.positions
         call.fetch_all(row[key] for row in self.rows.values() for key in ("state", "values") if key in row)
-        state = join_values([(ranks, json.loads(call.fetch(d))) for d, ranks in grouped(self.rows, "state")])
-        own = {positions[rank]: json.loads(call.fetch(row["values"])) for rank, row in self.rows.items() if "own" in row}
+        state = join_values([(ranks, parse_json(call.fetch(d))) for d, ranks in grouped(self.rows, "state")])
+        own = {positions[rank]: parse_json(call.fetch(row["values"])) for rank, row in self.rows.items() if "own" in row}
         return Values(state, own)
 
     def commit(self, rows: Mapping[int, Row]) -> RecordedSave:

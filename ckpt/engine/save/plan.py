@@ -6,7 +6,6 @@ that the plan depends on is the same.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -30,6 +29,7 @@ from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Table, split_tables
 from ckpt.policies.partial_experts import NO_EXPERTS, StaleExperts
 from ckpt.settings import limits
+from ckpt.text.json_reader import parse_json
 
 NO_ID = "0" * 16
 """Stands for the id of the save in plans that are kept."""
@@ -329,7 +329,7 @@ def plan_image(infos: Sequence[TensorSpec], boxes: Sequence[tuple[str, Box]]) ->
 
 def own_tensors(row: bytes, rank: int) -> list[TensorSpec]:
     """The tensors of a row of the index that ``rank`` made, as its plan has them."""
-    layout, members = TensorLayout(Mesh.flat((rank,))), json.loads(row)["tensors"]
+    layout, members = TensorLayout(Mesh.flat((rank,))), parse_json(row)["tensors"]
     return [TensorSpec(name, dtype(t["dtype"]), tuple(t["shape"]), layout) for name, t in members.items()]
 
 

@@ -18,9 +18,12 @@ from ckpt.errors import ReplicaError
 from ckpt.layout.geometry import Box
 from ckpt.plan.ownership import ChunkAssignment
 from ckpt.plan.tables import ranks_text
+from ckpt.text.json_reader import parse_json
 
 from .plan import Chunk
 
+_SHOWN = 3
+"""Tensors that an error lists, and different values of each."""
 GROUP = 64
 """Tensors that are hashed in one task."""
 
@@ -122,7 +125,10 @@ def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) ->
         for ranks, digests in variants:
             by_digest.setdefault(digests.get(name), []).extend(ranks)
         if len(by_digest) > 1:
-            problems.append(f"tensor {name}: " + " ≠ ".join(ranks_text(ranks) for ranks in by_digest.values()))
+            text = " ≠ ".join(map(ranks_text, by_digest.values()))
+            if len(by_digest) > _SHOWN:
+                text = f"{len(by_digest)} different values on {ranks_text([rank for ranks in by_digest.values() for rank in ranks])}"
+            problems.append(f"tensor {name}: {text}")
     return problems
 
 
@@ -139,10 +145,11 @@ def compare_replicas(call: Call, rows: Mapping[int, Row]) -> None:
     call.fetch_all(digest for by_digest in differing for digest in by_digest)
     problems = []
     for by_digest in differing:
-        problems += replica_problems([(ranks, json.loads(call.fetch(d))) for d, ranks in by_digest.items()])
+        problems += replica_problems([(ranks, parse_json(call.fetch(d))) for d, ranks in by_digest.items()])
     if problems:
+        more = len(problems) > _SHOWN
         raise ReplicaError(
-            "replicas differ: " + "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else ""),
+            f"replicas differ: {'; '.join(problems[:_SHOWN])}{f'; and {len(problems) - _SHOWN:,} more tensors' if more else ''}",
             where=call.url,
             hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
             "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from ckpt.byte_source.chunk import ChunkName
 from ckpt.catalog import Catalog, Extent, TensorEntry
+from ckpt.errors import FormatError
 from ckpt.formats.external.base import ExternalCatalog
 
-from .structure import FAILURES, Problem, file_of
+from .structure import FAILURES, UNREAD, Problem, file_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +91,5 @@ def _chunks_one_by_one(catalog: Catalog, entry: TensorEntry, numbers: Sequence[i
             yield ChunkToVerify(entry, number, catalog.extents(entry, [number])[0])
         except FAILURES as err:
             file, box = file_of(err, catalog.url), entry.grid.box(number)
-            problems.append(Problem(kind="header", file=file, tensor=entry.name, box=box, message=err.message))
+            kind = UNREAD if isinstance(err, FormatError) else "header"
+            problems.append(Problem(kind=kind, file=file, tensor=entry.name, box=box, message=err.message))

@@ -27,6 +27,8 @@ from ckpt.layout.geometry import Box, find_fault
 FAILURES = (CorruptError, FormatError, NotFoundError, StorageError)
 """What a single file or chunk may give without ending the check."""
 
+UNREAD = "unread"
+"""The kind of a problem of a chunk whose bytes are stored in a way that is not known here: it was not checked."""
 _THREADS = 8
 
 
@@ -35,7 +37,8 @@ class Problem:
     """One thing that is wrong. ``box`` is in elements of the global tensor; what is None does not apply."""
 
     kind: str
-    """``index``, ``tiling``, ``state``, ``missing`` or ``size`` (of a file), ``header``, ``unknown-chunk``, ``read`` or ``digest``."""
+    """``index``, ``tiling``, ``state``, ``missing`` or ``size`` (of a file), ``header``, ``unknown-chunk``, ``read``,
+    ``digest``, ``codec``, or ``unread``."""
     file: str | None = None
     tensor: str | None = None
     box: Box | None = None

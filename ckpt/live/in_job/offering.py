@@ -35,6 +35,7 @@ from ckpt.plan import machines
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
+from ckpt.text.json_reader import parse_json
 from ckpt.transport.shm_pool import machine
 
 from .reshard_phases import Meeting, Offered
@@ -142,7 +143,7 @@ def offer(
     agreed: Row = call.map_reduce("offer", collected, partial(_lead_offer, call, meeting, cache))
     holders = {
         rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
-        for rank, addresses, network in json.loads(call.fetch(agreed["holders"]))
+        for rank, addresses, network in parse_json(call.fetch(agreed["holders"]))
     }
     parts = [(name, part.memory) for name, tensor in local.items() for part in tensor.parts if not part.memory.is_inference()]
     return Offered(
@@ -160,8 +161,8 @@ def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[in
     if "replicas" in offers[meeting.old[0]]:
         compare_replicas(call, offers)
     call.fetch_all(row[key] for row in offers.values() for key in ("table", "state", "own") if key in row)
-    own = {meeting.old.index(rank): json.loads(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
-    state = join_values([(ranks, json.loads(call.fetch(digest))) for digest, ranks in grouped(offers, "state")])
+    own = {meeting.old.index(rank): parse_json(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
+    state = join_values([(ranks, parse_json(call.fetch(digest))) for digest, ranks in grouped(offers, "state")])
     serving = [[rank, row["addresses"], row["network"]] for rank, row in offers.items() if "addresses" in row]
     agreed = {
         "tables": [[call.leave(call.fetch(digest)), ranks] for digest, ranks in grouped(offers, "table")],
@@ -175,7 +176,7 @@ def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[in
 
 def _catalog(call: Call, meeting: Meeting, agreed: Row, cache: ReshardCache) -> LiveCatalog:
     """The catalog of all old states. Its tensors are those of the last reshard where all tables are."""
-    own = json.loads(call.fetch(agreed["own"]))
+    own = parse_json(call.fetch(agreed["own"]))
     own_tables = {int(place): Table.from_bytes(row["table"].encode()) for place, row in own.items()}
     key = (meeting.old, json.dumps(agreed["tables"]), *(row["table"] for row in own.values()))
     if cache.catalog is None or cache.key != key:
@@ -190,4 +191,4 @@ def _catalog(call: Call, meeting: Meeting, agreed: Row, cache: ReshardCache) -> 
         )
         cache.key = key
     ranks = {int(place): row["values"] for place, row in own.items()}
-    return cache.catalog.with_values(json.loads(call.fetch(agreed["state"])), ranks)
+    return cache.catalog.with_values(parse_json(call.fetch(agreed["state"])), ranks)

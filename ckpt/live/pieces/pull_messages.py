@@ -23,6 +23,7 @@ from ckpt import errors
 from ckpt.errors import CkptError, FormatError, GroupError, error_to_json
 from ckpt.live.wire import Channel
 from ckpt.settings import limits
+from ckpt.text.json_reader import parse_json
 from ckpt.transport.framing import RECORD
 
 PURPOSE = "pieces"
@@ -58,7 +59,7 @@ def receive_error(channel: Channel, length: int) -> CkptError:
     if length > MOST_ERROR:
         raise FormatError(f"an error message of {length} bytes", where=channel.peer)
     try:
-        data = json.loads(channel.receive(length))
+        data = parse_json(channel.receive(length))
         kind, message, hint = getattr(errors, data["type"], None), str(data["message"]), data["hint"]
     except (ValueError, KeyError, TypeError) as err:
         raise FormatError(f"an error message that cannot be read: {err}", where=channel.peer) from err

@@ -6,7 +6,6 @@ the checkpoint when told ``--use-checkpoint-args`` (``load_args_from_checkpoint`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
+from ckpt.text.json_reader import parse_json
 
 Arguments = dict[str, Any]
 DIVISOR = 128
@@ -205,7 +205,7 @@ def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
     """
     for backend in _beside(catalog):
         try:
-            config = json.loads(backend.read_whole(CONFIG, RECORD_LIMIT))
+            config = parse_json(backend.read_whole(CONFIG, RECORD_LIMIT))
         except NotFoundError:
             continue
         except ValueError as err:

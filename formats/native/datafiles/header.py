@@ -16,6 +16,7 @@ import xxhash
 from ckpt.catalog import DataFile
 from ckpt.errors import CorruptError, FormatError
 from ckpt.layout.geometry import IntArray
+from ckpt.text.json_reader import parse_json, parse_object
 
 from .datafile import CHUNK_DIGITS, CHUNK_DIGITS_128, DIGESTS_128, HEADER_BLOCK, LENGTH_BYTES, NO_DIGEST_128
 from .header_layout import BITS, Columns, HeaderLayout, read_layout, recall, remember
@@ -158,8 +159,8 @@ def _split(data: bytes) -> tuple[object, memoryview | None]:
             return None, None
         end = data.find(b"}", start.end()) + 1
         try:
-            metadata = json.loads(data[start.end() : end].decode())
-        except (ValueError, RecursionError):  # a brace in a string, or damage
+            metadata = parse_json(data[start.end() : end])
+        except ValueError:  # a brace in a string, or damage
             return None, None
     first = end + len(data[end : end + 64]) - len(data[end : end + 64].lstrip())
     if data[first : first + 1] not in (b",", b"}") or data[stop:].strip():
@@ -169,12 +170,9 @@ def _split(data: bytes) -> tuple[object, memoryview | None]:
 
 def _parse_json(text: bytes, where: str) -> dict[str, Any]:
     try:
-        entries = json.loads(text.decode())
-    except (ValueError, RecursionError) as err:
-        _damaged(f"its header is not JSON ({err})", where)
-    if not isinstance(entries, dict):
-        _damaged("its header is not a JSON object", where)
-    return entries
+        return parse_object(text)
+    except ValueError as err:
+        _damaged(f"of its header: {err}", where)
 
 
 def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes, bytes]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ckpt.catalog import DataFile
 from ckpt.engine.save.plan import Chunk
+from ckpt.text.json_reader import parse_json
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +56,7 @@ def encode_references(references: References, anchors: References, *, steps: Ite
 
 def join_references(key: tuple[str, ...], rows: Iterable[bytes]) -> ReferenceRows:
     """The references of all ranks, whose rows have the digests ``key``. Files are in the order of their paths."""
-    parts = [json.loads(row) for row in rows]
+    parts = [parse_json(row) for row in rows]
     files = {row[0]: row for part in parts for row in part["files"]}
     number = {path: i for i, path in enumerate(sorted(files))}
     chunks: dict[str, dict[int, int]] = {}
