@@ -94,7 +94,6 @@ class SourceConnection:
                 answer, data = self._ask(question | {"relays": patience}, end, alive)
             except CkptError as err:
                 tries -= 1
-                self.disconnect()
                 if not tries or isinstance(err, (AccessError, DeadlineError, FormatError, NotFoundError)):
                     raise
                 continue
@@ -145,43 +144,38 @@ class SourceConnection:
     def tell_lost(self, rank: int) -> None:
         """Let the source know that a rank of this sink has died. Any thread."""
         try:
-            if not self._left:  # a take that broke off has ended the connection
+            if not self._left:
                 self._ask({"op": "lost", "rank": rank}, time.monotonic() + _PATIENCE, lambda: None)
         except CkptError as err:
             log.debug("live: the source was not told of a rank that died: %s", err)
 
     def _tell(self, message: Row) -> None:
         with self._lock:
-            if self._client is None:
+            if self._client is None or self._client.closed:
                 return
             try:
                 self._client.ask({**self._who, **message})
             except CkptError as err:
                 log.debug("live: the source was not told: %s", err)
-                self._disconnect()
 
     def leave(self) -> None:
-        """Say good-bye, if the source is there."""
+        """Say good-bye, if the source is there; a take that broke off may have ended the connection."""
+        self._left = True
+        if self._client is None:
+            return
+        with suppress(CkptError):
+            self._ask({"op": "leave"}, time.monotonic(), lambda: None, patience=_PATIENCE)
         with self._lock:
-            self._left = True
-            if self._client is not None:
-                with suppress(CkptError):
-                    self._client.ask({**self._who, "op": "leave"})
-            self._disconnect()
-
-    def disconnect(self) -> None:
-        """Let the next question make another connection."""
-        with self._lock:
-            self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._client is not None:
             self._client.close()
-            self._client = None
 
-    def _ask(self, question: Row, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
+    def _ask(self, question: Row, end: float, alive: Callable[[], None], *, patience: float | None = None) -> tuple[Row, bytes]:
+        """The answer of the source. Until it was reached for the first time, it may start until ``end``. ``patience``: wait no longer for
+        an answer."""
         with self._lock:
-            if self._client is None:
-                patience = min(self._timeout, max(end - time.monotonic(), 1.0))
-                self._client = ControlClient(self._address, self._secret, patience, alive)
+            if self._client is None or self._client.closed:
+                reach = max(end - time.monotonic(), 1.0)
+                patient = self._client is None
+                self._client = ControlClient(self._address, self._secret, self._timeout, alive, reach=reach, patient=patient)
+            if patience is not None:
+                self._client.hurry(patience)
             return self._client.ask({**self._who, **question}, alive)

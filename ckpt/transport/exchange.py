@@ -48,7 +48,7 @@ class Port:
     look: Callable[[str], Any]
     network: str = ""
     """Equal for ranks that have the same interfaces."""
-    listener: Listener | None = None
+    listener: Listener[Hello] | None = None
     early: list[tuple[Hello, socket.socket]] = field(default_factory=list)
     """Streams from ranks that are ahead of this one."""
     met: set[tuple[int, int]] = field(default_factory=set)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -219,7 +220,7 @@ class Greeting:
 
     sock: socket.socket
     secret: bytes
-    began: float
+    began: float = field(default_factory=time.monotonic)
     _received: bytes = b""
 
     def step(self) -> Hello | None:
