@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
+from weakref import finalize
 
 from ckpt.coordination.remote_errors import error_of
 from ckpt.coordination.rows import Row
@@ -148,6 +149,7 @@ class ControlClient:
             left = max(1.0, end - time.monotonic())
             self._channel = dial(reached_at, secret, left, peer=peer, purpose=PURPOSE, alive=alive, patient=patient)
         self._channel.timeout = timeout
+        self._close = finalize(self, self._channel.close)
 
     def ask(self, question: Row, alive: Callable[[], None] = lambda: None) -> tuple[Row, bytes]:
         """What it answers. ``alive`` is called while it does not. The connection is closed if there is no answer.
@@ -179,7 +181,7 @@ class ControlClient:
         return self._channel.sock.fileno() < 0
 
     def close(self) -> None:
-        self._channel.close()
+        self._close()
 
 
 @contextmanager

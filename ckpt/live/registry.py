@@ -66,7 +66,7 @@ class SinkRecord:
 
     @property
     def state(self) -> str:
-        if self.left:
+        if self.left and not self.lost_ranks:
             return "left"
         return "lost" if self.lost or self.lost_ranks else "taking" if self.taking else "waiting"
 
