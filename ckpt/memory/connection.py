@@ -15,6 +15,7 @@ from weakref import finalize
 
 from ckpt import settings
 from ckpt.errors import AccessError, CkptError, FormatError, StorageError, error_from_json
+from ckpt.transport.endpoints import EXHAUSTED, exhausted
 
 from . import place
 from .messages import PROTOCOL, Message, Packet, close_all, receive, send
@@ -100,6 +101,8 @@ def try_to_connect(folder: Path) -> DaemonConnection | None:
     except PermissionError as err:
         raise AccessError(f"this memory is another account's: {err}", where=str(folder), hint="see CKPT_MEMORY_DIR") from err
     except OSError as err:
+        if err.errno in EXHAUSTED:
+            raise exhausted("connection to the memory daemon", err) from err
         raise gone(folder, str(err)) from err
     try:
         return DaemonConnection(sock, folder)
