@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 from weakref import finalize
 
-from ckpt.coordination.remote_errors import error_of
 from ckpt.coordination.rows import Row
-from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, StorageError, UsageError, error_to_json
+from ckpt.errors import CkptError, DeadlineError, GroupError, StorageError, UsageError, error_from_json, error_to_json
 from ckpt.settings import limits
 from ckpt.text.urls import address_text
 from ckpt.transport.tcp import close_when_forked
@@ -166,10 +165,9 @@ class ControlClient:
             self.close()  # the answer to another question might come first
             raise
         if "error" in answer:
-            try:
-                raise error_of("take", "versions", {"decided": True, "rank": 0, "error": answer["error"]})
-            except (KeyError, TypeError) as err:
-                raise FormatError(f"an error message that cannot be read: {err!r}", where=self.address) from err
+            error = error_from_json(answer["error"])
+            error.where = error.where or self.address
+            raise error
         return answer, data
 
     def hurry(self, seconds: float) -> None:

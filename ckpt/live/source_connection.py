@@ -15,9 +15,11 @@ from ckpt import settings
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, RankFailedError
 from ckpt.plan.tables import ranks_text
+from ckpt.transport.members import ADDRESSES, Either, Kind, checked, is_count, is_hex
 from ckpt.transport.shm_pool import machine
 
 from .control import ControlClient, split_address
+from .relays.relay import RELAY
 from .versions import Version, digest_of_blob
 
 log = logging.getLogger("ckpt")
@@ -26,24 +28,21 @@ _numbers = count(1)
 """Of the sinks of this process."""
 _PATIENCE = 5.0
 """Seconds for a source that is to hear of a rank that died."""
-_RELEASE = "use the same release of ckpt at both ends"
-
-
-def check_holders(rows: object, where: str) -> None:
-    """Raise CorruptError unless these say of each rank of a source where it is: what comes later need not look again."""
-    try:
-        if not isinstance(rows, list):
-            raise TypeError(f"{type(rows).__name__} in the place of a list")
-        for row in rows:
-            file, token = row["at"]
-            fields = [row["rank"], row["pid"], file, *(port for _, port in row["addresses"])]
-            texts = [row["network"], row["machine"], token, *(host for host, _ in row["addresses"])]
-            wrong = [value for value in fields if type(value) is not int] + [value for value in texts if not isinstance(value, str)]
-            if wrong:
-                raise ValueError(f"{wrong[0]!r:.80} is of the wrong kind")
-    except (KeyError, TypeError, ValueError) as err:
-        message = f"what came does not say where the ranks of the source are: {err!r}"
-        raise CorruptError(message, where=where, hint=_RELEASE) from err
+_HOLDER: Kind = {
+    "rank": is_count,
+    "pid": is_count,
+    "at": (is_count, is_hex),
+    "addresses": ADDRESSES,
+    "network": str,
+    "machine": str,
+    "domain": Either(str, None),
+    "delta": bool,
+}
+NEWEST: Kind = Either(
+    {"version": None, "lost": [is_count]},
+    {"version": {"run": str, "step": is_count, "digest": is_hex}, "holders": [_HOLDER], "relays": [RELAY | {"sink": str}], "kept": [str]},
+)
+"""The answer to the question for the newest version."""
 
 
 def _never(newer: str, lost: Sequence[int], where: str) -> RankFailedError:
@@ -97,10 +96,10 @@ class SourceConnection:
                 if not tries or isinstance(err, (AccessError, DeadlineError, FormatError, NotFoundError)):
                     raise
                 continue
+            checked(answer, NEWEST, "answer about versions", self._address)
             if answer["version"] is not None:
-                if digest_of_blob(data) != answer["version"].get("digest"):
+                if digest_of_blob(data) != answer["version"]["digest"]:
                     raise CorruptError("the manifest of a version came damaged", where=self._address, hint="take again")
-                check_holders(answer["holders"], self._address)
                 return answer, data
             newer = "no version yet" if after is None else f"no version newer than {after}"
             if answer["lost"]:
@@ -118,9 +117,7 @@ class SourceConnection:
         if not digests:
             return {}
         answer, data = self._ask({"op": "blobs", "digests": digests}, time.monotonic() + self._timeout, alive)
-        sizes = answer.get("sizes")
-        if not isinstance(sizes, list) or len(sizes) != len(digests) or any(type(size) is not int or size < 0 for size in sizes):
-            raise CorruptError("the parts of a version's manifest came with sizes that make no sense", where=self._address, hint=_RELEASE)
+        sizes = checked(answer, {"sizes": (is_count,) * len(digests)}, "answer about parts of a version", self._address)["sizes"]
         blobs, at = {}, 0
         for digest, size in zip(digests, sizes, strict=True):
             blobs[digest] = data[at : at + size]

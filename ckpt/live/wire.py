@@ -28,8 +28,7 @@ from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
 from ckpt.text.printable import printable
 from ckpt.text.urls import address_text
 from ckpt.transport.endpoints import from_here
-from ckpt.transport.sockets import receive_exactly
-from ckpt.transport.tcp import prepare
+from ckpt.transport.tcp import prepare, receive_exactly
 
 Address = tuple[str, int]
 

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Protocol
 
 from .shm_pool import ANNOUNCEMENT_BYTES
+from .tcp import receive_exactly
 
 HELLO = struct.Struct(f"!4s16sIIQ{ANNOUNCEMENT_BYTES}s")
 """Magic, the receiver's secret, number of the exchange, the sender's rank, how much it has, and where its shared memory is."""
@@ -148,21 +149,6 @@ class Views:
                 break
             count -= len(self._left.popleft())
         return not self.nbytes
-
-
-def receive_exactly(sock: socket.socket, size: int, have: bytes = b"") -> bytes:
-    """What came of a message of ``size`` bytes, of which ``have`` came before.
-
-    Raises:
-        ConnectionError: the other end is gone.
-    """
-    try:
-        data = sock.recv(size - len(have))
-    except BlockingIOError:
-        return have
-    if not data:
-        raise ConnectionError("the stream ended early")
-    return have + data
 
 
 @dataclass(eq=False)
