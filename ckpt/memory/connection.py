@@ -39,7 +39,7 @@ class DaemonConnection:
                 f"the memory daemon is of release {answer.get('release')} and speaks version {answer.get('protocol')} of the protocol, "
                 f"this release {PROTOCOL}",
                 where=str(folder),
-                hint="end it with `ckpt memory stop --yes`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
+                hint="end it with `ckpt memory stop --all`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
             )
         self._id = str(answer["id"])
         with os.fdopen(files[0], "rb") as file:

@@ -416,7 +416,7 @@ serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flus
         old = start(code)
         try:
             assert old.stdout is not None and old.stdout.readline() == "listens\n"
-            with pytest.raises(FormatError, match=r"(?s)speaks version 0 of the protocol, this release 1.*ckpt memory stop --yes"):
+            with pytest.raises(FormatError, match=r"(?s)speaks version 0 of the protocol, this release 1.*ckpt memory stop --all"):
                 ckpt.Checkpointer(str(tmp_path / "run"), memory=ckpt.Memory()).step(1, {"w": torch.ones(3)})
             client.end_daemon(tmp_path / "memory")
             assert old.wait(20) == 0
