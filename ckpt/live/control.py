@@ -30,7 +30,7 @@ _MOST_ANSWER = 256 * limits.MIB
 
 
 def split_address(address: str) -> tuple[str, int, str]:
-    """Host, port and name of ``tcp://host:port/name``; the name may be empty.
+    """Host, port and name of ``tcp://host:port/name``.
 
     Raises:
         UsageError: it is no such address.
@@ -42,6 +42,9 @@ def split_address(address: str) -> tuple[str, int, str]:
         raise _no_address(address) from err
     if parts.scheme != "tcp" or not host or port is None or parts.query or parts.fragment or parts.username:
         raise _no_address(address)
+    if not name:
+        hint = f'write it as "tcp://{address_text(host, port)}/name": whoever comes to a port that now is another source\'s is told so'
+        raise UsageError(f"{address!r} has no name", hint=hint)
     return host, port, name
 
 

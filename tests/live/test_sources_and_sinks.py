@@ -412,6 +412,11 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for address in ("actor", "tcp://host/x", "http://h:1/x", "tcp://h:99999/x"):
         with pytest.raises(UsageError, match="is no address of a source"):
             Source(address, state)
+    for make in (Source, Sink):
+        with pytest.raises(UsageError, match=r"'tcp://127.0.0.1:4000/' has no name"):
+            make("tcp://127.0.0.1:4000/", state)
+    with pytest.raises(UsageError, match="the state of the source is empty on all ranks"):
+        Source("tcp://127.0.0.1:0/a", {}, timeout=2)
     with Source("tcp://127.0.0.1:0/a", state, timeout=2, secret="right") as source:
         with pytest.raises(AccessError, match="no secret is known"):
             Sink(source.address, state)
