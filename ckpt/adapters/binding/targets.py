@@ -28,7 +28,7 @@ from ckpt.plan.match import Selection, misfit
 from ckpt.plan.nodes import Nodes
 from ckpt.tree import MISSING, Node, join
 
-from .shared_elements import shared_elements
+from .shared_elements import overlaps_itself, shared_elements
 
 Setter = Callable[[Any], None]
 
@@ -272,8 +272,8 @@ _OWN_WALKS = frozenset(_OF_KIND)
 
 
 def _check_writable(name: str, memory: torch.Tensor) -> None:
-    if any(n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)):
-        text = "its elements share memory (it was expanded), so it cannot be loaded into"
+    if overlaps_itself(memory):
+        text = "its elements share memory (it is expanded, or strided over itself), so it cannot be loaded into"
         raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
 
 
