@@ -202,6 +202,12 @@ class ShardTable:
             raise _ambiguous(state_name, tensor, param)
         return from_placed(state_name, _one_number(placed, name, tensor), tensor, self.rank)
 
+    def stored_name(self, name: str, tensor: torch.Tensor | Sharded) -> str:
+        """The name under which a tensor is stored: a layout may renumber it."""
+        if self.layout is None or isinstance(tensor, Sharded) or is_dtensor(tensor):
+            return name
+        return self.layout.place(name, tuple(tensor.shape), self.rank).name
+
     def param_shape(self, name: str, param: torch.Tensor) -> tuple[int, ...]:
         """Global shape under which a parameter is stored."""
         if self.layout is None or is_dtensor(param):

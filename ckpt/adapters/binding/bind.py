@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ckpt import tree
 from ckpt.adapters.fsdp1 import reshard
 from ckpt.adapters.in_place import is_stateful, restore_in_place
-from ckpt.adapters.modules import copies_of, tensors_of
+from ckpt.adapters.modules import copies_of, frozen_beside, tensors_of
 from ckpt.adapters.optimizers import ParamNames, names_in
 from ckpt.adapters.per_rank import Compound, PerRank
 from ckpt.adapters.shard_cache import ShardCache
@@ -175,7 +175,8 @@ class _BindWalk(Binder):
 
     def module(self, module: torch.nn.Module, node: Node, path: str) -> None:
         parts = tensors_of(module)
-        copies = [at for name in copies_of(module, parts) if self.selection.wants(at := join(path, name))]
+        frozen = frozen_beside(module, parts) if self.selection.trainable else frozenset[str]()
+        copies = [at for n in copies_of(module, parts) if n not in frozen and self.selection.wants(at := join(path, n))]
         if copies:
             raise StateError(
                 f"the module's state_dict() gives copies of {len(copies)} tensors, which cannot be filled in place",
@@ -188,7 +189,10 @@ class _BindWalk(Binder):
         for name, part in parts.flat.items():
             self.tensor(join(path, name), part)
         for name, tensor in parts.tensors.items():
-            self.tensor(join(path, name), tensor)
+            if name in frozen:
+                self.left_alone(join(path, name), tensor)
+            else:
+                self.tensor(join(path, name), tensor)
         for number in range(before, len(self.binding.misfits)):
             self.resizes(number, path, parts.owners)
         for name in parts.extra:

@@ -132,17 +132,17 @@ class Binder:
         """A tensor of the state: filled in place; on the meta device it gets memory first."""
         if self.selection.only and not self.selection.wants(state_name):
             return
-        local = self.shard_table.add(state_name, tensor)
-        if self.selection.trainable and is_frozen(tensor):
-            self.left_alone(state_name)
+        if self.selection.trainable and is_frozen(tensor):  # first: a class that cannot be stored is no obstacle here
+            self.left_alone(state_name, tensor)
             return
+        local = self.shard_table.add(state_name, tensor)
         self.target(state_name, local)
         if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
 
-    def left_alone(self, state_name: str) -> None:
+    def left_alone(self, state_name: str, tensor: torch.Tensor | Sharded) -> None:
         """A tensor of the state that keeps its values, whether the checkpoint has some or not."""
-        entry = self.entries.get(self.shard_table.names[state_name])
+        entry = self.entries.get(self.shard_table.stored_name(state_name, tensor))
         if entry is not None:
             self._used(entry.name)
 
