@@ -16,9 +16,10 @@ from ckpt.layout.layout import Layout
 from ckpt.plan.part import StatePart
 from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
+from .deepspeed import refuse_zero
 from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
-from .in_place import is_stateful
+from .in_place import is_stateful, state_of
 from .modules import ModuleTensors, copies_of, frozen_beside, tensors_of
 from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
 from .part import LEFT_OUT, PartTaker, is_frozen
@@ -198,9 +199,10 @@ class _CollectWalk:
         if isinstance(value, Optimizer):
             return self.optimizer(value, path)
         if is_stateful(value):
+            refuse_zero(value, path)
             # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
             # would have them.
-            outside, given = dict(self.renumbered), value.state_dict()  # type: ignore[attr-defined]
+            outside, given = dict(self.renumbered), state_of(value, path)
             if self.taker is not None and not self.taker.wants_some(path, given):
                 return LEFT_OUT
             taker, self.taker = self.taker, None  # all of it
@@ -237,7 +239,7 @@ class _CollectWalk:
         if isinstance(value, torch.Tensor):
             return {"$tensor": self.shard_table.add_own(_named(path), value).info.name}
         if is_stateful(value) and not isinstance(value, (torch.nn.Module, Optimizer)):
-            return encode(value.state_dict(), path, self.own_leaf)  # type: ignore[attr-defined]
+            return encode(state_of(value, path), path, self.own_leaf)
         return None
 
     def module(self, module: torch.nn.Module, path: str) -> Node:

@@ -33,6 +33,7 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
+from .deepspeed import refuse_partitioned
 from .dtensor import is_dtensor
 from .meshes import widened
 from .shard_cache import CachedShard, ShardCache, alive_of, key_of, memory_of
@@ -92,6 +93,8 @@ class ShardTable:
         place is known from where it comes."""
         if isinstance(tensor, Sharded):
             return self._add_sharded(state_name, tensor)
+        if tensor.__dict__:
+            refuse_partitioned(tensor, state_name)
         key = key_of(tensor)
         if key is None and is_sharded_tensor(tensor):
             return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
