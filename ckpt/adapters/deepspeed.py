@@ -1,8 +1,8 @@
 """Objects of DeepSpeed that no state can hold, recognised without importing it.
 
 ZeRO trains partitions of its own. Stage 3 leaves empty parameters in the module between steps; after a step of stages 1 and 2 the
-parameters are what the partitions say, whatever was loaded into them. ``deepspeed.initialize`` marks the parameters: ``_hp_mapping`` (stages
-1 and 2, BF16_Optimizer), ``ds_id`` and ``ds_shape`` (``zero.Init``, stage 3), ``_z3_optimizer`` (stage 3). Source: DeepSpeed 0.19.8.
+parameters are what the partitions say, whatever was loaded into them. ``deepspeed.initialize`` marks the parameters: ``_hp_mapping``
+(stages 1 and 2, BF16_Optimizer), ``ds_shape`` (``zero.Init``, stage 3), ``_z3_optimizer`` (stage 3). Source: DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations

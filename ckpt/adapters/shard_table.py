@@ -38,6 +38,7 @@ from .dtensor import is_dtensor
 from .meshes import widened
 from .shard_cache import CachedShard, ShardCache, alive_of, key_of, memory_of
 from .sharded import Sharded, from_sharded_tensor, is_sharded_tensor
+from .stated_boxes import beside_stated, from_stated, states_boxes
 from .tensors import LocalShard, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class ShardTable:
             return self._add_sharded(state_name, tensor)
         if tensor.__dict__:
             refuse_partitioned(tensor, state_name)
+        if states_boxes(tensor):
+            return self._add_sharded(state_name, from_stated(tensor, state_name, self.rank), tensor)
         key = key_of(tensor)
         if key is None and is_sharded_tensor(tensor):
             return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
@@ -103,7 +106,8 @@ class ShardTable:
             return self._recall(state_name, tensor, known)
         return self._remembered(self._place(state_name, tensor), tensor, key, tensor)
 
-    def _add_sharded(self, state_name: str, part: Sharded) -> LocalTensor:
+    def _add_sharded(self, state_name: str, part: Sharded, tensor: torch.Tensor | None = None) -> LocalTensor:
+        """``tensor`` is what the state has, if it is one."""
         placed = ResolvedShard(name=state_name, shape=part.shape, layout=part.layout)
         if part.blocks:
             info = TensorSpec(state_name, dtype_of(part.memory, state_name), part.shape, part.layout)
@@ -115,7 +119,7 @@ class ShardTable:
         else:
             local = from_placed(state_name, placed, part.memory, self.rank)
         self._unproven.add(local.info.name)
-        registered = self._register(local, part.memory, part.memory)
+        registered = self._register(local, part.memory if tensor is None else tensor, local_memory(part))
         self._counted += [(registered.info.name, tensor) for tensor in part.counted]
         return registered
 
@@ -182,6 +186,12 @@ class ShardTable:
         """
         # A walk over a large state asks layouts and meshes for each tensor, which takes far longer than the walk. The
         # key has everything that the answer follows from, so an equal key means an equal answer.
+        if states_boxes(tensor):
+            return self.add(state_name, tensor)
+        if states_boxes(param):
+            beside = beside_stated(tensor, param, state_name, self.rank)
+            if beside is not None:
+                return self._add_sharded(state_name, beside, tensor)
         keys = key_of(tensor), key_of(param)
         key = None if None in keys else (*keys, param_name, prefix)
         known = self.shards.known.get(state_name)
@@ -279,6 +289,11 @@ class ShardTable:
         known.parts.extend(more.parts)
         self._unproven.add(known.info.name)
         return known
+
+
+def local_memory(part: Sharded) -> torch.Tensor:
+    """The memory by which a part is known again: the first of its blocks, or all of it."""
+    return part.blocks[0] if part.blocks else part.memory
 
 
 def with_state_name(local: LocalTensor, state_name: str) -> LocalTensor:

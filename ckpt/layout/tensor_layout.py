@@ -300,10 +300,11 @@ def _listed_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
         first = next((i for i, group in enumerate(groups) if layout.pieces(shape, int(group[0]))), 0) if not shape else 0
         return Tiling(cuts=tuple((0, n) for n in shape), holders=groups[first : first + 1])
     pieces = [(piece.box, group) for group in groups for piece in layout.pieces(shape, int(group[0]))]
-    return Tiling(
-        boxes=(np.array([b.offset for b, _ in pieces], dtype=np.int64), np.array([b.shape for b, _ in pieces], dtype=np.int64)),
-        holders=np.array([group for _, group in pieces], dtype=np.int64),
-    )
+    dims = len(shape)
+    offsets = np.array([b.offset for b, _ in pieces], dtype=np.int64).reshape(-1, dims)
+    shapes = np.array([b.shape for b, _ in pieces], dtype=np.int64).reshape(-1, dims)
+    holders = np.array([group for _, group in pieces], dtype=np.int64).reshape(-1, groups.shape[1])
+    return Tiling(boxes=(offsets, shapes), holders=holders)
 
 
 @lru_cache(maxsize=2048)

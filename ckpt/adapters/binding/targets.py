@@ -208,6 +208,8 @@ class Binder:
         if isinstance(tensor, torch.nn.Parameter):
             real = torch.nn.Parameter(real, requires_grad=tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)  # swapped too
+        if is_dtensor(real) and is_dtensor(tensor):  # boxes that the local tensor states
+            real._local_tensor.__dict__.update(tensor._local_tensor.__dict__)
         try:
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
         except RuntimeError as err:
