@@ -125,11 +125,17 @@ class ShardTable:
 
     def _place(self, state_name: str, tensor: torch.Tensor) -> LocalTensor:
         if is_dtensor(tensor):
-            return from_dtensor(state_name, tensor, self.rank, self.meshes)
+            return self._on_stages(state_name, from_dtensor(state_name, tensor, self.rank, self.meshes))
         if self.layout is None:
             return from_plain(state_name, tensor, self.replicated(), self.rank)
         dtype_of(tensor, state_name)  # before its shape is asked for: what cannot be stored may have none
         return from_placed(state_name, self.layout.place(state_name, tuple(tensor.shape), self.rank), tensor, self.rank)
+
+    def _on_stages(self, name: str, local: LocalTensor) -> LocalTensor:
+        """A DTensor, or state of one, that by a rule of the layout for ``name`` lies on several stages, each of which has its own mesh."""
+        if self.layout is not None:
+            local.info = replace(local.info, layout=self.layout.on_stages(name, local.info.layout, self.rank))
+        return local
 
     def _recall(self, state_name: str, tensor: torch.Tensor, known: CachedShard) -> LocalTensor:
         """Place a tensor as the last walk did: nothing that decides it has changed."""
@@ -202,9 +208,9 @@ class ShardTable:
 
     def _place_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
         if is_dtensor(tensor):
-            return from_dtensor(state_name, tensor, self.rank, self.meshes)
+            return self._on_stages(param_name, from_dtensor(state_name, tensor, self.rank, self.meshes))
         if is_dtensor(param):
-            return self._beside_dtensor(state_name, tensor, param, param_name)
+            return self._on_stages(param_name, self._beside_dtensor(state_name, tensor, param, param_name))
         if self.layout is None:
             return from_plain(state_name, tensor, self.replicated(), self.rank)
         placed = self.layout.place(param_name, tuple(param.shape), self.rank)

@@ -243,8 +243,8 @@ def _report_difference(
         return
     raise CoverageError(
         f"{ranks_text(mine)} and {ranks_text(theirs)} both claim tensor {other.name} {Box.whole(other.shape)}: stored twice",
-        hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)); if the ranks have different values, '
-        "use ckpt.PerRank",
+        hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)), also of DTensors (with the names that '
+        "their meshes' dimensions have); if the ranks have different values, use ckpt.PerRank",
     )
 
 
