@@ -4,7 +4,7 @@
     __create_chunk_list__                                       of a plain tensor or a DTensor's local one: the protocol of
                                                                 torch.distributed.checkpoint that Megatron-FSDP and torchrec use
 
-Such a rank knows its own boxes alone. Its layout lists these, and the leader joins the layouts of all ranks (``plan.stated_boxes``). Ranks
+Such a rank knows its own boxes alone. Its layout lists these; the leader joins those of all ranks (``layout.stated_boxes``). Ranks
 along the dimensions over which a DTensor is replicated are known to have the same.
 """
 

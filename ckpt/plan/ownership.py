@@ -34,7 +34,7 @@ import numpy as np
 from ckpt.dtypes import DType
 from ckpt.layout.geometry import IntArray, cells, even_cuts
 from ckpt.layout.partition import BoxPartition
-from ckpt.layout.placements import StatedBoxes
+from ckpt.layout.stated_boxes import states_boxes
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
 from ckpt.settings import limits
 
@@ -79,7 +79,7 @@ class ChunkAssignment(BoxPartition):
     rotation: int = 0
     """Part p of a cell is written by holder ``(p + rotation) % replicas``."""
     alone: bool = False
-    """Whether it has the chunks of some ranks only, which state their own boxes (``stated_boxes``): the job numbers them otherwise."""
+    """Whether it has the chunks of some ranks only, which state their own boxes (``StatedBoxes``): the job numbers them otherwise."""
 
     @property
     def merged(self) -> bool:
@@ -258,7 +258,7 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
 def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rotation: int, *, rows_apart: bool = False) -> ChunkAssignment:
     tiling = layout.tiling(shape)
     if tiling.cuts is None:
-        alone = isinstance(layout.block_split, StatedBoxes)
+        alone = states_boxes(layout)
         return _assignment_of_boxes(tiling, itemsize, rotation, rows_apart=rows_apart, alone=alone)
     widest = tiling.widest(shape)
     replicas = tiling.holders.shape[1]

@@ -19,10 +19,11 @@ import numpy as np
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
+from ckpt.layout.stated_boxes import joined_layout, states_boxes
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
 
+from .external_assignment import joined_assignment
 from .ownership import ChunkAssignment, TensorSpec, assign
-from .stated_boxes import joined_assignment, joined_layout, states_boxes
 
 _HINT_TILING = (
     "correct the layout; of tensors that state their boxes themselves (global_offsets, __create_chunk_list__) one rank states each, "

@@ -1,20 +1,14 @@
-"""Layouts that list the boxes of some ranks alone (``StatedBoxes``), joined: to the layout of one tensor, and how it is stored. Pure.
-
-The chunks of a rank are numbered otherwise in the joined assignment than in its own, but they come in the same order.
-"""
+"""Layouts that list the boxes of some ranks alone (``StatedBoxes``), joined to the layout of one tensor. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ckpt.errors import CoverageError
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Boxes, StatedBoxes
-from ckpt.layout.tensor_layout import TensorLayout
 
-from .ownership import ChunkAssignment
+from .mesh import Mesh
+from .placements import Boxes, StatedBoxes
+from .tensor_layout import TensorLayout
 
 
 def states_boxes(layout: TensorLayout) -> bool:
@@ -38,19 +32,6 @@ def joined_layout(name: str, layouts: Sequence[TensorLayout]) -> TensorLayout:
         )
     mesh = Mesh(("stated", "copies"), (len(holding), copies.pop()), tuple(rank for each in ranks for rank in each))
     return TensorLayout(mesh, (Boxes("stated", tuple(_boxes(layout) for layout in holding)),))
-
-
-def joined_assignment(assignments: Sequence[ChunkAssignment]) -> ChunkAssignment:
-    """How a tensor is stored of which ranks have assigned their own boxes; all have the same number of replicas."""
-    parts = [a for a in assignments if len(a)] or list(assignments[:1])
-    offsets, shapes = (np.concatenate(column) for column in zip(*(a.all_boxes() for a in parts), strict=True))
-    first = np.cumsum([0, *(len(a.cell_holders) for a in parts)])
-    return ChunkAssignment(
-        boxes=(offsets, shapes),
-        owners=np.concatenate([a.owners for a in parts]),
-        cell=np.concatenate([a.cell + at for a, at in zip(parts, first.tolist(), strict=False)]),
-        cell_holders=np.concatenate([a.cell_holders for a in parts]),
-    )
 
 
 def _boxes(layout: TensorLayout) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
