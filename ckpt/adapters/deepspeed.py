@@ -23,8 +23,8 @@ def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
     Raises:
         StateError: it is a parameter of which ZeRO has the values.
     """
-    gathered = getattr(tensor, "ds_shape", tensor.shape) == tensor.shape
-    if not gathered or hasattr(tensor, "_hp_mapping") or hasattr(tensor, "_z3_optimizer"):
+    partitioned = hasattr(tensor, "ds_shape") and tensor.ds_shape != tensor.shape
+    if partitioned or hasattr(tensor, "_hp_mapping") or hasattr(tensor, "_z3_optimizer"):
         what = "the parameter is one of DeepSpeed's ZeRO, which keeps the values in partitions of its own"
         raise StateError(what, where=f"tensor {name}", hint=_HINT)
 

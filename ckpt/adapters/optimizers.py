@@ -38,8 +38,7 @@ def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, Mo
         refuse_zero(module, path)
         module_tensors = tensors_of(module)
         for name, tensor in module_tensors.tensors.items():
-            if tensor.__dict__:
-                refuse_partitioned(tensor, f"{path}.{name}" if path else name)
+            refuse_partitioned(tensor, f"{path}.{name}" if path else name)
         if parts is not None:
             parts[id(module)] = module_tensors
         for name, tensor in module_tensors.tensors.items():

@@ -94,8 +94,7 @@ class ShardTable:
         place is known from where it comes."""
         if isinstance(tensor, Sharded):
             return self._add_sharded(state_name, tensor)
-        if tensor.__dict__:
-            refuse_partitioned(tensor, state_name)
+        refuse_partitioned(tensor, state_name)
         if states_boxes(tensor):
             return self._add_sharded(state_name, from_stated(tensor, state_name, self.rank), tensor)
         key = key_of(tensor)

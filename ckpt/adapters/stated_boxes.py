@@ -31,11 +31,10 @@ _OVER, _COPIES = "stated", "copies"
 
 
 def states_boxes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor states its boxes. Cheap for those that have no attributes."""
-    local = _holder(tensor)
-    if type(local) in _PLAIN and not local.__dict__:
-        return False
-    return hasattr(local, "__create_chunk_list__") or all(hasattr(local, name) for name in _FIELDS)
+    """Whether a tensor states its boxes. Cheap: ``hasattr`` makes no ``__dict__`` of a tensor that has none."""
+    kind = type(tensor)
+    local = tensor if kind is torch.Tensor or kind is torch.nn.Parameter else _holder(tensor)  # first: a state has very many of these
+    return hasattr(local, "__create_chunk_list__") or (hasattr(local, _FIELDS[0]) and all(hasattr(local, name) for name in _FIELDS))
 
 
 def from_stated(tensor: torch.Tensor, name: str, rank: int) -> Sharded:
