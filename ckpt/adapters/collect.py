@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -14,10 +16,11 @@ from ckpt.layout.layout import Layout
 from ckpt.plan.part import StatePart
 from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 
-from .dtensor import dtensor_types, is_dtensor
+from .deepspeed import refuse_zero
+from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
-from .in_place import is_stateful
-from .modules import ModuleTensors, tensors_of
+from .in_place import is_stateful, state_of
+from .modules import ModuleTensors, copies_of, frozen_beside, tensors_of
 from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
 from .part import LEFT_OUT, PartTaker, is_frozen
 from .per_rank import Compound, PerRank
@@ -26,6 +29,8 @@ from .shard_table import ShardTable
 from .sharded import Sharded
 from .state_scan import scan_state
 from .tensors import LocalTensor
+
+log = logging.getLogger("ckpt")
 
 
 @dataclass(eq=False)
@@ -194,9 +199,10 @@ class _CollectWalk:
         if isinstance(value, Optimizer):
             return self.optimizer(value, path)
         if is_stateful(value):
+            refuse_zero(value, path)
             # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
             # would have them.
-            outside, given = dict(self.renumbered), value.state_dict()  # type: ignore[attr-defined]
+            outside, given = dict(self.renumbered), state_of(value, path)
             if self.taker is not None and not self.taker.wants_some(path, given):
                 return LEFT_OUT
             taker, self.taker = self.taker, None  # all of it
@@ -233,7 +239,7 @@ class _CollectWalk:
         if isinstance(value, torch.Tensor):
             return {"$tensor": self.shard_table.add_own(_named(path), value).info.name}
         if is_stateful(value) and not isinstance(value, (torch.nn.Module, Optimizer)):
-            return encode(value.state_dict(), path, self.own_leaf)  # type: ignore[attr-defined]
+            return encode(state_of(value, path), path, self.own_leaf)
         return None
 
     def module(self, module: torch.nn.Module, path: str) -> Node:
@@ -243,7 +249,10 @@ class _CollectWalk:
         shard_table = self.shard_table
         wanted = {name: part for name, part in parts.flat.items() if self.wants(join(path, name), part)}
         shard_table.optimizer_updated.update(shard_table.add(join(path, name), part).info.name for name, part in wanted.items())
-        tensors = {name: tensor for name, tensor in parts.tensors.items() if self.wants(join(path, name), tensor)}
+        trainable = self.taker is not None and self.taker.part.trainable
+        frozen = frozen_beside(module, parts) if trainable else frozenset[str]()
+        tensors = {n: tensor for n, tensor in parts.tensors.items() if n not in frozen and self.wants(join(path, n), tensor)}
+        _warn_of_copies(module, parts, path, tensors)
         for name, tensor in tensors.items():
             stored = shard_table.add(join(path, name), tensor).info.name
             (shard_table.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else shard_table.forward_mutable).add(stored)
@@ -274,14 +283,14 @@ class _CollectWalk:
                 if whole and self.taker is not None:
                     self.taker.meet(param)
                 if whole and (group.get("fused") or optimizer.state.get(param.owner if isinstance(param, FlatPart) else param)):
-                    self.shard_table.trainable.add(self.param_name(name, param))
+                    self.shard_table.trainable.add(self.shard_table.stored_name(name, param))
                 if isinstance(param, FlatPart):
                     rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}", whole=whole)
                 else:
                     rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix, whole=whole)
                 if rest:
-                    values[self.param_name(name, param)] = rest
-            stored = list(dict.fromkeys(self.param_name(name, param) for name, param in complete))
+                    values[self.shard_table.stored_name(name, param)] = rest
+            stored = list(dict.fromkeys(self.shard_table.stored_name(name, param) for name, param in complete))
             if stored or self.taker is None:
                 param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
         node = {"state": mapping_node(list(values.items())), "param_groups": {"$param_groups": param_groups}}
@@ -317,15 +326,21 @@ class _CollectWalk:
                 rest[key] = encode(value, at, self.leaf)
         return rest
 
-    def param_name(self, name: str, param: torch.Tensor | FlatPart) -> str:
-        return stored_param_name(self.shard_table, name, param)
+
+_warned: WeakSet[torch.nn.Module] = WeakSet()
 
 
-def stored_param_name(shard_table: ShardTable, name: str, param: torch.Tensor | FlatPart) -> str:
-    """The name under which a parameter is stored: a layout may renumber it."""
-    if shard_table.layout is None or is_dtensor(param) or isinstance(param, FlatPart):
-        return name
-    return shard_table.layout.place(name, tuple(param.shape), shard_table.rank).name
+def _warn_of_copies(module: torch.nn.Module, parts: ModuleTensors, path: str, wanted: Collection[str]) -> None:
+    """Say it at the first save, not at the load after the run has died."""
+    copies = [join(path, name) for name in copies_of(module, parts) if name in wanted] if module not in _warned else []
+    if copies:
+        _warned.add(module)
+        log.warning(
+            "the state_dict() of the module at %r gives copies of tensors (%s), so a load into the module will be refused: "
+            "save and load module.state_dict() itself, and give that to module.load_state_dict()",
+            path,
+            ", ".join(copies[:3]) + (", …" if len(copies) > 3 else ""),
+        )
 
 
 def _named(path: str) -> str:

@@ -5,12 +5,30 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ckpt.errors import StateError
 from ckpt.tree import SCALARS
 
 
 def is_stateful(value: object) -> bool:
     has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
     return has_both and not isinstance(value, type)
+
+
+def state_of(value: Any, path: str) -> Any:
+    """What an object of the state gives of itself.
+
+    Raises:
+        StateError: only its class has a ``state_dict``: the object lacks what that needs.
+    """
+    try:
+        return value.state_dict()
+    except (AttributeError, NotImplementedError) as err:
+        kind = type(value)
+        hint = "leave it out of the state, or put what it is made of there"
+        if kind.__module__.startswith("accelerate."):
+            hint = "Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)), or leave it out of the state"
+        text = f"the state_dict() of a {kind.__qualname__} fails: {type(err).__name__}: {err}"
+        raise StateError(text, where=path, hint=hint) from err
 
 
 def restore_in_place(old: Any, new: Any) -> Any:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from weakref import WeakKeyDictionary
 
-import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt.layout.mesh import Mesh
@@ -43,17 +41,6 @@ def widened(layout: TensorLayout, meshes: Sequence[Mesh], rank: int) -> TensorLa
     """The layout on the largest of ``meshes`` that its mesh is a slice of, replicated over the other dimensions; itself if there
     is none."""
     for wide in meshes:
-        if len(wide.names) > len(layout.mesh.names) and _is_slice(layout.mesh, wide, rank):
+        if len(wide.names) > len(layout.mesh.names) and layout.mesh.is_slice_of(wide, rank):
             return replace(layout, mesh=wide)
     return layout
-
-
-@lru_cache(maxsize=1024)
-def _is_slice(mesh: Mesh, wide: Mesh, rank: int) -> bool:
-    """Whether ``mesh`` is what is left of ``wide`` when the dimensions that it lacks are fixed at the rank's coordinates."""
-    where = wide.coordinate(rank)
-    if where is None or not set(mesh.names) <= set(wide.names):
-        return False
-    left = wide.array()[tuple(slice(None) if name in mesh.names else at for name, at in zip(wide.names, where, strict=True))]
-    kept = [name for name in wide.names if name in mesh.names]
-    return bool(np.array_equal(left.transpose([kept.index(name) for name in mesh.names]), mesh.array()))

@@ -54,8 +54,9 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     for key, value in module.state_dict(keep_vars=True).items():
         name = clean_name(key)
         prefix, _, attribute = name.rpartition(".")
-        if prefix in owners:
-            module_tensors.owners[name] = owners[prefix]
+        while prefix not in owners:  # a module may add names of several segments, as ``weight.absmax``
+            prefix = prefix.rpartition(".")[0]
+        module_tensors.owners[name] = owners[prefix]
         if isinstance(value, torch.Tensor) and attribute != "_extra_state":
             module_tensors.tensors[name] = value
         else:
@@ -85,13 +86,25 @@ def _of_flat(module: nn.Module) -> ModuleTensors:
     return module_tensors
 
 
+def added_by(module: nn.Module, parts: ModuleTensors) -> list[str]:
+    """Names of tensors that the module's ``state_dict`` has beside parameters and buffers."""
+    plain = {name: t for name, t in parts.tensors.items() if not isinstance(t, nn.Parameter)}
+    own = {id(t) for t in (*module.parameters(), *module.buffers())} if plain else ()
+    return [name for name, t in plain.items() if id(t) not in own]
+
+
 def copies_of(module: nn.Module, parts: ModuleTensors) -> list[str]:
     """Names of tensors that the module's ``state_dict`` makes anew each time, so that filling them would not change the module."""
-    own = {id(t) for t in (*module.parameters(), *module.buffers())}
-    if all(id(t) in own for t in parts.tensors.values()):
-        return []
-    again = tensors_of(module).tensors
-    return [name for name, t in parts.tensors.items() if id(t) not in own and (name not in again or not _same_memory(t, again[name]))]
+    added = added_by(module, parts)
+    again = tensors_of(module).tensors if added else {}
+    return [name for name in added if name not in again or not _same_memory(parts.tensors[name], again[name])]
+
+
+def frozen_beside(module: nn.Module, parts: ModuleTensors) -> frozenset[str]:
+    """Names of tensors that belong to frozen parameters without being some: the scales of quantised weights. A submodule adds them to its
+    ``state_dict``, and has no parameter that is trained."""
+    trained = {name: [p.requires_grad for p in parts.owners[name].parameters(recurse=False)] for name in added_by(module, parts)}
+    return frozenset(name for name, each in trained.items() if each and not any(each))
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

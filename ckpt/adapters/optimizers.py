@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ckpt.errors import ShapeError, StateError
 from ckpt.tree import Node, encode, join
 
+from .deepspeed import refuse_partitioned, refuse_zero
 from .fsdp1 import FlatPart
 from .modules import ModuleTensors, tensors_of
 
@@ -27,10 +28,17 @@ class ParamNames:
 
 def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> ParamNames:
     """Names of all parameters of a state's modules; their tensors are left in ``parts`` by id of the module. A tied parameter has its
-    first name."""
+    first name.
+
+    Raises:
+        StateError: DeepSpeed's ZeRO has the values of a module.
+    """
     names = ParamNames()
     for path, module in modules:
+        refuse_zero(module, path)
         module_tensors = tensors_of(module)
+        for name, tensor in module_tensors.tensors.items():
+            refuse_partitioned(tensor, f"{path}.{name}" if path else name)
         if parts is not None:
             parts[id(module)] = module_tensors
         for name, tensor in module_tensors.tensors.items():

@@ -33,10 +33,12 @@ from ckpt.layout.mesh import Mesh
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
+from .deepspeed import refuse_partitioned
 from .dtensor import is_dtensor
 from .meshes import widened
 from .shard_cache import CachedShard, ShardCache, alive_of, key_of, memory_of
 from .sharded import Sharded, from_sharded_tensor, is_sharded_tensor
+from .stated_boxes import beside_stated, from_stated, states_boxes
 from .tensors import LocalShard, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 
 if TYPE_CHECKING:
@@ -92,6 +94,9 @@ class ShardTable:
         place is known from where it comes."""
         if isinstance(tensor, Sharded):
             return self._add_sharded(state_name, tensor)
+        refuse_partitioned(tensor, state_name)
+        if states_boxes(tensor):
+            return self._add_sharded(state_name, from_stated(tensor, state_name, self.rank), tensor)
         key = key_of(tensor)
         if key is None and is_sharded_tensor(tensor):
             return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
@@ -100,7 +105,8 @@ class ShardTable:
             return self._recall(state_name, tensor, known)
         return self._remembered(self._place(state_name, tensor), tensor, key, tensor)
 
-    def _add_sharded(self, state_name: str, part: Sharded) -> LocalTensor:
+    def _add_sharded(self, state_name: str, part: Sharded, tensor: torch.Tensor | None = None) -> LocalTensor:
+        """``tensor`` is what the state has, if it is one."""
         placed = ResolvedShard(name=state_name, shape=part.shape, layout=part.layout)
         if part.blocks:
             info = TensorSpec(state_name, dtype_of(part.memory, state_name), part.shape, part.layout)
@@ -112,17 +118,23 @@ class ShardTable:
         else:
             local = from_placed(state_name, placed, part.memory, self.rank)
         self._unproven.add(local.info.name)
-        registered = self._register(local, part.memory, part.memory)
+        registered = self._register(local, part.memory if tensor is None else tensor, local_memory(part))
         self._counted += [(registered.info.name, tensor) for tensor in part.counted]
         return registered
 
     def _place(self, state_name: str, tensor: torch.Tensor) -> LocalTensor:
         if is_dtensor(tensor):
-            return from_dtensor(state_name, tensor, self.rank, self.meshes)
+            return self._on_stages(state_name, from_dtensor(state_name, tensor, self.rank, self.meshes))
         if self.layout is None:
             return from_plain(state_name, tensor, self.replicated(), self.rank)
         dtype_of(tensor, state_name)  # before its shape is asked for: what cannot be stored may have none
         return from_placed(state_name, self.layout.place(state_name, tuple(tensor.shape), self.rank), tensor, self.rank)
+
+    def _on_stages(self, name: str, local: LocalTensor) -> LocalTensor:
+        """A DTensor, or state of one, that by a rule of the layout for ``name`` lies on several stages, each of which has its own mesh."""
+        if self.layout is not None:
+            local.info = replace(local.info, layout=self.layout.on_stages(name, local.info.layout, self.rank))
+        return local
 
     def _recall(self, state_name: str, tensor: torch.Tensor, known: CachedShard) -> LocalTensor:
         """Place a tensor as the last walk did: nothing that decides it has changed."""
@@ -179,6 +191,12 @@ class ShardTable:
         """
         # A walk over a large state asks layouts and meshes for each tensor, which takes far longer than the walk. The
         # key has everything that the answer follows from, so an equal key means an equal answer.
+        if states_boxes(tensor):
+            return self.add(state_name, tensor)
+        if states_boxes(param):
+            beside = beside_stated(tensor, param, state_name, self.rank)
+            if beside is not None:
+                return self._add_sharded(state_name, beside, tensor)
         keys = key_of(tensor), key_of(param)
         key = None if None in keys else (*keys, param_name, prefix)
         known = self.shards.known.get(state_name)
@@ -189,9 +207,9 @@ class ShardTable:
 
     def _place_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
         if is_dtensor(tensor):
-            return from_dtensor(state_name, tensor, self.rank, self.meshes)
+            return self._on_stages(param_name, from_dtensor(state_name, tensor, self.rank, self.meshes))
         if is_dtensor(param):
-            return self._beside_dtensor(state_name, tensor, param, param_name)
+            return self._on_stages(param_name, self._beside_dtensor(state_name, tensor, param, param_name))
         if self.layout is None:
             return from_plain(state_name, tensor, self.replicated(), self.rank)
         placed = self.layout.place(param_name, tuple(param.shape), self.rank)
@@ -201,6 +219,12 @@ class ShardTable:
         if tensor.numel() != 1:
             raise _ambiguous(state_name, tensor, param)
         return from_placed(state_name, _one_number(placed, name, tensor), tensor, self.rank)
+
+    def stored_name(self, name: str, tensor: torch.Tensor | Sharded) -> str:
+        """The name under which a tensor is stored: a layout may renumber it."""
+        if self.layout is None or isinstance(tensor, Sharded) or is_dtensor(tensor):
+            return name
+        return self.layout.place(name, tuple(tensor.shape), self.rank).name
 
     def param_shape(self, name: str, param: torch.Tensor) -> tuple[int, ...]:
         """Global shape under which a parameter is stored."""
@@ -270,6 +294,11 @@ class ShardTable:
         known.parts.extend(more.parts)
         self._unproven.add(known.info.name)
         return known
+
+
+def local_memory(part: Sharded) -> torch.Tensor:
+    """The memory by which a part is known again: the first of its blocks, or all of it."""
+    return part.blocks[0] if part.blocks else part.memory
 
 
 def with_state_name(local: LocalTensor, state_name: str) -> LocalTensor:

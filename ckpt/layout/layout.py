@@ -134,6 +134,21 @@ class Layout:
             return self._stack(stored, shape, layout, logical, stacked[0])
         return ResolvedShard(name=stored, shape=shape, layout=layout, logical=logical)
 
+    def on_stages(self, name: str, layout: TensorLayout, rank: int) -> TensorLayout:
+        """The layout of a DTensor, on the stages that the rule for its name gives it: those of a pipeline each have a mesh of their own,
+        whose dimensions have the names that they have here. Itself, if no rule gives it stages."""
+        placements = next((p for glob, p in self.rules if fnmatchcase(name, glob)), ())
+        mesh = self._mesh(next((mesh_name for p in placements if (mesh_name := p.mesh_name())), None))
+        at: dict[str, tuple[int, ...]] = {}
+        for p in placements:
+            at |= p.coordinates(mesh)
+        if not at or layout.at or not layout.mesh.is_slice_of(mesh, rank):
+            return layout
+        staged = TensorLayout(mesh, layout.splits, tuple(sorted(at.items())))
+        if staged.coordinate(rank) is None:
+            raise _not_here(staged, f"tensor {name}, rank {rank}")
+        return staged
+
     def _rule(self, name: str) -> tuple[Placement, ...]:
         for glob, placements in self.rules:
             if fnmatchcase(name, glob):
@@ -214,6 +229,11 @@ def _check_rules(rules: Sequence[Any]) -> None:
             raise LayoutError(f"not a rule: {rule!r}", hint='a rule is a tuple of a glob and placements: ("*.wq.weight", Shard(0, "tp"))')
 
 
+def _not_here(layout: TensorLayout, where: str | None = None) -> LayoutError:
+    hint = "correct the rule's Stage, such as Stage(\"pp\", (0, -1)) for both ends, or take the tensor out of this rank's state"
+    return LayoutError(f"the layout has it on {dict(layout.at)} only, where this rank is not", where=where, hint=hint)
+
+
 def _few(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
@@ -242,10 +262,7 @@ def _logical(placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple
 
 def _check_local(layout: TensorLayout, shape: tuple[int, ...], local: tuple[int, ...], rank: int) -> None:
     if layout.coordinate(rank) is None:
-        raise LayoutError(
-            f"the layout has it on {dict(layout.at)} only, where this rank is not",
-            hint="correct the rule's Stage, such as Stage(\"pp\", (0, -1)) for both ends, or take the tensor out of this rank's state",
-        )
+        raise _not_here(layout)
     wanted = layout.local_shape(shape, rank)
     if wanted != local:
         raise LayoutError(

@@ -88,8 +88,22 @@ class Mesh:
             raise LayoutError(f"rank {rank} is not in the mesh {self}")
         return where
 
+    def is_slice_of(self, wide: Mesh, rank: int) -> bool:
+        """Whether it is what is left of ``wide`` when the dimensions that it lacks are fixed at the rank's coordinates."""
+        return _is_slice(self, wide, rank)
+
     def __str__(self) -> str:
         return "{" + ", ".join(f"{n}: {s}" for n, s in zip(self.names, self.sizes, strict=True)) + "}"
+
+
+@lru_cache(maxsize=1024)
+def _is_slice(mesh: Mesh, wide: Mesh, rank: int) -> bool:
+    where = wide.coordinate(rank)
+    if where is None or not set(mesh.names) <= set(wide.names):
+        return False
+    left = wide.array()[tuple(slice(None) if name in mesh.names else at for name, at in zip(wide.names, where, strict=True))]
+    kept = [name for name in wide.names if name in mesh.names]
+    return bool(np.array_equal(left.transpose([kept.index(name) for name in mesh.names]), mesh.array()))
 
 
 def _number(ranks: range | tuple[int, ...], rank: int) -> int | None:

@@ -296,13 +296,15 @@ def _listed_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     free = [i for i in range(array.ndim) if i not in split_axes]
     groups = array.transpose(split_axes + free).reshape(math.prod(array.shape[i] for i in split_axes), -1)
     if math.prod(shape) == 0 or not shape:
-        # One cell, at the first coordinate: explicit boxes need at least one box and one dimension.
-        return Tiling(cuts=tuple((0, n) for n in shape), holders=groups[:1])
+        # One cell, at the first coordinate that has something: explicit boxes need at least one box and one dimension.
+        first = next((i for i, group in enumerate(groups) if layout.pieces(shape, int(group[0]))), 0) if not shape else 0
+        return Tiling(cuts=tuple((0, n) for n in shape), holders=groups[first : first + 1])
     pieces = [(piece.box, group) for group in groups for piece in layout.pieces(shape, int(group[0]))]
-    return Tiling(
-        boxes=(np.array([b.offset for b, _ in pieces], dtype=np.int64), np.array([b.shape for b, _ in pieces], dtype=np.int64)),
-        holders=np.array([group for _, group in pieces], dtype=np.int64),
-    )
+    dims = len(shape)
+    offsets = np.array([b.offset for b, _ in pieces], dtype=np.int64).reshape(-1, dims)
+    shapes = np.array([b.shape for b, _ in pieces], dtype=np.int64).reshape(-1, dims)
+    holders = np.array([group for _, group in pieces], dtype=np.int64).reshape(-1, groups.shape[1])
+    return Tiling(boxes=(offsets, shapes), holders=holders)
 
 
 @lru_cache(maxsize=2048)

@@ -87,6 +87,20 @@ def assign_boxes(assigned: Iterable[AssignedBox]) -> ExternalAssignment:
     return ExternalAssignment(tensors=tensors, assignments=assignments)
 
 
+def joined_assignment(assignments: Sequence[ChunkAssignment]) -> ChunkAssignment:
+    """How a tensor is stored of which ranks have assigned their own boxes; all have the same number of replicas. The chunks of a rank have
+    other numbers here than in its own assignment, and come in the same order."""
+    parts = [a for a in assignments if len(a)] or list(assignments[:1])
+    offsets, shapes = (np.concatenate(column) for column in zip(*(a.all_boxes() for a in parts), strict=True))
+    first = np.cumsum([0, *(len(a.cell_holders) for a in parts)])
+    return ChunkAssignment(
+        boxes=(offsets, shapes),
+        owners=np.concatenate([a.owners for a in parts]),
+        cell=np.concatenate([a.cell + at for a, at in zip(parts, first.tolist(), strict=False)]),
+        cell_holders=np.concatenate([a.cell_holders for a in parts]),
+    )
+
+
 def _assignment(shape: tuple[int, ...], itemsize: int, owned_boxes: Sequence[tuple[Box, int]]) -> ChunkAssignment:
     cut = [_cut(box, itemsize) for box, _ in owned_boxes]
     at, sizes = (np.concatenate(column) for column in zip(*cut, strict=True))

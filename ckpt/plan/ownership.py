@@ -34,6 +34,7 @@ import numpy as np
 from ckpt.dtypes import DType
 from ckpt.layout.geometry import IntArray, cells, even_cuts
 from ckpt.layout.partition import BoxPartition
+from ckpt.layout.stated_boxes import states_boxes
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
 from ckpt.settings import limits
 
@@ -77,6 +78,8 @@ class ChunkAssignment(BoxPartition):
     """What a merged tensor's grid was made from."""
     rotation: int = 0
     """Part p of a cell is written by holder ``(p + rotation) % replicas``."""
+    alone: bool = False
+    """Whether it has the chunks of some ranks only, which state their own boxes (``StatedBoxes``): the job numbers them otherwise."""
 
     @property
     def merged(self) -> bool:
@@ -255,7 +258,8 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
 def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rotation: int, *, rows_apart: bool = False) -> ChunkAssignment:
     tiling = layout.tiling(shape)
     if tiling.cuts is None:
-        return _assignment_of_boxes(tiling, itemsize, rotation, rows_apart=rows_apart)
+        alone = states_boxes(layout)
+        return _assignment_of_boxes(tiling, itemsize, rotation, rows_apart=rows_apart, alone=alone)
     widest = tiling.widest(shape)
     replicas = tiling.holders.shape[1]
     # A cell is cut along one dimension only (``row``), so that the parts of a row-major cell stay long runs of bytes.
@@ -280,11 +284,14 @@ def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1, *shape[1:])
 
 
-def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, rows_apart: bool) -> ChunkAssignment:
+def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, rows_apart: bool, alone: bool) -> ChunkAssignment:
     """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk."""
     # Boxes of one shape are cut alike.
     offsets, shapes = tiling.all_boxes()
     replicas = tiling.holders.shape[1]
+    if not len(offsets):  # of a rank that states that it holds nothing
+        none = np.zeros(0, dtype=np.int64)
+        return ChunkAssignment(boxes=(offsets, shapes), owners=none, cell=none, cell_holders=tiling.holders, alone=True)
     # Flat ranges of a model with thousands of ranks are hundreds of thousands of boxes of few different shapes. Each
     # shape is cut once, and the result is spread over all boxes that have it, by index arithmetic alone.
     kinds, kind = _distinct_rows(shapes)
@@ -295,7 +302,7 @@ def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, rows_a
     row = (np.cumsum(counts) - counts)[kind[cell]] + number
     at, sizes, part = (np.concatenate(column)[row] for column in zip(*cut, strict=True))
     owners = tiling.holders[cell, (part + rotation) % replicas]
-    return ChunkAssignment(boxes=(offsets[cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders)
+    return ChunkAssignment(boxes=(offsets[cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders, alone=alone)
 
 
 def _distinct_rows(rows: IntArray) -> tuple[IntArray, IntArray]:

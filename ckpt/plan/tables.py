@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -19,11 +19,17 @@ import numpy as np
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
+from ckpt.layout.stated_boxes import joined_layout, states_boxes
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
 from ckpt.text.json_reader import parse_json
 
+from .external_assignment import joined_assignment
 from .ownership import ChunkAssignment, TensorSpec, assign
 
+_HINT_TILING = (
+    "correct the layout; of tensors that state their boxes themselves (global_offsets, __create_chunk_list__) one rank states each, "
+    "and replicas of it are DTensors with Replicate"
+)
 PARTS = 8
 """Parts of one table, at most: each is a message of its own."""
 
@@ -142,10 +148,14 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
         CoverageError: two groups of ranks both claim a tensor, or ranks that should hold a part of one do not have it.
     """
     claims: dict[str, _Claim] = {}
+    stated: dict[str, list[_Claim]] = {}
     problems: list[str] = []
     for number, (ranks, table) in enumerate(tables):
         assignments = assign(table.tensors, merge_flat_shards=merge_flat_shards) if stored else _tilings(table.tensors)
         for t in table.tensors:
+            if states_boxes(t.layout):
+                stated.setdefault(t.name, []).append(_Claim(t, assignments[t.name], [number]))
+                continue
             claim = claims.get(t.name)
             if claim is None:
                 claims[t.name] = _Claim(t, assignments[t.name], [number])
@@ -157,6 +167,7 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
             # tensors. They would balance the load over too few, and name other writers than the mesh's own ranks do.
             if _takes_part(t, ranks):
                 claim.assignment = assignments[t.name]
+    _join_stated(stated, claims, tables, problems, stored=stored)
     aliases = _join_aliases(tables, claims, problems)
     if problems:
         raise ConsistencyError(
@@ -168,6 +179,31 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
     tensors = {name: claim.tensor for name, claim in claims.items()}
     assignments = {n: c.assignment for n, c in claims.items() if isinstance(c.assignment, ChunkAssignment)} if stored else {}
     return Joined(tensors=tensors, assignments=assignments, aliases=aliases)
+
+
+def _join_stated(
+    stated: Mapping[str, Sequence[_Claim]],
+    claims: dict[str, _Claim],
+    tables: Sequence[tuple[Sequence[int], Table]],
+    problems: list[str],
+    *,
+    stored: bool,
+) -> None:
+    """Make one claim of those of ranks that know their own boxes alone."""
+    for name, each in stated.items():
+        first, numbers = each[0], [number for claim in each for number in claim.tables]
+        if any(claim.tensor != replace(first.tensor, layout=claim.tensor.layout) for claim in each):
+            for claim in each[1:]:
+                _report_difference(first, claim.tensor, tables, claim.tables[0], problems, boxes=True)
+            continue
+        if name in claims:
+            _report_difference(claims[name], first.tensor, tables, first.tables[0], problems)
+            continue
+        by_layout = {claim.tensor.layout: claim.assignment for claim in each}  # replicas have one, perhaps in several tables
+        layout = joined_layout(name, list(by_layout))
+        tensor = replace(first.tensor, layout=layout)
+        cut = [assignment for assignment in by_layout.values() if isinstance(assignment, ChunkAssignment)]
+        claims[name] = _Claim(tensor, joined_assignment(cut) if stored else layout.tiling(tensor.shape), numbers)
 
 
 def _tilings(tensors: Iterable[TensorSpec]) -> dict[str, Tiling]:
@@ -188,9 +224,15 @@ def _takes_part(tensor: TensorSpec, ranks: Sequence[int]) -> bool:
 
 
 def _report_difference(
-    claim: _Claim, other: TensorSpec, tables: Sequence[tuple[Sequence[int], Table]], number: int, problems: list[str]
+    claim: _Claim,
+    other: TensorSpec,
+    tables: Sequence[tuple[Sequence[int], Table]],
+    number: int,
+    problems: list[str],
+    *,
+    boxes: bool = False,
 ) -> None:
-    """Note, or raise, what two tables say differently of one tensor."""
+    """Note, or raise, what two tables say differently of one tensor. ``boxes``: each lists its own, so layouts may differ."""
     mine, theirs = ranks_of(tables, claim.tables), ranks_of(tables, [number])
     for what in ("shape", "dtype", "logical"):
         a, b = getattr(claim.tensor, what), getattr(other, what)
@@ -199,10 +241,12 @@ def _report_difference(
             word = "padding" if what == "logical" else what
             problems.append(f"tensor {other.name}: {word} {a} on {ranks_text(mine)}, {b} on {ranks_text(theirs)}")
             return
+    if boxes:
+        return
     raise CoverageError(
         f"{ranks_text(mine)} and {ranks_text(theirs)} both claim tensor {other.name} {Box.whole(other.shape)}: stored twice",
-        hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)); if the ranks have different values, '
-        "use ckpt.PerRank",
+        hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)), also of DTensors (with the names that '
+        "their meshes' dimensions have); if the ranks have different values, use ckpt.PerRank",
     )
 
 
@@ -231,7 +275,7 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
             tiled.add((id(claim.assignment), claim.tensor.shape))
             fault = claim.assignment.fault(claim.tensor.shape)
             if fault is not None:
-                raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint="correct the layout")
+                raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint=_HINT_TILING)
     if problems:
         raise CoverageError(
             _list_problems("parts of tensors are missing", problems),

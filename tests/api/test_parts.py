@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 from ckpt.cli.main import cli
@@ -255,3 +256,59 @@ def test_a_run_keeps_the_whole_checkpoint_below_its_parts(root: str) -> None:
     with ckpt.Checkpointer(root, keep=Latest(1)) as c:
         c.save(6, state).result()
     assert [s.number for s in list_steps(root)] == [6]
+
+
+class Quantised(nn.Linear):
+    """As bitsandbytes' layers: scales of the frozen weight beside parameters and buffers, and what ``state_dict`` makes anew each time."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.requires_grad_(False)
+        self.scales = torch.randn(size)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}SCB"] = self.scales
+        destination[f"{prefix}weight.quant_map.0"] = torch.arange(4.0)
+
+
+def adapted(kind: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Adapted(6)
+    if kind == "scales":
+        model.base = Quantised(6)
+    else:  # as torchao's weights: a class that computes its elements
+        weight = TwoTensor(torch.randn(6, 6), torch.randn(6, 6))
+        model.base.weight = nn.Parameter(weight, requires_grad=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    (model.lora_B.weight.sum() + model.lora_A.weight.sum()).backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("kind", ["scales", "class"])
+def test_what_is_saved_beside_a_quantised_base_is_loaded(url: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    state, again = adapted(kind, 1), adapted(kind, 2)
+    scales = again["model"].base.scales.clone() if kind == "scales" else None
+    ckpt.save(url, state, trainable=True)
+    assert {name.removeprefix("optimizer.state.").split(".")[1] for name in names(url)} == {"lora_A", "lora_B"}
+    report = ckpt.load(url, again, trainable=True)
+    assert report.missing == report.unexpected == ()
+    assert torch.equal(again["model"].lora_A.weight, state["model"].lora_A.weight)
+    assert caplog.records == []
+    if scales is not None:
+        assert torch.equal(again["model"].base.scales, scales)  # they are of its own base
+
+
+def test_a_module_that_cannot_be_loaded_into_says_so_when_it_is_saved(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted("scales", 1)["model"]
+    for step in (1, 2):
+        ckpt.save(f"{root}/{step}", {"model": model})
+    (record,) = caplog.records
+    assert "model.base.weight.quant_map.0" in record.getMessage() and "module.state_dict()" in record.getMessage()
+    with pytest.raises(StateError, match=r"gives copies of 1 tensors.*model\.base\.weight\.quant_map\.0"):
+        ckpt.load(f"{root}/1", {"model": model})
+    other = adapted("scales", 2)["model"]
+    values = other.state_dict()
+    ckpt.load(f"{root}/1", {"model": values})  # the way out
+    assert torch.equal(values["base.weight"], model.base.weight)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckpt
-from ckpt.adapters.binding.shared_elements import shared_elements
+from ckpt.adapters.binding.shared_elements import overlaps_itself, shared_elements
 from ckpt.adapters.tensors import LocalShard, LocalTensor, dtype_of
-from ckpt.errors import ShapeError
+from ckpt.errors import ShapeError, StateError
 from ckpt.layout.geometry import Box
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -77,3 +80,40 @@ def test_pairs_are_those_that_numpy_finds() -> None:
 def _local(name: str, memory: torch.Tensor) -> LocalTensor:
     info = TensorSpec(name, dtype_of(memory, name), tuple(memory.shape), TensorLayout.replicated((0,)))
     return LocalTensor(info, [LocalShard(Box.whole(tuple(memory.shape)), memory)], name)
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.lists(st.integers(0, 30), min_size=len(shape), max_size=len(shape)))
+    )
+)
+def test_a_view_overlaps_itself_if_two_of_its_elements_have_one_address(view: tuple[list[int], list[int]]) -> None:
+    shape, strides = view
+    memory = torch.zeros(500).as_strided(shape, strides)
+    addresses = [sum(i * step for i, step in zip(at, strides, strict=True)) for at in itertools.product(*map(range, shape))]
+    assert overlaps_itself(memory) is (len(set(addresses)) < len(addresses))
+
+
+@pytest.mark.parametrize("strides", [(2, 1), (1, 1), (3, 1), (0, 1)])
+def test_a_target_that_overlaps_itself_is_refused(tmp_path: Path, strides: tuple[int, int]) -> None:
+    source = {"x": torch.arange(16.0).view(4, 4)}
+    ckpt.save(tmp_path / "c", source)
+    memory = torch.zeros(20)
+    target = {"x": memory.as_strided((4, 4), strides)}
+    for load in (lambda: ckpt.load(tmp_path / "c", target), lambda: ckpt.live.reshard(source, target)):
+        with pytest.raises(StateError, match=r"strided over itself.*\(tensor x\)"):
+            load()
+    assert not memory.any()
+
+
+def test_views_of_any_order_and_step_are_loaded(tmp_path: Path) -> None:
+    source = {name: torch.randn(2, 3, 4, 4) for name in ("transposed", "stepped", "channels_last", "strided")}
+    ckpt.save(tmp_path / "c", source)
+    target = {
+        "transposed": torch.zeros(4, 4, 3, 2).permute(3, 2, 1, 0),
+        "stepped": torch.zeros(4, 3, 8, 12)[::2, :, 1::2, ::3],
+        "channels_last": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "strided": torch.zeros(200).as_strided((2, 3, 4, 4), (1, 2, 30, 6)),  # no stride is beyond all that the smaller ones reach
+    }
+    ckpt.load(tmp_path / "c", target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in source.items())

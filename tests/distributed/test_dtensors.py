@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
+from ckpt import live
 from ckpt.errors import CkptError, CoverageError, LayoutError, ReplicaError
 from tests.distributed.gathered import differences, full_state, same
 from tests.distributed.models import fsdp, mesh_of, tensor_parallel, trained, whole_model
@@ -181,7 +183,58 @@ def test_a_mesh_for_each_pipeline_stage(ranks: Ranks, tmp_path: Path) -> None:
 def test_two_stages_that_claim_one_name_are_told(ranks: Ranks, tmp_path: Path) -> None:
     errors = ranks.run(4, save_stages, str(tmp_path / "a"), True)
     assert [type(e) for e in errors] == [CoverageError] * 4
-    assert "ranks 0-1 and ranks 2-3 both claim tensor norm" in str(errors[3])
+    assert "ranks 0-1 and ranks 2-3 both claim tensor norm" in str(errors[3]) and "also of DTensors" in str(errors[3])
+
+
+def tied_stages(fill: float | None, differ: bool = False) -> dict[str, Any]:
+    """An embedding that the first and the last stage have, each on a mesh of its own, and its optimizer; and what one stage has."""
+    mesh, model = mesh_of(pp=2, dp=2), torch.nn.Module()
+    table = whole(9, (5, 2)) + (mesh.get_local_rank("pp") if differ else 0)
+    model.emb = torch.nn.Parameter(rows_of(mesh["dp"], table, fill)[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.emb.grad = rows_of(mesh["dp"], whole(3, (5, 2)) + (fill or 0))[0]
+    optimizer.step()
+    own = {name: rows_of(mesh["dp"], tensor, fill)[0] for name, tensor in stages(mesh).items()}
+    return {"model": model, "optimizer": optimizer, "own": own}
+
+
+def save_tied(url: str) -> tuple[list[str], str]:
+    layout = ckpt.Layout({"pp": 2, "dp": 2}, [("model.emb", ckpt.Stage("pp", (0, -1))), ("*", ckpt.Replicate())])
+    state = tied_stages(None)
+    ckpt.save(f"{url}/sync", state, layout=layout)
+    ckpt.save_async(f"{url}/async", state, layout=layout).result()
+    problems = []
+    for name, given in (("sync", None), ("async", layout)):
+        again = tied_stages(-1.0)
+        ckpt.load(f"{url}/{name}", again, layout=given)
+        values = [
+            [t.full_tensor() if isinstance(t, DTensor) else t for t in s["optimizer"].state[s["model"].emb].values()]
+            for s in (state, again)
+        ]
+        if not same(again["model"].emb.to_local(), state["model"].emb.to_local()) or not all(map(torch.equal, *values)):
+            problems.append(name)
+    moved = {"model.emb": torch.zeros(5, 2, dtype=torch.float64)}
+    live.reshard({"model.emb": state["model"].emb}, moved, layout=layout)
+    problems += [] if torch.equal(moved["model.emb"], state["model"].emb.full_tensor()) else ["moved"]
+    try:
+        ckpt.save(f"{url}/differ", tied_stages(None, differ=True), layout=layout)
+    except ReplicaError as err:
+        return problems, str(err)
+    return problems, "saved"
+
+
+def test_a_dtensor_on_several_stages_is_stored_once(ranks: Ranks, tmp_path: Path) -> None:
+    for problems, text in ranks.run(4, save_tied, str(tmp_path)):
+        assert problems == []
+        assert "model.emb" in text and "rank 0 ≠ rank 2" in text
+    for name in ("sync", "async"):
+        view = ckpt.open(str(tmp_path / name))
+        assert {n: tuple(view[n].shape) for n in view if "emb" in n} == {
+            "model.emb": (5, 2),
+            "optimizer.state.model.emb.exp_avg": (5, 2),
+            "optimizer.state.model.emb.exp_avg_sq": (5, 2),
+            "optimizer.state.model.emb.step": (),
+        }
 
 
 def two_meshes(fill: float | None = None) -> dict[str, tuple[DTensor, torch.Tensor]]:

@@ -106,3 +106,35 @@ def test_an_optimizer_with_8_bit_states_goes_on_bit_for_bit(tmp_path: Path) -> N
         step_on(model, optimizer, seed)
         step_on(again, resumed, seed)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def quantised(kind: str) -> torch.nn.Module:
+    layer = torch.nn.Linear(64, 64)
+    if kind == "int8":
+        quantization = pytest.importorskip("torchao.quantization")
+        layers = torch.nn.Sequential(layer)
+        quantization.quantize_(layers, quantization.Int8WeightOnlyConfig())
+        layer = layers[0]
+    else:
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        made = bitsandbytes.nn.Linear4bit(64, 64) if kind == "4 bit" else bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+        made.load_state_dict(layer.state_dict())
+        layer = made.to("cpu")
+        layer(torch.zeros(1, 64))
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ["int8", "4 bit", "8 bit"])
+def test_an_adapter_on_a_quantised_base_is_loaded_as_it_was_saved(tmp_path: Path, kind: str) -> None:
+    jobs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = torch.nn.ModuleDict({"base": quantised(kind), "lora": torch.nn.Linear(64, 4)})
+        optimizer = torch.optim.AdamW(model["lora"].parameters())
+        model["lora"](torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        jobs.append({"model": model, "optimizer": optimizer})
+    ckpt.save(tmp_path / "step-1", jobs[0], trainable=True)
+    report = ckpt.load(tmp_path / "step-1", jobs[1], trainable=True)
+    assert report.missing == report.unexpected == () and not any("base" in name for name in ckpt.open(tmp_path / "step-1"))
+    assert torch.equal(jobs[0]["model"]["lora"].weight, jobs[1]["model"]["lora"].weight)

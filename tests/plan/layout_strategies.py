@@ -40,7 +40,8 @@ def sized(array: np.ndarray, sizes: Sequence[int], dim: int) -> list[np.ndarray]
 def split_array(array: np.ndarray, split: Split, parts: int) -> list[np.ndarray]:
     """The part of each coordinate of the split's mesh dimension."""
     if isinstance(split, Flat):
-        return chunked(array.reshape(-1), parts, 0)
+        flat = array.reshape(-1)
+        return chunked(flat, parts, 0) if split.sizes is None else sized(flat, split.sizes, 0)
     if isinstance(split, Shard):
         return chunked(array, parts, split.dim) if split.sizes is None else sized(array, split.sizes, split.dim)
     equal = isinstance(split.groups, int)
@@ -112,7 +113,9 @@ def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, stages: bool
         kinds = ["none", "flat"] + (["shard", "shard", "sizes", "groups", "equal groups"] if shape else [])
         kind = draw(st.sampled_from(kinds))
         if kind == "flat" and not any(isinstance(s, Interleaved) for s in splits):
-            return TensorLayout(mesh, (*splits, Flat(over)), tuple(at))
+            numels = _numels_left(mesh, shape, splits)
+            sizes = draw(_sums(numels.pop(), mesh.size(over))) if len(numels) == 1 and draw(st.booleans()) else None
+            return TensorLayout(mesh, (*splits, Flat(over, sizes)), tuple(at))
         if kind in ("none", "flat"):
             continue
         splits += (draw(_split(mesh, shape, splits, over, kind)),)
@@ -137,6 +140,11 @@ def _split(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], before: tuple[Sp
 def _sizes_left(mesh: Mesh, shape: tuple[int, ...], splits: tuple[Split, ...], dim: int) -> set[int]:
     layout, array = TensorLayout(mesh, splits), np.zeros(shape)
     return {local.shape[dim] for r in mesh.ranks if (local := local_array(layout, array, r)) is not None}
+
+
+def _numels_left(mesh: Mesh, shape: tuple[int, ...], splits: tuple[Split, ...]) -> set[int]:
+    layout, array = TensorLayout(mesh, splits), np.zeros(shape)
+    return {local.size for r in mesh.ranks if (local := local_array(layout, array, r)) is not None}
 
 
 @st.composite

@@ -14,9 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt import tree
+from ckpt.adapters.deepspeed import refuse_zero
 from ckpt.adapters.fsdp1 import reshard
-from ckpt.adapters.in_place import is_stateful, restore_in_place
-from ckpt.adapters.modules import copies_of, tensors_of
+from ckpt.adapters.in_place import is_stateful, restore_in_place, state_of
+from ckpt.adapters.modules import copies_of, frozen_beside, tensors_of
 from ckpt.adapters.optimizers import ParamNames, names_in
 from ckpt.adapters.per_rank import Compound, PerRank
 from ckpt.adapters.shard_cache import ShardCache
@@ -175,7 +176,8 @@ class _BindWalk(Binder):
 
     def module(self, module: torch.nn.Module, node: Node, path: str) -> None:
         parts = tensors_of(module)
-        copies = [at for name in copies_of(module, parts) if self.selection.wants(at := join(path, name))]
+        frozen = frozen_beside(module, parts) if self.selection.trainable else frozenset[str]()
+        copies = [at for n in copies_of(module, parts) if n not in frozen and self.selection.wants(at := join(path, n))]
         if copies:
             raise StateError(
                 f"the module's state_dict() gives copies of {len(copies)} tensors, which cannot be filled in place",
@@ -188,7 +190,10 @@ class _BindWalk(Binder):
         for name, part in parts.flat.items():
             self.tensor(join(path, name), part)
         for name, tensor in parts.tensors.items():
-            self.tensor(join(path, name), tensor)
+            if name in frozen:
+                self.left_alone(join(path, name), tensor)
+            else:
+                self.tensor(join(path, name), tensor)
         for number in range(before, len(self.binding.misfits)):
             self.resizes(number, path, parts.owners)
         for name in parts.extra:
@@ -208,12 +213,13 @@ class _BindWalk(Binder):
                 return
 
     def stateful(self, target: Any, node: Node, path: str) -> None:
+        refuse_zero(target, path)
         below = (f"{path}.{where}" for where, _ in tree.leaves(node)) if node is not tree.MISSING else ()
         if not self.selection.wants(path) and not any(map(self.selection.wants, below)):
             return
         if isinstance(target, torch.amp.GradScaler) and target.is_enabled() and tree.pairs_of(node) == []:
             self.binding.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
-        template, before = target.state_dict(), len(self.binding.apply)
+        template, before = state_of(target, path), len(self.binding.apply)
         self.decoded(node, path, target.load_state_dict, template=template)
         if len(self.binding.apply) > before and not _tensor_names(node) and not has_tensors(template):
             self.binding.objects.append(StatefulObject(path=path, target=target, take=self.binding.apply.pop(), old=template))

@@ -12,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt import tree
-from ckpt.adapters.collect import stored_param_name
 from ckpt.adapters.dtensor import is_dtensor
 from ckpt.adapters.fsdp1 import FlatPart
 from ckpt.adapters.optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers, state_path
@@ -74,13 +73,13 @@ class OptimizerBinder:
                 part = placed if isinstance(placed, FlatPart) else None
                 param = placed.owner if isinstance(placed, FlatPart) else placed
                 if self.selection.trainable and is_frozen(placed):
-                    stored = stored_param_name(self.shard_table, name, placed)
+                    stored = self.shard_table.stored_name(name, placed)
                     self.binding.used.update(entry.name for entry in self.states_below(prefix).get(stored, {}).values())
                     continue
                 complete = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
                 if not complete and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
                     continue
-                stored = stored_param_name(self.shard_table, name, placed)
+                stored = self.shard_table.stored_name(name, placed)
                 owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), complete, part)
                 self.param_state(owner, self.binder.nodes.child(states, stored, f"{prefix}.{stored}"))
                 if complete:

@@ -81,6 +81,34 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
 
 
+def overlaps_itself(memory: torch.Tensor) -> bool:
+    """Whether two elements of a view lie at one address: then no values can be loaded into it but some."""
+    steps = sorted((stride, size) for size, stride in zip(memory.shape, memory.stride(), strict=True) if size > 1)
+    span = 0  # of what the smaller strides reach: a stride beyond it cannot come back to it
+    for stride, size in steps:
+        if stride <= span:
+            break
+        span += stride * (size - 1)
+    else:
+        return False
+    if memory.is_meta or not memory.numel():
+        return False  # what it is given when it gets memory is dense
+    # Two elements at one address differ first in some dimension: of the one that is ahead there, and the other moved to the start,
+    # each lies in one of these two views.
+    for dim, size in enumerate(memory.shape):
+        at_start = memory[(0,) * dim]
+        if size > 1 and _may_share(at_start[:1], at_start[1:]):
+            return True
+    return False
+
+
+def _may_share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return np.shares_memory(_addresses(one), _addresses(other), max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except RuntimeError:  # too hard: numpy gave up
+        return True
+
+
 class _Interface:
     """What numpy asks for the place of an array's elements."""
 

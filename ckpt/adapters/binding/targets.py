@@ -28,7 +28,7 @@ from ckpt.plan.match import Selection, misfit
 from ckpt.plan.nodes import Nodes
 from ckpt.tree import MISSING, Node, join
 
-from .shared_elements import shared_elements
+from .shared_elements import overlaps_itself, shared_elements
 
 Setter = Callable[[Any], None]
 
@@ -132,17 +132,17 @@ class Binder:
         """A tensor of the state: filled in place; on the meta device it gets memory first."""
         if self.selection.only and not self.selection.wants(state_name):
             return
-        local = self.shard_table.add(state_name, tensor)
-        if self.selection.trainable and is_frozen(tensor):
-            self.left_alone(state_name)
+        if self.selection.trainable and is_frozen(tensor):  # first: a class that cannot be stored is no obstacle here
+            self.left_alone(state_name, tensor)
             return
+        local = self.shard_table.add(state_name, tensor)
         self.target(state_name, local)
         if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
 
-    def left_alone(self, state_name: str) -> None:
+    def left_alone(self, state_name: str, tensor: torch.Tensor | Sharded) -> None:
         """A tensor of the state that keeps its values, whether the checkpoint has some or not."""
-        entry = self.entries.get(self.shard_table.names[state_name])
+        entry = self.entries.get(self.shard_table.stored_name(state_name, tensor))
         if entry is not None:
             self._used(entry.name)
 
@@ -208,6 +208,8 @@ class Binder:
         if isinstance(tensor, torch.nn.Parameter):
             real = torch.nn.Parameter(real, requires_grad=tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)  # swapped too
+        if is_dtensor(real) and is_dtensor(tensor):  # boxes that the local tensor states
+            real._local_tensor.__dict__.update(tensor._local_tensor.__dict__)
         try:
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
         except RuntimeError as err:
@@ -272,8 +274,8 @@ _OWN_WALKS = frozenset(_OF_KIND)
 
 
 def _check_writable(name: str, memory: torch.Tensor) -> None:
-    if any(n > 1 and stride == 0 for n, stride in zip(memory.shape, memory.stride(), strict=True)):
-        text = "its elements share memory (it was expanded), so it cannot be loaded into"
+    if overlaps_itself(memory):
+        text = "its elements share memory (it is expanded, or strided over itself), so it cannot be loaded into"
         raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
 
 

@@ -110,8 +110,10 @@ class Replicas:
         assignment = self.assignments[name]
         if assignment.merged or len(assignment.cell_holders) == 1:
             return name
-        first, last = assignment.box(numbers[0]), assignment.box(numbers[-1])  # of one part of the tensor, row by row
-        return f"{name} {Box(first.offset, tuple(end - at for at, end in zip(first.offset, last.end, strict=True)))}"
+        boxes = [assignment.box(i) for i in numbers]  # of one part of the tensor; a flat range is several boxes
+        first = tuple(map(min, zip(*(box.offset for box in boxes), strict=True)))
+        last = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
+        return f"{name} {Box(first, tuple(end - at for at, end in zip(first, last, strict=True)))}"
 
     def _cell(self, name: str) -> int:
         return int(np.flatnonzero((self.assignments[name].cell_holders == self.rank).any(axis=1))[0])

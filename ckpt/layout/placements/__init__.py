@@ -12,6 +12,7 @@ from .base import Piece as Piece
 from .base import Placement as Placement
 from .base import Split as Split
 from .boxes import Boxes as Boxes
+from .boxes import StatedBoxes as StatedBoxes
 from .flat import Flat as Flat
 from .interleaved import Interleaved as Interleaved
 from .shard import Shard as Shard

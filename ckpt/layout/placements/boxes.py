@@ -27,3 +27,8 @@ class Boxes(BlockSplit):
 
     def local_shape(self, block: Shape, parts: int, index: int) -> Shape:
         return block
+
+
+@dataclass(frozen=True, slots=True)
+class StatedBoxes(Boxes):
+    """The boxes of one coordinate, whose ranks know no others: together with the layouts of the other ranks they tile the tensor."""

@@ -7,12 +7,12 @@ from typing import Any
 from ckpt.errors import LayoutError
 
 from .base import DTensorAxis, Split
-from .boxes import Boxes
+from .boxes import Boxes, StatedBoxes
 from .flat import Flat
 from .interleaved import Interleaved
 from .shard import Shard
 
-SPLITS: dict[str, type[Split]] = {cls.__name__: cls for cls in (Shard, Interleaved, Flat, Boxes)}
+SPLITS: dict[str, type[Split]] = {cls.__name__: cls for cls in (Shard, Interleaved, Flat, Boxes, StatedBoxes)}
 """A new split is one more entry."""
 
 

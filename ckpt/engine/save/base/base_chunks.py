@@ -92,7 +92,7 @@ class BaseChunks:
         """Why nobody can say whether the base has a chunk that ``lookup`` does not find, if that is not as it should be: it has no such
         tensor, or what was trained then stays as it is now."""
         entry = self.entry(plan, number)
-        if entry is None:
+        if entry is None or plan.assignments[entry.name].alone:
             return None
         if self._number(entry, plan, number) is None:
             return "it cuts them into other chunks, since its layout or number of ranks is another; the next save can refer to these"
@@ -118,8 +118,11 @@ class BaseChunks:
         return None if chunk is None else entry.grid.step(chunk)
 
     def _number(self, entry: TensorEntry, plan: RankPlan, number: int) -> int | None:
-        """Number of the chunk with the same box."""
+        """Number of the chunk with the same box. None of those of ranks that state their own boxes: to the leader, which is told of a
+        reference by number, they have other numbers."""
         name, own, box = plan.chunks[number]
+        if plan.assignments[name].alone:
+            return None
         grid, cuts = entry.grid, plan.assignments[name].cuts
         if cuts is not None and grid.cuts is not None and len(cuts) == len(grid.cuts) and all(map(_same, cuts, grid.cuts)):
             return own
