@@ -253,6 +253,8 @@ class Source:
                 self._pool.take,
                 self.address,
                 lazy=capture == "lazy",
+                threads=self._threads,
+                beat=call.heartbeat,
                 spans=spans,
                 stall=stall,
                 began=began,
