@@ -86,11 +86,11 @@ class Capture:
 
     def capture_unfenced(self, threads: int, beat: Callable[[], None]) -> None:
         """Capture what may change before anything waits, or set it aside, and note what everything else is like."""
+        unfenced = self._unfenced()
+        now = self._direct(unfenced)
+        if now:
+            self._capture_now(now, threads, beat)
         with self.spans.span("stage"):
-            unfenced = self._unfenced()
-            now = self._direct(unfenced)
-            if now:
-                self._capture_now(now, threads, beat)
             if self.fragments is not None:
                 self.fragments.take()
             self._clone(unfenced - now)
@@ -139,13 +139,14 @@ class Capture:
                 self._kept.update(inside)
 
         def copy(few: Sequence[tuple[Batch, list[int]]]) -> None:
-            with self._aside():
+            nbytes = sum(self.source.nbytes(n) for _, inside in few for n in inside)
+            with self.spans.span("capture", nbytes), self._aside():
                 for batch, inside in few:
                     self.source.fill_batch(batch, self.stage.opened(batch), 0, skipped={*batch.numbers}.difference(inside))
             for batch, inside in few:
-                self.meter.add(captured=sum(length for n, length in zip(batch.numbers, batch.lengths, strict=True) if n in self._kept))
                 if len(inside) == len(batch.numbers):
                     self.stage.arrived(batch)
+            self.meter.add(captured=nbytes)
             beat()
 
         total = sum(batch.length for batch, _ in parts)
@@ -217,13 +218,13 @@ class Capture:
 
     def _fill(self, batch: Batch, room: torch.Tensor) -> None:
         many = len(batch.numbers) >= MANY
-        with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length):
+        kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
+        with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
             with self._aside():
                 told = None if self._filled is None or self._streams else self._tell_filled
                 self.source.fill_batch(batch, room, 0, told, self._kept)
             with self._aside():
                 _refuse(self._samples.changed(batch, room))
-        kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
         self.meter.add(captured=batch.length - kept)
 
     def _tell_filled(self, start: int, stop: int) -> None:
