@@ -110,7 +110,11 @@ class Strided(nn.Module):
 
 @pytest.mark.parametrize("which", ["conv.weight", "experts.2.weight"])
 def test_parameters_that_are_strided_or_stacked_in_the_checkpoint(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = ckpt.Layout({"dp": 1}, rules=[("*", ckpt.Replicate())], numbered=[ckpt.experts("*experts.{n}.weight", to="*experts.weight", count=4, ranks=1, over="dp", stack=0)])
+    layout = ckpt.Layout(
+        {"dp": 1},
+        rules=[("*", ckpt.Replicate())],
+        numbered=[ckpt.experts("*experts.{n}.weight", to="*experts.weight", count=4, ranks=1, over="dp", stack=0)],
+    )
     model, fill = Strided(), Capture._fill
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     assert ckpt.save_async(URL, state, layout=layout).result().tensor_bytes
