@@ -1,4 +1,4 @@
-"""A loop that changes the state right after the call, without a fence: the bytes of the call are stored, or the save fails. Never others."""
+"""A loop that changes the state right after the call, without a fence: the bytes of the call are stored, or the save fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_nothing_waits_for_was_captured_and_what_waits_is_compared(
 
 @pytest.mark.parametrize("device", [False, True])
 def test_weights_that_are_swapped_for_the_moment_of_the_copy(monkeypatch: pytest.MonkeyPatch, *, device: bool) -> None:
-    """Before and after it they are those of the call: the copy tells, whatever the tensor says. ``device``: as on one, where all is summed."""
+    """Before and after it they are those of the call, so only the copy tells. ``device``: as on one, where all is summed."""
     monkeypatch.setattr(samples, "_summed", lambda raw: device)
     if device:
         monkeypatch.setattr("ckpt.engine.save.tensor_source.ChunkSource.address", lambda self, number: 0)
