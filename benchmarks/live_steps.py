@@ -65,7 +65,9 @@ def main(given: Sequence[str] | None = None) -> None:
     old = {f"w{n:03}": torch.randn(ROWS, COLUMNS).bfloat16() for n in range(count)}
     new = {name: torch.zeros_like(tensor) for name, tensor in old.items()}
     clock = Clock()
-    with Source("tcp://127.0.0.1:0/steps", {"model": old}, secret=SECRET, timeout=TIMEOUT) as source:
+    weights = torch.nn.ParameterDict(old)
+    state = {"model": weights, "optimizer": torch.optim.SGD(weights.parameters())}
+    with Source("tcp://127.0.0.1:0/steps", state, secret=SECRET, timeout=TIMEOUT) as source:
         for number in range(arguments.rounds + 1):
             _publish(clock, source, number, old, new)
     _take(clock, arguments.rounds + 1, old, new)

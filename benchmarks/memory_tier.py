@@ -63,6 +63,8 @@ def anonymous(pid: int | str) -> float:
 
 def saves(state: State, times: Times, rounds: int, root: str, dlrover: Callable[[int, State], None] | None) -> None:
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    weights = torch.nn.ParameterDict(state)
+    trained = {"model": weights, "optimizer": torch.optim.SGD(weights.parameters())}
     for number in range(rounds):
         times.take("memcpy", lambda: copy(state, into))
         if dlrover is not None:
@@ -71,7 +73,7 @@ def saves(state: State, times: Times, rounds: int, root: str, dlrover: Callable[
         for capture in ("eager", "lazy"):
             url = f"{root}/{capture}-{number:08d}"
             handles = []
-            times.take(f"save {capture}: the call", lambda: handles.append(ckpt.save_async(url, state, capture=capture)))  # noqa: B023
+            times.take(f"save {capture}: the call", lambda: handles.append(ckpt.save_async(url, trained, capture=capture)))  # noqa: B023
             if capture == "lazy":
                 time.sleep(pass_seconds)
                 times.take("save lazy: the fence", handles[0].fence)

@@ -136,10 +136,10 @@ def save_async(
     """Begin to save a state and return; the rest happens in the background. Collective like :func:`save`.
 
     The state's tensors are copied into host memory that is kept for the next save. With ``capture="lazy"`` that happens during the next
-    forward and backward pass: every ``torch.optim`` optimizer waits in ``step()`` until it is done. Code that changes parameters or other
-    tensors of the state by hand calls ``handle.fence()`` before. What torch sees change before it was captured fails the save; it does not
-    see what is done through ``tensor.data`` or numpy. Values that are not
-    tensors, buffers of modules and small tensors outside of modules and optimizers are captured before the call returns.
+    forward and backward pass for what a ``torch.optim`` optimizer of the state steps: every such optimizer waits in ``step()`` until it is
+    done. Code that changes these tensors in another way calls ``handle.fence()`` before. If one changes before it was captured, the save
+    fails; only an uncounted write (``tensor.data``, numpy) to very few elements may stay unseen. Everything else, such as averages, frozen
+    parameters, buffers and values that are no tensors, is captured before the call returns.
 
     An error is raised by the handle's methods and futures; if nobody asks, the next call of :func:`save`, :func:`save_async` or
     :func:`load` of the same job raises it, on every rank. A program that ends waits for the save.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapters.fenced import Fenced
 from .adapters.modules import tensors_of
 from .adapters.per_rank import Compound
 from .adapters.tensors import local_of
@@ -26,7 +27,7 @@ Decay = float | Callable[[int], float]
 """The share of the average that an update keeps, or a function that gives it for the number of updates before this one."""
 
 
-class Average(Compound):
+class Average(Compound, Fenced):
     """The exponential moving average of the trained parameters of ``model``, to be put into a state: ``{"ema": Average(model, 0.999), …}``.
 
     It begins as a copy of the parameters. Each :meth:`update` computes ``average = decay * average + (1 - decay) * parameter``, both

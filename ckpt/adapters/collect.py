@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -18,6 +20,7 @@ from ckpt.tree import Node, child_path, encode, join, leaves, mapping_node, pair
 
 from .deepspeed import refuse_zero
 from .dtensor import dtensor_types
+from .fenced import fencing, seen
 from .fsdp1 import FlatPart
 from .in_place import is_stateful, state_of
 from .modules import ModuleTensors, copies_of, frozen_beside, tensors_of
@@ -74,6 +77,7 @@ def collect(
         if taker is not None:
             node, collected.idle, collected.trains = taker.labelled(node), taker.idle(), taker.trains
         collected.state, _ = _rehomed(node, "", walk.renumbered)
+        shard_table.fenced = walk.fenced_names()
     _check_memory(shard_table.tensors.values())
     for tensor in shard_table.unproven():
         _check_complete(tensor, rank)
@@ -181,6 +185,10 @@ class _CollectWalk:
         """What decides what a part has; None for a whole state."""
         self.renumbered: dict[str, str] = {}
         """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
+        self.fenced: set[str] = set()
+        """Names in the state of what changes only behind a fence."""
+        self.optimizers = {*seen}
+        """Those whose steps wait."""
 
     def leaf(self, value: object, path: str) -> Node:
         if isinstance(value, (torch.Tensor, Sharded)):
@@ -193,11 +201,13 @@ class _CollectWalk:
             self.collected.own[path] = encode(value.saved(self.shard_table.rank, self.shard_table.ranks), path, self.own_leaf)
             return {"$per_rank": True}
         if isinstance(value, Compound):
-            return encode(value.parts(), path, self.leaf)
+            with self.fenced_by(value):
+                return encode(value.parts(), path, self.leaf)
         if isinstance(value, torch.nn.Module):
             return self.module(value, path)
         if isinstance(value, Optimizer):
-            return self.optimizer(value, path)
+            with self.fenced_by(value):
+                return self.optimizer(value, path)
         if is_stateful(value):
             refuse_zero(value, path)
             # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
@@ -206,10 +216,32 @@ class _CollectWalk:
             if self.taker is not None and not self.taker.wants_some(path, given):
                 return LEFT_OUT
             taker, self.taker = self.taker, None  # all of it
-            node = encode(given, path, self.inner_leaf)
+            with self.fenced_by(value):
+                node = encode(given, path, self.inner_leaf)
             self.taker, self.renumbered = taker, outside
             return node if taker is None else taker.decided(node)
         return None
+
+    @contextmanager
+    def fenced_by(self, value: object) -> Iterator[None]:
+        """What the block adds are the tensors of ``value``, which may be an optimizer or fenced."""
+        before = len(self.shard_table.names)
+        yield
+        optimizers = fencing(value)
+        if optimizers is None:
+            return
+        self.fenced.update(islice(self.shard_table.names, before, None))
+        self.optimizers.update(optimizers)
+
+    def fenced_names(self) -> set[str]:
+        """Stored names of what is fenced: of what several names of the state make up, only if all of them are."""
+        for param in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]):
+            # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
+            if id(param) in self.names.plain:
+                self.fenced.add(self.names.plain[id(param)])
+            self.fenced.update(name for name, _ in self.names.flat.get(id(param), {}).values())
+        stored = self.shard_table.names
+        return {stored[name] for name in self.fenced if name in stored} - {s for name, s in stored.items() if name not in self.fenced}
 
     def wants(self, path: str, value: object = None) -> bool:
         """Whether what is at ``path`` is saved."""

@@ -61,7 +61,9 @@ class ShardTable:
     own: set[str] = field(default_factory=set)
     """Stored names of what belongs to this rank alone, tied names too."""
     optimizer_updated: set[str] = field(default_factory=set)
-    """Stored names of what only an optimizer's step changes: parameters, and the state kept for them."""
+    """Stored names of parameters, and of the state that optimizers keep for them."""
+    fenced: set[str] = field(default_factory=set)
+    """Stored names of what changes only behind a fence: what an optimizer of the state steps, and what is :class:`.fenced.Fenced`."""
     forward_mutable: set[str] = field(default_factory=set)
     """Stored names of modules' buffers, which a forward pass may change."""
     frozen: set[str] = field(default_factory=set)

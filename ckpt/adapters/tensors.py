@@ -55,16 +55,22 @@ class LocalTensor:
                 return view
         raise LayoutError(f"this rank has no memory for {box}", where=f"tensor {self.info.name}")
 
+    def pieces(self, box: Box) -> list[tuple[Box, torch.Tensor]]:
+        """The memory of ``box``, piece by piece where several parts have some of it (stacked experts)."""
+        if len(self.parts) > 1:
+            inside = [common for part in self.parts if (common := part.box.intersect(box)) is not None]
+            if len(inside) > 1 and sum(common.numel for common in inside) == box.numel:
+                return [(common, self.view(common)) for common in inside]
+        return [(box, self.view(box))]
+
     def gather(self, box: Box) -> torch.Tensor:
-        """The values of ``box``: its memory, or a copy where several parts have some of it (stacked experts)."""
-        if len(self.parts) == 1:
-            return self.view(box)
-        inside = [(part, common) for part in self.parts if (common := part.box.intersect(box)) is not None]
-        if len(inside) <= 1 or sum(common.numel for _, common in inside) != box.numel:
-            return self.view(box)
-        gathered = torch.empty(box.shape, dtype=inside[0][0].memory.dtype, device=inside[0][0].memory.device)
-        for _, common in inside:
-            part, target = self.view(common), gathered[common.relative_to(box.offset).slices]
+        """The values of ``box``: its memory, or a copy where several parts have some of it."""
+        (_, first), *more = pieces = self.pieces(box)
+        if not more:
+            return first
+        gathered = torch.empty(box.shape, dtype=first.dtype, device=first.device)
+        for common, part in pieces:
+            target = gathered[common.relative_to(box.offset).slices]
             _ = target.copy_(part) if reads_otherwise(part) else raw_view(target).copy_(raw_view(part))
         return gathered
 

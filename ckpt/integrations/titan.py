@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ckpt.adapters.fenced import Fenced
 from ckpt.adapters.per_rank import PerRank
 from ckpt.api import load as load_checkpoint
 from ckpt.errors import UsageError
@@ -169,10 +170,11 @@ class CheckpointManager:
         self.checkpointer.close()
 
 
-class _Stateful:
+class _Stateful(Fenced):
     """A container that is an Optimizer by class only: its state is what its own ``state_dict`` says."""
 
     def __init__(self, value: Any) -> None:
+        self.optimizers = getattr(value, "optimizers", [value])
         self.state_dict = value.state_dict
         self.load_state_dict = value.load_state_dict
 

@@ -11,10 +11,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import torch
-import xxhash
 
 from ckpt import tree
 from ckpt.adapters.collect import Collected
@@ -116,11 +114,13 @@ def prepare_image(
     where: str,
     *,
     lazy: bool,
+    threads: int,
+    beat: Callable[[], None],
     spans: Spans,
     stall: Stall,
     began: float,
 ) -> PreparedImage:
-    """Make room in a segment, and set aside what a forward pass may change. Talks to no other rank.
+    """Make room in a segment, and capture what nothing waits for before it changes. Talks to no other rank.
 
     Raises:
         CkptError: there is no memory for it.
@@ -139,7 +139,7 @@ def prepare_image(
     filled = segment.digests.filled if lazy else None
     capture = Capture(image.plan, collected.shard_table, source, stage, None, None, spans, meter, filled)
     if lazy:
-        capture.capture_volatile()
+        capture.capture_unfenced(threads, beat)
     own = image.own_table
     return PreparedImage(
         image=image,
@@ -175,7 +175,6 @@ def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSe
     with prepared.spans.span("digest", prepared.segment.digests.left):
         digests = prepared.segment.seal(threads, call.check_failures)
     layout = prepared.image.layout
-    prepared.capture.compare(_CapturedDigests(prepared.segment, layout))
     return PublishedSegment(prepared.segment, layout, digests, f"rank {call.group.rank} of {call.url}, process {os.getpid()}")
 
 
@@ -196,27 +195,6 @@ def replica_digests(prepared: PreparedImage, call: Call, threads: int) -> dict[s
     with prepared.spans.span("replicas"):
         replicas.hash(threads, call.check_failures)
     return replicas.row(call)
-
-
-class _CapturedDigests(Sequence[int]):
-    """The XXH3-64 of each box, as it was captured: computed when it is asked for."""
-
-    def __init__(self, segment: MemorySegment, layout: SegmentLayout) -> None:
-        self._data = segment.data
-        self._boxes = layout.all()
-
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-    @overload
-    def __getitem__(self, number: int) -> int: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[int]: ...
-    def __getitem__(self, number: int | slice) -> int | Sequence[int]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        box = self._boxes[number]
-        return xxhash.xxh3_64_intdigest(self._data[box.start : box.start + box.nbytes].data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -197,8 +197,9 @@ class Source:
     ) -> Publication:
         """Make the state the version ``step``. Collective.
 
-        ``capture``: ``"lazy"`` returns at once; the state is copied during the next forward and backward pass, and an optimizer's step
-        waits for the rest. Who changes tensors by hand calls ``publication.fence()`` before. ``"eager"`` returns when all is copied.
+        ``capture``: with ``"lazy"`` what an optimizer steps is copied during the next forward and backward pass, and its step waits for
+        the rest; all else is copied in the call. The optimizer must be in the state, or have stepped since the first publication. Who
+        changes stepped parameters by hand calls ``publication.fence()`` before. ``"eager"`` returns when all is copied.
 
         ``again``: a version of this step may be kept already; this is a newer one. Without it that is an error: most likely nobody
         counted.
@@ -255,6 +256,8 @@ class Source:
                 self._pool.take,
                 self.address,
                 lazy=capture == "lazy",
+                threads=self._threads,
+                beat=call.heartbeat,
                 spans=spans,
                 stall=stall,
                 began=began,

@@ -146,21 +146,25 @@ def test_a_lazy_version_has_the_values_of_its_call_though_training_goes_on() -> 
 
 
 def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before(caplog: pytest.LogCaptureFixture) -> None:
-    state = {"t": torch.zeros(5_000_000)}
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
-        before = source.publish(1).result()
+    model = torch.nn.ParameterDict({"t": torch.zeros(5_000_000)})
+    optimizer = torch.optim.SGD(model.parameters())
+    with Source("tcp://127.0.0.1:0/a", {"m": model}, timeout=TIMEOUT) as source:
+        publication = source.publish(1)
+        model["t"].data.mul_(2)  # no optimizer has stepped it: it was captured at the call
+        before = publication.result()
+        optimizer.step()  # from here on it is known to wait
         publication = source.publish(2)
-        state["t"].add_(1)
+        model["t"].detach().add_(1)
         with pytest.raises(Exception, match="was changed before it was captured"):
             publication.result()
-        into = {"t": torch.ones(5_000_000)}
+        into = {"m.t": torch.ones(5_000_000)}
         with Sink(source.address, into, timeout=TIMEOUT) as sink:
-            assert sink.take() == before and not into["t"].any()
+            assert sink.take() == before and not into["m.t"].any()
         files = []
         for step in range(3, 7):
             with caplog.at_level(logging.CRITICAL, logger="ckpt"):  # else the record of the error keeps all that it came from
                 publication = source.publish(step)
-                state["t"].add_(1)
+                model["t"].detach().add_(1)
                 with pytest.raises(ConsistencyError):
                     publication.result()
             del publication
@@ -345,7 +349,8 @@ def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: A
 @pytest.mark.parametrize("capture", ["eager", "lazy"])
 def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.tracing.progress_callback.INTERVAL", 0.0)
-    state = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
+    model = torch.nn.ParameterDict({f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)})
+    state = {"m": model, "optimizer": torch.optim.SGD(model.parameters())}
     total, counts = 64 << 20, []
     with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
         publication = source.publish(1, capture=capture, progress=lambda done, total: counts.append((done, total)))

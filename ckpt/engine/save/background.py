@@ -287,7 +287,7 @@ def start_save(
             prepared = prepare(job, state)
             capture = stage(prepared)
             if when == "lazy":
-                capture.capture_volatile()
+                capture.capture_unfenced(options.threads, job.heartbeat.give)
     except BaseException as err:
         # An error before the first message would leave the other ranks waiting in "begin" until the deadline.
         job.call.fail("begin", err)

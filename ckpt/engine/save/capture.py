@@ -5,31 +5,27 @@
     ckpt-capture                   └── copy chunk after chunk into the stage ──► compare versions: still 7? ──► "captured"
     ckpt-save                          └── write each batch as soon as it is captured ──────────────────────────► "durable"
 
-*Eager*: before the call returns. *Lazy* (DataStates-LLM, arXiv 2406.10707): during the next forward and backward pass, which do not change
-parameters; an optimizer's step waits for the rest. What a forward pass may change is set aside before the call returns: buffers of
-modules, and small tensors that belong to no module or optimizer.
+*Eager*: before the call returns. *Lazy* (DataStates-LLM, arXiv 2406.10707): during the next forward and backward pass, for what changes
+only behind a fence (``adapters/fenced.py``): parameters that an optimizer steps, and what it keeps for them. Everything else, which a loop
+may change at any time, is captured before the call returns.
 
-Invariant: a tensor that torch knows to have changed (its version) or moved before it was captured fails the save. What torch does not
-count (``tensor.data``, numpy views of the same memory, fused optimizer kernels called without their optimizer) needs ``fence()``.
-
-torch counts a change only when the operation is over. So before versions are compared, operations that were going on while a tensor was
-captured must have ended: where a training loop may change tensors by itself, capturing ends with a grace period (``quiescence.py``). It
-is over at once if the program waits for the save, as in ``fence()``. Else, after some time, the memory is hashed where it lies, and the
-save commits only if the captured bytes have the same digests: an operation that goes on has come further meanwhile.
+Invariant: what is captured lazily and changes before fails the save. That shows in three ways: torch has counted it (the version of the
+tensor), the memory has moved, or samples of the bytes differ (``samples.py``). Only a sparse write that torch does not count and no sample
+has met may remain unseen: it needs ``fence()``.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
-import xxhash
 
+from ckpt.adapters.memory import reads_otherwise
 from ckpt.adapters.shard_table import ShardTable
 from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import ConsistencyError
@@ -40,17 +36,16 @@ from ckpt.tracing.spans import Spans
 from .flat_merge import FragmentExchange
 from .meter import SaveMeter
 from .plan import Batch, RankPlan
-from .quiescence import GracePeriod
 from .replicas import Replicas
+from .samples import Samples
 from .staging import StagedBatches
-from .tensor_source import ChunkSource
+from .tensor_source import FENCE, ChunkSource
 from .writer import MANY
 
-PATIENCE = 0.1
-"""Seconds that operations of the thread that saves have to end, or to come further, before bytes have to tell: a loaded machine may let a
-thread wait for some time."""
-SHORT = 0.002
-"""The same where that thread waits for the save, and others are most likely at rest."""
+T = TypeVar("T")
+
+_WORTH_A_THREAD = 16 * limits.MIB
+"""Bytes to copy in the call for which one more thread is started."""
 
 
 class Capture:
@@ -81,59 +76,96 @@ class Capture:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
-        self.doubtful: AbstractSet[str] = frozenset()
-        """Tensors that no optimizer's step changes, but perhaps the training loop itself."""
-        self._digests: dict[int, int] = {}
-        """XXH3-64 of chunks, by number, as they were in the state after all was captured: of some, all, or none of the doubtful ones."""
-        self._caller = threading.get_ident()
+        self._samples = Samples(source)
+        self._kept: set[int] = set()
+        """Numbers of the chunks that were captured in the call."""
         self._streams = _side_streams(shard_table)
         self._follow()
 
     # ---- in the caller's thread
 
-    def capture_volatile(self) -> None:
-        """Capture what a forward pass may change, or set it aside, and note what everything else is like."""
+    def capture_unfenced(self, threads: int, beat: Callable[[], None]) -> None:
+        """Capture what may change before anything waits, or set it aside, and note what everything else is like."""
+        unfenced = self._unfenced()
+        now = self._direct(unfenced)
+        if now:
+            self._capture_now(now, threads, beat)
         with self.spans.span("stage"):
-            self._what_may_change()
+            if self.fragments is not None:
+                self.fragments.take()
+            self._clone(unfenced - now)
+            # What is done to a DTensor shows in its own version, not in that of its local tensor.
+            memories = [(name, part.memory) for name, local in self.shard_table.tensors.items() for part in local.parts]
+            self._versions = [(n, t, t._version) for n, t in [*memories, *self.shard_table.originals()] if n not in unfenced]
+            for batch in self._batches():
+                self._samples.take(batch, self.stage.room(batch), unfenced)
+            if self.replicas is not None:
+                self._samples.take_tensors(self.replicas.elsewhere() - unfenced)
+            self._follow()
+            # Addresses are noted last, since a clone has one of its own.
+            self.source.note_addresses()
 
-    def _what_may_change(self) -> None:
-        # Two kinds of tensors. What is not in ``eager`` is captured later, so its version is noted now. What is in it
-        # is copied now: into the arena where a batch has nothing else (``_captured_now``), else into a clone.
-        # Addresses are noted last, since a clone has one of its own.
-        eager = self._eager()
-        # What is done to a DTensor shows in its own version, not in that of its local tensor.
-        memories = [(name, part.memory) for name, local in self.shard_table.tensors.items() for part in local.parts]
-        self._versions = [(n, t, t._version) for n, t in [*memories, *self.shard_table.originals()] if n not in eager]
-        self.doubtful = {name for name, *_ in self._versions} - self.shard_table.optimizer_updated
-        self.source.clone_volatile(eager - self._captured_now(eager))
-        self._follow()
-        self.source.note_addresses()
+    def _batches(self) -> list[Batch]:
+        return [batch for batches in self.plan.batches for batch in batches]
 
-    def _captured_now(self, names: AbstractSet[str]) -> AbstractSet[str]:
-        """Capture the batches that have nothing but these tensors; the names of those that nobody reads from the state after that."""
-        # Others need a copy beside the arena: where the place in it may have to be written first, what shares a batch
-        # with something that can wait, and what is compared with other ranks or sent to them but is not written here.
-        # And all that is on a GPU: a clone there is queued behind the training's work, while a copy to the host would
-        # keep the caller waiting for that work.
-        #
-        # With a GPU, or a stage smaller than the state, nothing is captured in the call: the first would wait for the
-        # training's kernels, the second for the writing of an earlier segment.
-        if self._streams or any(s.waits_for is not None for s in self.stage.segments):
+    def _unfenced(self) -> set[str]:
+        """What nothing waits for before it changes. Of the rest, what has no version counter, or is not in memory as it reads."""
+        tensors, fenced = self.shard_table.tensors, self.shard_table.fenced
+        return {
+            name
+            for name, local in tensors.items()
+            if name not in fenced or any(p.memory.is_inference() or reads_otherwise(p.memory) for p in local.parts)
+        }
+
+    def _direct(self, names: AbstractSet[str]) -> AbstractSet[str]:
+        """Those that are captured where they belong. Others need a clone: in a stage smaller than the state the first would wait for the
+        writing of an earlier segment."""
+        if any(segment.waits_for is not None for segment in self.stage.segments):
             return frozenset()
-        now: list[Batch] = []
-        later: set[str] = set()
-        for batch in (batch for batches in self.plan.batches for batch in batches):
-            inside = {self.plan.chunks[n].name for n in batch.numbers}
-            if inside <= names:
-                now.append(batch)
-            else:
-                later |= inside
-        with self._aside():
-            self.stage.capture(now, lambda batch, room: self.source.fill_batch(batch, room, 0))
-        self.meter.add(captured=sum(batch.length for batch in now))
+        if not self._streams:
+            return names
+        # A clone on a device is queued behind the training's work, while a copy to the host keeps the caller waiting for that work. But
+        # a device may have no memory for clones that are large.
+        forwarded, tensors = self.shard_table.forward_mutable, self.shard_table.tensors
+        return {n for n in names if n not in forwarded and sum([part.memory.nbytes for part in tensors[n].parts]) >= limits.SMALL_COPY}
+
+    def _capture_now(self, names: AbstractSet[str], threads: int, beat: Callable[[], None]) -> None:
+        """Capture these chunks, a batch's others later, and hash what other ranks write of them."""
+        parts: list[tuple[Batch, list[int]]] = []
+        for batch in self._batches():
+            inside = [n for n in batch.numbers if self.plan.chunks[n].name in names]
+            if inside:
+                parts.append((batch, inside))
+                self._kept.update(inside)
+
+        def copy(few: Sequence[tuple[Batch, list[int]]]) -> None:
+            nbytes = sum(self.source.nbytes(n) for _, inside in few for n in inside)
+            with self.spans.span("capture", nbytes), self._aside():
+                for batch, inside in few:
+                    self.source.fill_batch(batch, self.stage.opened(batch), 0, skipped={*batch.numbers}.difference(inside))
+            for batch, inside in few:
+                if len(inside) == len(batch.numbers):
+                    self.stage.arrived(batch)
+            self.meter.add(captured=nbytes)
+            beat()
+
+        total = sum(batch.length for batch, _ in parts)
+        self._share(parts, min(threads, 1 + total // _WORTH_A_THREAD), copy)
         if self.replicas is not None:
-            later |= self.replicas.elsewhere()
-        return {name for name in names if name not in later and not self.plan.assignments[name].merged}
+            with self._aside():
+                self.replicas.hash(threads if not self._streams else 1, beat, names)
+
+    def _share(self, items: Sequence[T], threads: int, work: Callable[[Sequence[T]], None]) -> None:
+        """Neighbours for each of some threads."""
+        step = max(-(-len(items) // threads), 1)
+        run_tasks([partial(work, items[i : i + step]) for i in range(0, len(items), step)], threads, "ckpt-capture")
+
+    def _clone(self, names: AbstractSet[str]) -> None:
+        """Set aside what will be read of these tensors."""
+        if names:
+            read = {chunk.name for chunk in self.plan.chunks}
+            self.source.clone(names & (read if self.replicas is None else read | self.replicas.elsewhere()))
+            self._follow()
 
     def _follow(self) -> None:
         """Let the side streams come after all that the caller has queued."""
@@ -152,43 +184,25 @@ class Capture:
             for stream in self._streams:
                 stream.synchronize()
 
-    def _eager(self) -> set[str]:
-        shard_table, stepped, forwarded = self.shard_table, self.shard_table.optimizer_updated, self.shard_table.forward_mutable
-        eager = set()
-        for name, local in shard_table.tensors.items():
-            memories = [part.memory for part in local.parts]
-            # An optimizer's tensors change only in its step, which waits. Of the others, buffers may change in the
-            # next forward pass, and small tensors are cheap to copy: both are captured at once. Inference tensors
-            # have no version counter, so a change of one could not be noticed later.
-            small = name not in stepped and (name in forwarded or sum([m.nbytes for m in memories]) < limits.SMALL_COPY)
-            if small or any(m.is_inference() for m in memories):
-                eager.add(name)
-        return eager
-
     # ---- in any thread
 
     @in_trace("ckpt.capture")
     def run(self, threads: int, beat: Callable[[], None]) -> None:
         """Capture everything. Raises, and tells the writers, if anything changed meanwhile."""
-        batches = [batch for batches in self.plan.batches for batch in batches]
         try:
-            # Other ranks wait for fragments, so these are taken first.
+            # Other ranks wait for fragments, so these are settled first.
             if self.fragments is not None:
                 with self._aside():
-                    self.fragments.take()
+                    self.fragments.settle()
             # Several threads capture only where every batch has a place of its own. In a stage of two halves the
             # order of segments is what keeps capturing and writing from waiting for each other in a circle.
-            if threads > 1 and all(s.waits_for is None for s in self.stage.segments):
-                step = -(-len(batches) // threads)
-                parts = [batches[i : i + step] for i in range(0, len(batches), step)]
-                run_tasks([partial(self.stage.capture, part, self._fill) for part in parts], threads, "ckpt-capture")
-            else:
-                self.stage.capture(batches, self._fill)
+            apart = all(s.waits_for is None for s in self.stage.segments)
+            self._share(self._batches(), threads if apart else 1, lambda few: self.stage.capture(few, self._fill))
             if self.replicas is not None:
                 with self.spans.span("hash"), self._aside():
                     self.replicas.hash(threads if not self._streams else 1, beat)
-            self._outwait(batches, beat)
-            self._check_unchanged()
+                    _refuse(self._samples.changed_tensors())
+            _refuse([name for name, tensor, version in self._versions if tensor._version != version])
         except BaseException as err:
             self.error = err
             self.stage.fail(err)
@@ -204,69 +218,26 @@ class Capture:
 
     def _fill(self, batch: Batch, room: torch.Tensor) -> None:
         many = len(batch.numbers) >= MANY
-        with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length):
-            if self._streams:
-                with self._aside():
-                    self.source.fill_batch(batch, room, 0)
-            else:
-                self.source.fill_batch(batch, room, 0, None if self._filled is None else self._tell_filled)
-        self.meter.add(captured=batch.length)
+        kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
+        with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
+            with self._aside():
+                told = None if self._filled is None or self._streams else self._tell_filled
+                self.source.fill_batch(batch, room, 0, told, self._kept)
+            with self._aside():
+                _refuse(self._samples.changed(batch, room))
+        self.meter.add(captured=batch.length - kept)
 
     def _tell_filled(self, start: int, stop: int) -> None:
         if self._filled is not None and not self.stage.throttle.hurried:
             self._filled(start, stop)
 
-    def _outwait(self, batches: Sequence[Batch], beat: Callable[[], None]) -> None:
-        """End when operations of other threads on doubtful tensors, if they began before this call, are over and counted; or hash what they
-        would have changed."""
-        # How a change is ruled out that torch has not counted yet, since the operation is still running:
-        #
-        #  capture ends ── every other thread was seen waiting for a save? ── yes ─► compare versions, done
-        #                    │ no, after PATIENCE or SHORT seconds
-        #                    └─ hash the doubtful chunks where they lie ──► later, compare with what was written
-        #
-        # The hash is taken after the copy. If an operation was under way during the copy, it has written more bytes
-        # until the hash, and the two differ.
-        if not self.doubtful:
-            return
-        period = GracePeriod()
-        if period.elapsed():
-            return
-        with self.spans.span("settle"):
-            began, pause = time.monotonic(), 0.0005
-            while time.monotonic() - began < (SHORT if period.passed(self._caller) else PATIENCE):
-                time.sleep(pause)
-                if period.elapsed():
-                    return
-                pause = min(2 * pause, 0.01)
-        mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
-        for number in (number for batch in batches for number in batch.numbers):
-            # Chunks with fragments of other ranks have no counterpart in this rank's memory.
-            if number not in mixed and self.plan.chunks[number].name in self.doubtful and not period.elapsed():
-                with self.spans.span("hash", self.source.nbytes(number)), self._aside():
-                    self._digests[number] = xxhash.xxh3_64_intdigest(self.source.view(number))
-                beat()
-        time.sleep(pause)
 
-    def compare(self, written: Sequence[int]) -> None:
-        """Raise ConsistencyError if captured bytes, whose digests are ``written`` by chunk number, are not what was in the state later."""
-        changed = [self.plan.chunks[number].name for number, digest in self._digests.items() if written[number] != digest]
-        if changed:
-            raise _changed(list(dict.fromkeys(changed)))
-
-    def _check_unchanged(self) -> None:
-        changed = list(dict.fromkeys(name for name, tensor, version in self._versions if tensor._version != version))
-        if changed:
-            raise _changed(changed)
-
-
-def _changed(names: Sequence[str]) -> ConsistencyError:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return ConsistencyError(
-        f"tensor {names[0]}{more} was changed before it was captured",
-        hint="call fence(), of the save's handle or of the publication, before you change the state by hand "
-        '(an optimizer\'s step does so by itself), or capture with capture="eager"',
-    )
+def _refuse(changed: Sequence[str]) -> None:
+    """Raise if a tensor has changed too early."""
+    names = list(dict.fromkeys(changed))
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ConsistencyError(f"tensor {names[0]}{more} was changed before it was captured", hint=FENCE)
 
 
 def _side_streams(shard_table: ShardTable) -> list[torch.cuda.Stream]:

@@ -3,7 +3,6 @@ is laid out when all of its chunks are."""
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from functools import partial
 
 import xxhash
@@ -23,13 +22,10 @@ from .writer import RankWriter, WriteInput
 class EncodedWriter(RankWriter):
     """A :class:`RankWriter` that codes what is worth it. Memory: the coded chunks of one file, at most 128 MiB, beside the state.
 
-    ``digests`` of tensors that other ranks have too, and of ``doubtful`` ones, are those of the bytes before coding: that is what replicas
-    are compared by, and what was captured with the state.
+    ``digests`` of tensors that other ranks have too are those of the bytes before coding: that is what replicas are compared by.
     """
 
-    def __init__(
-        self, given: WriteInput, codec: str, doubtful: AbstractSet[str] = frozenset(), anchors: AnchorChunks | None = None
-    ) -> None:
+    def __init__(self, given: WriteInput, codec: str, anchors: AnchorChunks | None = None) -> None:
         super().__init__(given)
         self.codec = WITHOUT_ANCHOR.get(codec, codec)
         """Of chunks that have no anchor, or do not gain by it."""
@@ -43,7 +39,7 @@ class EncodedWriter(RankWriter):
         """How many chunks are stored coded."""
         self.stored = [0] * len(self.plan.chunks)
         """XXH3-64 of each chunk as the file has it, by its number in the plan."""
-        self._compared = doubtful | {name for name, _ in self.plan.replicated}
+        self._compared = {name for name, _ in self.plan.replicated}
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         group, batches = self.plan.groups[number], self.plan.batches[number]

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ckpt.adapters.fenced import seen
 from ckpt.engine.devices import watch_graphs
 from ckpt.tracing.profiling import in_trace
 from ckpt.tracing.stall import Stall
 
-from .quiescence import quiescent
 from .throttle import Throttle
 
 R = TypeVar("R")
@@ -42,8 +42,7 @@ class Outcome(Future[R]):
 
     def error(self, timeout: float | None = None) -> BaseException | None:
         """The error, for code that reports it to nobody."""
-        with quiescent():
-            return super().exception(timeout)
+        return super().exception(timeout)
 
 
 class CaptureFence:
@@ -107,6 +106,7 @@ def _outwait(fences: Sequence[CaptureFence]) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    seen.add(optimizer)
     fence()
 
 

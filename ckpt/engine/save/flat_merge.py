@@ -30,8 +30,8 @@ from .tensor_source import ChunkSource
 
 
 class FragmentExchange:
-    """The fragments of one rank and one save. ``take`` them before the state changes; ``run`` moves them; who writes a mixed chunk
-    waits."""
+    """The fragments of one rank and one save. ``take`` them before the state changes, and ``settle`` them; ``run`` moves them; who writes
+    a mixed chunk waits."""
 
     def __init__(self, plan: RankPlan, source: ChunkSource, peers: Peers) -> None:
         self.plan = plan
@@ -42,18 +42,27 @@ class FragmentExchange:
         """Number in this rank's plan of each chunk that gets fragments."""
         self.moved = 0
         """Bytes that this rank sent."""
+        self._fragments: list[torch.Tensor] | None = None
+        """Copies of what is sent, on the devices where it lies in the state."""
         self._outgoing: dict[int, list[memoryview]] = {}
         self._taken = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def take(self) -> None:
-        """Copy what other ranks need out of the state."""
+        """Copy what other ranks need out of the state. On a device the copy is only queued."""
+        self._fragments = [self.source.fragment(f.name, f.start, f.stop) for f in self.plan.sends]
+
+    def settle(self) -> None:
+        """Have the copies, which are made now if they were not, on the host."""
         try:
-            for f in self.plan.sends:
-                data = self.source.fragment(f.name, f.start, f.stop).numpy().data
+            if self._fragments is None:
+                self.take()
+            for f, fragment in zip(self.plan.sends, self._fragments or (), strict=True):
+                data = fragment.cpu().numpy().data
                 self._outgoing.setdefault(f.target, []).append(data)
                 self.moved += len(data)
+            self._fragments = None
         except BaseException as err:
             self._error = err
             raise

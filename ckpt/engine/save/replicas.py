@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 import numpy as np
@@ -49,14 +50,16 @@ class Replicas:
         self.rank = rank
         self._written = {(c.name, c.number): i for i, c in enumerate(written)} if replicated else {}
         self._digests: dict[tuple[str, int], int] = {}
+        self._hashed: set[str] = set()
 
     def elsewhere(self) -> frozenset[str]:
         """Names of the tensors of which this rank has bytes that only other ranks write."""
         return frozenset(name for name, numbers in self.replicated if any((name, i) not in self._written for i in numbers))
 
-    def hash(self, threads: int, beat: Callable[[], None]) -> None:
-        """Hash what other ranks write. Reads the state's memory, so it must come before the state changes."""
-        todo = self.replicated
+    def hash(self, threads: int, beat: Callable[[], None], names: AbstractSet[str] | None = None) -> None:
+        """Hash what other ranks write: of ``names``, or all that was not. Reads the state's memory, so it must come before that changes."""
+        todo = [each for each in self.replicated if each[0] not in self._hashed and (names is None or each[0] in names)]
+        self._hashed.update(name for name, _ in todo)
         run_tasks([partial(self._hash, todo[i : i + GROUP], beat) for i in range(0, len(todo), GROUP)], threads, "ckpt-hash")
 
     def _hash(self, group: Sequence[tuple[str, Sequence[int]]], beat: Callable[[], None]) -> None:

@@ -289,7 +289,7 @@ def _make_writer(prepared: Prepared, id: str) -> RankWriter:
     anchors = None
     if options.codec in WITHOUT_ANCHOR and reuse.chunks is not None:
         anchors = AnchorChunks(reuse.chunks, required=options.base is not None and options.base.required)
-    return EncodedWriter(given, options.codec, capture.doubtful if capture is not None else frozenset(), anchors)
+    return EncodedWriter(given, options.codec, anchors)
 
 
 # ---- write: this rank's data files
@@ -334,7 +334,7 @@ def _start_exchange(prepared: Prepared) -> Pending[None] | None:
     if fragments is None:
         return None
     if prepared.capture is None:
-        fragments.take()
+        fragments.settle()
 
     def move() -> None:
         with job.spans.span("exchange", fragments.moved):
@@ -345,11 +345,9 @@ def _start_exchange(prepared: Prepared) -> Pending[None] | None:
 
 def _replica_digests(prepared: Prepared, writer: RankWriter) -> dict[str, str]:
     """Digests by which the leader compares replicated tensors."""
-    # In the background, what was captured has to be proven first.
     job, replicas = prepared.job, prepared.replicas
     if prepared.capture is not None:
         prepared.capture.result()
-        prepared.capture.compare(writer.digests)
         job.heartbeat.give()
     if replicas is None:
         return {}

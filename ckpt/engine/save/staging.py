@@ -187,6 +187,12 @@ class StagedBatches:
         at = segment.at + batch.start - segment.start
         return self.memories[number][at : at + batch.length]
 
+    def opened(self, batch: Batch) -> torch.Tensor:
+        """The same, to be written to."""
+        if self.lent:
+            self.lent[batch.file].open(batch.start, batch.length)
+        return self.room(batch)
+
     def capture(self, batches: Iterable[Batch], fill: Callable[[Batch, torch.Tensor], None]) -> None:
         """Copy batches into the arena by ``fill(batch, room)``, as soon as there is room for them; those already captured are skipped.
 
@@ -196,9 +202,7 @@ class StagedBatches:
             for batch in batches:
                 if id(batch) not in self._captured:
                     self._await_room(batch)
-                    if self.lent:
-                        self.lent[batch.file].open(batch.start, batch.length)
-                    fill(batch, self.room(batch))
+                    fill(batch, self.opened(batch))
                     self.arrived(batch)
         except BaseException as err:
             self.fail(err)

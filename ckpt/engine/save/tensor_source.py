@@ -7,7 +7,7 @@ into it by whoever received it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -19,6 +19,12 @@ from ckpt.layout.geometry import row_major_strides
 from ckpt.settings import limits
 
 from .plan import Batch, RankPlan
+
+FENCE = (
+    "call fence(), of the save's handle or of the publication, or ckpt.fence(), right before the line that changes it: only an optimizer's "
+    'step waits by itself, no write through .data, clipping, swap of weights or load; or capture with capture="eager"'
+)
+"""What to do so that a tensor does not change before it is captured."""
 
 _move_small = ctypes.PyDLL(None).memmove  # does not let go of the interpreter, which costs more than copying so little
 _move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -50,11 +56,11 @@ class ChunkSource:
         if self._addresses and self._addresses[name] != _addresses(local):
             raise ConsistencyError(
                 f"the memory of tensor {name} was freed or moved before it was captured",
-                hint='call fence(), of the save\'s handle or of the publication, before that, or capture with capture="eager"',
+                hint=FENCE,
             )
         return local
 
-    def clone_volatile(self, names: AbstractSet[str]) -> None:
+    def clone(self, names: AbstractSet[str]) -> None:
         """Read these tensors from a copy that is made now."""
         self.tensors = {**self.tensors, **{name: _copied(self.tensors[name]) for name in names}}
 
@@ -77,12 +83,22 @@ class ChunkSource:
         chunk = self.plan.chunks[number]
         return chunk.box.numel * self.tensors[chunk.name].info.dtype.itemsize
 
-    def fill_batch(self, batch: Batch, into: torch.Tensor, at: int, filled: Callable[[int, int], None] | None = None) -> None:
-        """Copy the chunks of a batch to ``into``, bytes on the host, from byte ``at`` on. ``filled`` hears of each range of the batch's
-        file that is there; long chunks are then copied in steps, which are still in the cache when it does."""
+    def fill_batch(
+        self,
+        batch: Batch,
+        into: torch.Tensor,
+        at: int,
+        filled: Callable[[int, int], None] | None = None,
+        skipped: Container[int] = (),
+    ) -> None:
+        """Copy the chunks of a batch, but not the ``skipped`` ones, to ``into``, bytes on the host, from byte ``at`` on. ``filled`` hears
+        of each range of the batch's file that is there; long chunks are then copied in steps, still in the cache when it does."""
         base, offset, reported = into.data_ptr(), batch.start - at, at
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
-            address, end = self._address(number), at + length
+            if number in skipped:
+                at += length
+                continue
+            address, end = self.address(number), at + length
             if address and filled is not None and length > limits.PIECE:
                 while at < end:
                     # Not less: after each copy this thread waits for the interpreter's lock.
@@ -101,7 +117,7 @@ class ChunkSource:
         if filled is not None and reported < at:
             filled(offset + reported, offset + at)
 
-    def _address(self, number: int) -> int:
+    def address(self, number: int) -> int:
         """Where a chunk is that is all that this rank has of its tensor and can be copied as it is; 0 for others."""
         name, _, box = self.plan.chunks[number]
         parts = (self.tensor(name) if self._addresses else self.tensors[name]).parts
@@ -114,24 +130,24 @@ class ChunkSource:
 
     def fill(self, number: int, into: torch.Tensor) -> None:
         """Copy one chunk to ``into``, which has as many bytes; of a merged chunk what this rank has of it."""
+        for memory, target in self.pieces(number, into):
+            target.copy_(memory, non_blocking=into.is_pinned())
+
+    def pieces(self, number: int, into: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What this rank has of a chunk, as raw memory, and where each piece of it belongs in ``into``, the bytes of the chunk."""
         chunk = self.plan.chunks[number]
         local = self.tensor(chunk.name)
+        raw = into.view(RAW[local.info.dtype.itemsize])
         if self.plan.assignments[chunk.name].merged:
-            self._fill_merged(number, local, into)
+            start, stop = self.flat_range(number)
+            for first, last, memory in flat_parts(local, start, stop):
+                yield memory, raw[first - start : last - start]
             return
-        memory = local.gather(chunk.box)
-        # A lazily conjugated or negated tensor must be resolved: its memory holds other values than it stands for.
-        if memory.is_complex() or memory.is_neg():
-            memory = memory.resolve_conj().resolve_neg()
-        size = local.info.dtype.itemsize
-        target = into.view(RAW[size]).view(chunk.box.shape)
-        target.copy_(raw_view(memory), non_blocking=into.is_pinned())
-
-    def _fill_merged(self, number: int, local: LocalTensor, into: torch.Tensor) -> None:
-        start, stop = self.flat_range(number)
-        size = local.info.dtype.itemsize
-        for first, last, memory in flat_parts(local, start, stop):
-            into[(first - start) * size : (last - start) * size].view(RAW[size]).copy_(memory)
+        target = raw.view(chunk.box.shape)
+        for box, memory in local.pieces(chunk.box):
+            # A lazily conjugated or negated tensor must be resolved: its memory holds other values than it stands for.
+            resolved = memory.resolve_conj().resolve_neg() if memory.is_complex() or memory.is_neg() else memory
+            yield raw_view(resolved), target[box.relative_to(chunk.box.offset).slices]
 
     def patch(self, number: int, into: torch.Tensor) -> None:
         """Copy what other ranks sent of a merged chunk to its place in ``into``."""
@@ -148,10 +164,10 @@ class ChunkSource:
         return start, start + chunk.box.numel
 
     def fragment(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the flattening of a tensor that this rank holds, as bytes on the host."""
+        """Elements ``[start, stop)`` of the flattening of a tensor that this rank holds, as bytes on its device."""
         local = self.tensor(name)
         size = local.info.dtype.itemsize
-        whole = torch.empty((stop - start) * size, dtype=torch.uint8)
+        whole = torch.empty((stop - start) * size, dtype=torch.uint8, device=local.parts[0].memory.device)
         done = 0
         for first, last, memory in flat_parts(local, start, stop):
             whole[(first - start) * size : (last - start) * size].view(RAW[size]).copy_(memory)
