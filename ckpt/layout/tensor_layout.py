@@ -97,7 +97,7 @@ class TensorLayout:
     def filled(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """An ``at`` that leaves out the coordinates of a block split that hold nothing of any tensor; nothing without such a split."""
         split = self.block_split
-        return () if split is None else ((split.over, tuple(i for i in range(self.mesh.size(split.over)) if not split.is_empty(i))),)
+        return () if split is None else ((split.over, split.filled(self.mesh.size(split.over))),)
 
     def _leaves_out_empty_parts(self) -> bool:
         """Whether ``at`` names the mesh dimension of a single split, all of whose parts at other coordinates are empty."""
@@ -287,7 +287,7 @@ def _cell_coordinates(axis: _Axis, cuts: Cuts) -> npt.NDArray[np.int64]:
 
 def _listed_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     """Explicit boxes: what each rank holds, once per group of ranks that hold the same."""
-    blocks = flat_blocks(layout, shape)
+    blocks = _range_blocks(layout, shape)
     if blocks is not None:
         offsets, shapes, holders = blocks.boxes()
         return Tiling(boxes=(offsets, shapes), holders=holders)
@@ -296,8 +296,9 @@ def _listed_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     free = [i for i in range(array.ndim) if i not in split_axes]
     groups = array.transpose(split_axes + free).reshape(math.prod(array.shape[i] for i in split_axes), -1)
     if math.prod(shape) == 0 or not shape:
-        # One cell, at the first coordinate: explicit boxes need at least one box and one dimension.
-        return Tiling(cuts=tuple((0, n) for n in shape), holders=groups[:1])
+        # One cell, at the first coordinate that has something: explicit boxes need at least one box and one dimension.
+        first = next((i for i, group in enumerate(groups) if layout.pieces(shape, int(group[0]))), 0) if not shape else 0
+        return Tiling(cuts=tuple((0, n) for n in shape), holders=groups[first : first + 1])
     pieces = [(piece.box, group) for group in groups for piece in layout.pieces(shape, int(group[0]))]
     return Tiling(
         boxes=(np.array([b.offset for b, _ in pieces], dtype=np.int64), np.array([b.shape for b, _ in pieces], dtype=np.int64)),
@@ -310,15 +311,28 @@ def flat_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | No
     """The blocks of a flat layout and who holds their ranges. None where there are no blocks to speak of: an empty tensor, a scalar,
     interleaved parts, of which a rank holds several, or ranges of given sizes."""
     flat = layout.block_split
-    if flat is None or not flat.has_even_ranges() or math.prod(shape) == 0 or not shape:
+    return _range_blocks(layout, shape) if flat is not None and flat.has_even_ranges() else None
+
+
+def _range_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | None:
+    """The same, also for ranges of given sizes."""
+    flat = layout.block_split
+    if flat is None or not flat.flattens or math.prod(shape) == 0 or not shape:
         return None
     if not all(isinstance(s, AxisSplit) and s.contiguous for s in layout.splits[:-1]):
         return None
+    allowed = dict(layout.at)
     tiling = TensorLayout(layout.mesh, layout.splits[:-1], layout.at).tiling(shape)
-    if tiling.cuts is None:
+    parts = layout.mesh.size(flat.over)
+    held = allowed.get(flat.over, tuple(range(parts)))  # all others are empty
+    if tiling.cuts is None or list(held) != sorted(held):
         return None
-    sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(allowed) for name, allowed in layout.at}
+    sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(numbers) for name, numbers in allowed.items()}
     free = [name for name in layout.mesh.names if name not in {s.over for s in layout.splits[:-1]}]
     holders = tiling.holders.reshape(-1, *(sizes[name] for name in free))
     holders = np.moveaxis(holders, 1 + free.index(flat.over), 1)
-    return FlatBlocks(cuts=tiling.cuts, holders=np.ascontiguousarray(holders.reshape(len(holders), sizes[flat.over], -1)))
+    return FlatBlocks(
+        cuts=tiling.cuts,
+        holders=np.ascontiguousarray(holders.reshape(len(holders), sizes[flat.over], -1)),
+        range_cuts=lambda numel: flat.range_cuts(numel, parts)[[*held, held[-1] + 1]],
+    )

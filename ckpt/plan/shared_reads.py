@@ -175,7 +175,8 @@ class Readers:
         found = np.zeros(self._count, dtype=np.int64)
         for line in self._lines:
             found[line.members] = line.readers(first)
-        return found.tolist()
+        ranks: list[int] = found.tolist()
+        return ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,4 +208,5 @@ class _Line:
 
     def readers(self, first: int) -> IntArray:
         at = (first + self.numbers) * GOLDEN % 1.0 * self.ends[:, -1]
-        return self.ranks[np.minimum((self.ends <= at[:, None]).sum(axis=1), len(self.ranks) - 1)]
+        ranks: IntArray = self.ranks[np.minimum((self.ends <= at[:, None]).sum(axis=1), len(self.ranks) - 1)]
+        return ranks

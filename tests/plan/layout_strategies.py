@@ -40,7 +40,7 @@ def sized(array: np.ndarray, sizes: Sequence[int], dim: int) -> list[np.ndarray]
 def split_array(array: np.ndarray, split: Split, parts: int) -> list[np.ndarray]:
     """The part of each coordinate of the split's mesh dimension."""
     if isinstance(split, Flat):
-        return chunked(array.reshape(-1), parts, 0)
+        return chunked(array.reshape(-1), parts, 0) if split.sizes is None else sized(array.reshape(-1), split.sizes, 0)
     if isinstance(split, Shard):
         return chunked(array, parts, split.dim) if split.sizes is None else sized(array, split.sizes, split.dim)
     equal = isinstance(split.groups, int)
@@ -109,14 +109,33 @@ def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, stages: bool
         at.append((name, tuple(sorted(allowed))))
     splits: tuple[Split, ...] = ()
     for over in free:
-        kinds = ["none", "flat"] + (["shard", "shard", "sizes", "groups", "equal groups"] if shape else [])
+        kinds = ["none", "flat", "flat sizes"] + (["shard", "shard", "sizes", "groups", "equal groups"] if shape else [])
         kind = draw(st.sampled_from(kinds))
         if kind == "flat" and not any(isinstance(s, Interleaved) for s in splits):
             return TensorLayout(mesh, (*splits, Flat(over)), tuple(at))
-        if kind in ("none", "flat"):
+        if kind == "flat sizes" and not any(isinstance(s, Interleaved) for s in splits):
+            return draw(_flat_sizes(mesh, shape, splits, over, tuple(at)))
+        if kind in ("none", "flat", "flat sizes"):
             continue
         splits += (draw(_split(mesh, shape, splits, over, kind)),)
     return TensorLayout(mesh, splits, tuple(at))
+
+
+@st.composite
+def _flat_sizes(
+    draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], before: tuple[Split, ...], over: str, at: tuple[tuple[str, tuple[int, ...]], ...]
+) -> TensorLayout:
+    """Ranges of given sizes, where all blocks have as many elements; of a single split, perhaps, only of the ranks that have some."""
+    layout, array = TensorLayout(mesh, before, at), np.zeros(shape)
+    left = {local.size for r in mesh.ranks if (local := local_array(layout, array, r)) is not None}
+    if len(left) > 1:
+        return TensorLayout(mesh, (*before, Flat(over)), at)
+    sizes = draw(_sums(left.pop(), mesh.size(over)))
+    filled = {i for i, size in enumerate(sizes) if size}
+    if before or at or not filled or draw(st.booleans()):
+        return TensorLayout(mesh, (*before, Flat(over, sizes)), at)
+    also = draw(st.sets(st.integers(0, mesh.size(over) - 1)))
+    return TensorLayout(mesh, (Flat(over, sizes),), ((over, tuple(draw(st.permutations(sorted(filled | also))))),))
 
 
 @st.composite
