@@ -37,6 +37,7 @@ from .intervals import Interval, Shares, joined, slice_of
 from .mesh import Mesh
 from .partition import BoxPartition
 from .placements.base import AxisSplit, BlockSplit, Piece, Split
+from .placements.flat import Flat
 from .placements.registry import split_from_json
 
 
@@ -317,7 +318,7 @@ def flat_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | No
 def _range_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | None:
     """The same, also for ranges of given sizes."""
     flat = layout.block_split
-    if flat is None or not flat.flattens or math.prod(shape) == 0 or not shape:
+    if not isinstance(flat, Flat) or math.prod(shape) == 0 or not shape:
         return None
     if not all(isinstance(s, AxisSplit) and s.contiguous for s in layout.splits[:-1]):
         return None
