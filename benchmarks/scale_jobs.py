@@ -6,12 +6,15 @@ Per parameter a bfloat16 weight, a float32 master copy and two moments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ckpt.dtypes import dtype
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard, Split
+from ckpt.layout.placements.flat import window_sizes
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
@@ -89,6 +92,24 @@ def hsdp(ranks: int, layers: int = LAYERS, mark: str = "") -> Job:
 def zero(ranks: int, layers: int = LAYERS, mark: str = "") -> Job:
     """Flat ranges over all ranks."""
     return one_layout("flat", ranks, layers, TensorLayout(Mesh((f"dp{mark}",), (ranks,)), (Flat(f"dp{mark}"),)))
+
+
+def fsdp1(ranks: int, layers: int = LAYERS, mark: str = "") -> Job:
+    """FSDP version 1 with ``use_orig_params``: a flat parameter for each layer, of which each original parameter is a window. Of the
+    optimizer's states, only ranks that have elements take part."""
+    mesh = Mesh((f"dp{mark}",), (ranks,))
+    units = [{name: s for name, s in _dense([i], layers).items() if name.startswith("layers.")} for i in range(layers)] + [OTHER]
+    tensors: list[TensorSpec] = []
+    for unit in units:
+        sizes = [math.prod(shape) for shape in unit.values()]
+        each = -(-sum(sizes) // ranks)
+        for (name, shape), size, end in zip(unit.items(), sizes, accumulate(sizes), strict=True):
+            weight = TensorLayout(mesh, (Flat(f"dp{mark}", window_sizes(each, end - size, size, ranks)),))
+            state = TensorLayout(mesh, weight.splits, weight.filled())
+            tensors += [
+                TensorSpec(stored.format(name), dtype(kind), shape, state if "optim" in stored else weight) for stored, kind in KEPT
+            ]
+    return Job(name="FSDP1", ranks=ranks, kinds=[(range(ranks), lambda: tensors)])
 
 
 def three_d(ranks: int, layers: int = LAYERS, mark: str = "", tp: int = 8, pp: int = 16) -> Job:

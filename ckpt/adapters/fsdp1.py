@@ -18,7 +18,7 @@ from torch import nn
 
 from ckpt.errors import LayoutError, StateError
 from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat
+from ckpt.layout.placements.flat import Flat, window_sizes
 from ckpt.layout.tensor_layout import TensorLayout
 
 from .meshes import mesh_of
@@ -165,8 +165,7 @@ def _part(handle: Any, mesh: Mesh, local: torch.Tensor, shape: tuple[int, ...], 
     #  ranks            |----- 0 ------|----- 1 ------|----- 2 ------|----- 3 ------|
     #  cuts of w2                               0     a              b    n
     #                                           rank 1 has [0, a), rank 2 [a, b), rank 3 [b, n)
-    cuts = [min(max(rank * each - start, 0), numel) for rank in range(ranks + 1)]
-    sizes = tuple(b - a for a, b in itertools.pairwise(cuts))
+    sizes = window_sizes(each, start, numel, ranks)
     at, size = max(start - handle.rank * each, 0), sizes[handle.rank]
     memory = local.narrow(0, at if size else 0, size)
     layout = TensorLayout(mesh, (Flat(SHARD, sizes),))

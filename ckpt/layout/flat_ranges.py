@@ -7,12 +7,13 @@ thousands of ranges.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from .geometry import IntArray, ceil_cuts, cells
+from .geometry import IntArray, cells
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,6 +23,8 @@ class FlatBlocks:
 
     cuts: tuple[tuple[int, ...], ...]
     holders: IntArray
+    range_cuts: Callable[[int], IntArray]
+    """Boundaries of the ranges of a block of so many elements."""
 
     @property
     def widths(self) -> list[IntArray]:
@@ -41,7 +44,7 @@ class FlatBlocks:
         known: dict[tuple[int, ...], tuple[IntArray, IntArray, IntArray]] = {}
         for origin, size, ranks in zip(origins, map(tuple, sizes.tolist()), self.holders, strict=True):
             if size not in known:
-                known[size] = range_boxes(size, ceil_cuts(math.prod(size), self.holders.shape[1]).array)
+                known[size] = range_boxes(size, self.range_cuts(math.prod(size)))
             number, at, extent = known[size]
             offsets.append(at + origin)
             shapes.append(extent)

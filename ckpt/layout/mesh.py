@@ -64,7 +64,9 @@ class Mesh:
 
     def array(self) -> npt.NDArray[np.int64]:
         """The ranks, in the shape of the mesh."""
-        return np.array(self.ranks, dtype=np.int64).reshape(self.sizes)
+        ranks = self.ranks
+        flat = np.arange(ranks.start, ranks.stop, dtype=np.int64) if isinstance(ranks, range) else np.array(ranks, dtype=np.int64)
+        return flat.reshape(self.sizes)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Place of a rank in the mesh, or None if it is not in it."""

@@ -37,6 +37,7 @@ from .intervals import Interval, Shares, joined, slice_of
 from .mesh import Mesh
 from .partition import BoxPartition
 from .placements.base import AxisSplit, BlockSplit, Piece, Split
+from .placements.flat import Flat
 from .placements.registry import split_from_json
 
 
@@ -97,7 +98,7 @@ class TensorLayout:
     def filled(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """An ``at`` that leaves out the coordinates of a block split that hold nothing of any tensor; nothing without such a split."""
         split = self.block_split
-        return () if split is None else ((split.over, tuple(i for i in range(self.mesh.size(split.over)) if not split.is_empty(i))),)
+        return () if split is None else ((split.over, split.filled(self.mesh.size(split.over))),)
 
     def _leaves_out_empty_parts(self) -> bool:
         """Whether ``at`` names the mesh dimension of a single split, all of whose parts at other coordinates are empty."""
@@ -287,7 +288,7 @@ def _cell_coordinates(axis: _Axis, cuts: Cuts) -> npt.NDArray[np.int64]:
 
 def _listed_tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     """Explicit boxes: what each rank holds, once per group of ranks that hold the same."""
-    blocks = flat_blocks(layout, shape)
+    blocks = _range_blocks(layout, shape)
     if blocks is not None:
         offsets, shapes, holders = blocks.boxes()
         return Tiling(boxes=(offsets, shapes), holders=holders)
@@ -312,15 +313,28 @@ def flat_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | No
     """The blocks of a flat layout and who holds their ranges. None where there are no blocks to speak of: an empty tensor, a scalar,
     interleaved parts, of which a rank holds several, or ranges of given sizes."""
     flat = layout.block_split
-    if flat is None or not flat.has_even_ranges() or math.prod(shape) == 0 or not shape:
+    return _range_blocks(layout, shape) if flat is not None and flat.has_even_ranges() else None
+
+
+def _range_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | None:
+    """The same, also for ranges of given sizes."""
+    flat = layout.block_split
+    if not isinstance(flat, Flat) or math.prod(shape) == 0 or not shape:
         return None
     if not all(isinstance(s, AxisSplit) and s.contiguous for s in layout.splits[:-1]):
         return None
+    allowed = dict(layout.at)
     tiling = TensorLayout(layout.mesh, layout.splits[:-1], layout.at).tiling(shape)
-    if tiling.cuts is None:
+    parts = layout.mesh.size(flat.over)
+    held = allowed.get(flat.over, tuple(range(parts)))  # all others are empty
+    if tiling.cuts is None or list(held) != sorted(held):
         return None
-    sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(allowed) for name, allowed in layout.at}
+    sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(numbers) for name, numbers in allowed.items()}
     free = [name for name in layout.mesh.names if name not in {s.over for s in layout.splits[:-1]}]
     holders = tiling.holders.reshape(-1, *(sizes[name] for name in free))
     holders = np.moveaxis(holders, 1 + free.index(flat.over), 1)
-    return FlatBlocks(cuts=tiling.cuts, holders=np.ascontiguousarray(holders.reshape(len(holders), sizes[flat.over], -1)))
+    return FlatBlocks(
+        cuts=tiling.cuts,
+        holders=np.ascontiguousarray(holders.reshape(len(holders), sizes[flat.over], -1)),
+        range_cuts=lambda numel: flat.range_cuts(numel, parts)[[*held, held[-1] + 1]],
+    )

@@ -1,23 +1,22 @@
 """Which ranks have which files on their machines, in a few bytes: every rank of a job reads them. Pure.
 
 Ranks of one machine have the same files near, and most of these have neighbouring numbers. So a set of files is spelled as runs of numbers,
-and once for all ranks that have it.
+and once for all ranks that have it. Where each machine has the files of its own ranks, a set is the one before it, shifted; a whole job is
+one row then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckpt.layout.geometry import IntArray
 
 from .machines import numbers_of, spell
-
-
-class SharingRanks(NamedTuple):
-    """Ranks that share reads of a file, and those of them that may be the ``readers``; these come first."""
-
-    readers: tuple[int, ...]
-    ranks: tuple[int, ...]
-
 
 Runs = tuple[tuple[int, int], ...]
 """Numbers of files, increasing: the first of each run, and how many follow each other."""
@@ -35,34 +34,121 @@ def runs_of(files: Iterable[int]) -> Runs:
 
 
 def spelled(runs: Sequence[Runs]) -> Any:
-    """JSON for the files that each rank has near, by the places of the ranks."""
-    return {"sets": spell(runs), "files": list(dict.fromkeys(runs))}
+    """JSON for the files that each rank has near, by the places of the ranks: the number of its set, and rows ``[runs, shift, times]`` of
+    so many sets, each with the numbers of the one before it and ``shift`` more."""
+    rows: list[list[Any]] = []
+    last: Runs | None = None
+    for files in dict.fromkeys(runs):
+        shift = _shift(last, files)
+        if rows and shift is not None and (rows[-1][2] == 1 or rows[-1][1] == shift):
+            rows[-1][1:] = [shift, rows[-1][2] + 1]
+        else:
+            rows.append([files, 0, 1])
+        last = files
+    return {"sets": spell(runs), "files": rows}
+
+
+def _shift(before: Runs | None, after: Runs) -> int | None:
+    """What was added to each number of a set to make it another; None if it was made otherwise."""
+    if not before or len(before) != len(after):
+        return None
+    shift = after[0][0] - before[0][0]
+    return shift if after == tuple((first + shift, count) for first, count in before) else None
 
 
 class NearFiles:
     """Who has a file near, and who gets it from whom. ``spelled`` as :func:`spelled` gives it, ``machines`` as ``machines.spell`` does."""
 
     def __init__(self, spelled: Mapping[str, Any], machines: Any, ranks: Sequence[int]) -> None:
-        self._set_of = dict(zip(ranks, numbers_of(spelled["sets"], len(ranks)).tolist(), strict=True))
-        self._machine_of = dict(zip(ranks, numbers_of(machines, len(ranks)).tolist(), strict=True))
-        self._sets_with: dict[int, set[int]] = {}
-        for number, runs in enumerate(spelled["files"]):
+        self._ranks = np.asarray(ranks, dtype=np.int64)
+        self._machines = numbers_of(machines, len(ranks))
+        set_of = numbers_of(spelled["sets"], len(ranks))
+        files_of = [(runs, shift * i) for runs, shift, times in spelled["files"] for i in range(times)]
+        self._by_set = np.split(np.argsort(set_of, kind="stable"), np.cumsum(np.bincount(set_of, minlength=len(files_of)))[:-1])
+        sets_with: dict[int, list[int]] = {}
+        for number, (runs, shift) in enumerate(files_of):
             for first, count in runs:
-                for file in range(first, first + count):
-                    self._sets_with.setdefault(file, set()).add(number)
+                for file in range(first + shift, first + shift + count):
+                    sets_with.setdefault(file, []).append(number)
+        numbers: dict[tuple[int, ...], int] = {(): 0}
+        self._kind_of = {file: numbers.setdefault(tuple(sets), len(numbers)) for file, sets in sets_with.items()}
+        self._sets = list(numbers)
+        self._near: dict[int, IntArray] = {}
+        self._among: dict[bytes, dict[int, NearShares]] = {}
 
-    def groups(self, file: int, ranks: Sequence[int], turn: int) -> list[SharingRanks]:
-        """``ranks``, divided by who reads a file for whom: a group for each machine that has it near, whose ranks read it from there. The
-        other ranks are dealt out to these groups, ``turn`` says to which the first goes. One group of all if nobody has it near."""
-        sets = self._sets_with.get(file, ())
-        near: dict[int, list[int]] = {}
-        far: list[int] = []
-        for rank in ranks:
-            (near.setdefault(self._machine_of[rank], []) if self._set_of[rank] in sets else far).append(rank)
-        if not near:
-            return [SharingRanks(tuple(ranks), tuple(ranks))]
-        readers = list(near.values())
-        dealt: list[list[int]] = [[] for _ in readers]
-        for i, rank in enumerate(far, turn):
-            dealt[i % len(readers)].append(rank)
-        return [SharingRanks(tuple(mine), (*mine, *others)) for mine, others in zip(readers, dealt, strict=True)]
+    def among(self, ranks: IntArray) -> Callable[[int], NearShares]:
+        """How ``ranks``, which increase, are divided by who reads a file for whom: one object for all files that the same ranks have."""
+        known = self._among.setdefault(ranks.tobytes(), {})
+
+        def shares(file: int) -> NearShares:
+            kind = self._kind_of.get(file, 0)
+            return known[kind] if kind in known else known.setdefault(kind, self._shares(kind, ranks))
+
+        return shares
+
+    def _shares(self, kind: int, ranks: IntArray) -> NearShares:
+        if kind not in self._near:
+            self._near[kind] = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *(self._by_set[s] for s in self._sets[kind])]))
+        near = self._near[kind]
+        places = np.searchsorted(ranks, self._ranks[near])
+        wanting = places < len(ranks)
+        wanting[wanting] = ranks[places[wanting]] == self._ranks[near[wanting]]
+        order = np.flatnonzero(wanting)[np.argsort(places[wanting])]
+        return NearShares(count=len(ranks), near=places[order], machines=self._machines[near[order]])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NearShares:
+    """``count`` ranks, by their places, divided by who reads a file for whom: a group for each machine that has it near, whose ranks, those
+    at the places ``near``, read it from there. The other ranks are dealt out to these groups. One group of all if nobody has it near."""
+
+    #   places        0 1 2 3 4 5 6 7 8       near 1 2 6, on two machines
+    #   groups          A A       B           A: 1 2 and every second of the others, B: 6 and the rest of them,
+    #   dealt out     A     B A B   A B       from one of the two on that differs from chunk to chunk
+    #
+    # A rank asks for its own group, and of it for a few neighbours: both follow by arithmetic, whatever the number of ranks.
+    count: int
+    near: IntArray
+    machines: IntArray
+    """Of each that is near."""
+
+    @cached_property
+    def group_of(self) -> IntArray:
+        """The group of each that is near, numbered in the order of the first of each."""
+        _, first, group = np.unique(self.machines, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(first))[group.reshape(-1)]
+
+    @cached_property
+    def groups(self) -> list[IntArray]:
+        """The places of each group that have it near."""
+        by_group = np.argsort(self.group_of, kind="stable")
+        return np.split(self.near[by_group], np.cumsum(np.bincount(self.group_of))[:-1]) if len(by_group) else []
+
+    def turns(self) -> int:
+        """How many ways there are to deal out the others: chunks of numbers that differ by a multiple are dealt out alike."""
+        return max(len(self.groups), 1) if len(self.near) < self.count else 1
+
+    def block(self, place: int, turn: int, most: int) -> tuple[IntArray, int]:
+        """The places in the block of ``most`` of its group that has ``place``, and how many of them, the first, have the file near.
+        ``turn`` says to which group the first of the others goes."""
+        groups = self.groups
+        if not groups:
+            first = place // most * most
+            return np.arange(first, min(first + most, self.count)), 0
+        at = int(np.searchsorted(self.near, place))
+        if at < len(self.near) and self.near[at] == place:
+            number = int(self.group_of[at])
+            index = int(np.searchsorted(groups[number], place))
+        else:
+            number = (turn + place - at) % len(groups)
+            index = len(groups[number]) + (place - at) // len(groups)
+        mine = groups[number]
+        first = index // most * most
+        own = mine[first : first + most]
+        # Of the others, numbered by themselves, a group has every len(groups)-th; those before one of them that is
+        # near are as many as its place less the near ones before it.
+        start = max(first - len(mine), 0)
+        dealt = (number - turn) % len(groups) + len(groups) * np.arange(start, start + most - len(own))
+        dealt = dealt[dealt < self.count - len(self.near)]
+        skipped = np.searchsorted(self.near - np.arange(len(self.near)), dealt, side="right")
+        return np.concatenate([own, dealt + skipped]), len(own)

@@ -295,12 +295,10 @@ def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, rows_a
     # Flat ranges of a model with thousands of ranks are hundreds of thousands of boxes of few different shapes. Each
     # shape is cut once, and the result is spread over all boxes that have it, by index arithmetic alone.
     kinds, kind = _distinct_rows(shapes)
-    cut = [_cut_box(tuple(shape), replicas, itemsize, rows_apart=rows_apart) for shape in kinds.tolist()]
-    counts = np.array([len(part) for _, _, part in cut], dtype=np.int64)
+    first, counts, pieces = _cut_boxes(kinds, replicas, itemsize, rows_apart=rows_apart)
     cell = np.repeat(np.arange(len(kind), dtype=np.int64), counts[kind])
     number = np.arange(len(cell), dtype=np.int64) - np.repeat(np.cumsum(counts[kind]) - counts[kind], counts[kind])
-    row = (np.cumsum(counts) - counts)[kind[cell]] + number
-    at, sizes, part = (np.concatenate(column)[row] for column in zip(*cut, strict=True))
+    at, sizes, part = (column[first[kind[cell]] + number] for column in pieces)
     owners = tiling.holders[cell, (part + rotation) % replicas]
     return ChunkAssignment(boxes=(offsets[cell] + at, sizes), owners=owners, cell=cell, cell_holders=tiling.holders, alone=alone)
 
@@ -314,8 +312,31 @@ def _distinct_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
     return rows[np.unique(number, return_index=True)[1]], number
 
 
-def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int, *, rows_apart: bool) -> tuple[IntArray, IntArray, IntArray]:
-    """The chunks of a box: offsets in it, shapes, and the number of the replica's part that each is in."""
+_Pieces = tuple[IntArray, IntArray, IntArray]
+"""Of chunks of boxes: offsets in the box, shapes, and the number of the replica's part that each is in."""
+
+
+def _cut_boxes(shapes: IntArray, replicas: int, itemsize: int, *, rows_apart: bool) -> tuple[IntArray, IntArray, _Pieces]:
+    """The chunks of boxes ``[n, d]``: the number of the first of each and how many it has, and all of them."""
+    # Ranges that begin anywhere have an end of a row of any length: most boxes of a shape of their own are one chunk.
+    nbytes = shapes.prod(axis=1) * itemsize
+    whole = (nbytes < limits.UNDIVIDED) if replicas > 1 else np.ones(len(shapes), dtype=bool)
+    whole &= (nbytes <= limits.CHUNK) & (nbytes > 0)
+    if rows_apart:
+        whole &= shapes[:, 0] == 1
+    cut = [_cut_box(tuple(shape), replicas, itemsize, rows_apart=rows_apart) for shape in shapes[~whole].tolist()]
+    counts = np.ones(len(shapes), dtype=np.int64)
+    counts[~whole] = [len(part) for _, _, part in cut]
+    sizes = np.repeat(shapes, counts, axis=0)
+    at, part = np.zeros_like(sizes), np.zeros(len(sizes), dtype=np.int64)
+    if cut:
+        several = np.repeat(~whole, counts)
+        at[several], sizes[several], part[several] = (np.concatenate(column) for column in zip(*cut, strict=True))
+    return np.cumsum(counts) - counts, counts, (at, sizes, part)
+
+
+def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int, *, rows_apart: bool) -> _Pieces:
+    """The chunks of a box."""
     small = math.prod(shape) * itemsize < limits.UNDIVIDED
     row = _row_dim(shape, replicas)
     most = caps(_row(shape) if rows_apart else shape, itemsize, limits.CHUNK)

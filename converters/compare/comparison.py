@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import islice, zip_longest
 
+from ckpt import tree
 from ckpt.converters.select.selection import Views
 from ckpt.errors import NamesError
 from ckpt.formats.registry import open_catalog
@@ -124,11 +125,10 @@ def compare(
     sides = _sides(left, right, views, rename or {}, root)
     chosen = _NameFilter(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
-    leaves = [{p: t for p, t in side.values().items() if chosen.takes(p)} for side in sides] if values and root is None else [{}, {}]
+    compared = values and root is None
+    mixed = {n for n in names[0] ^ names[1] if sides[n in names[0]].inlined(n) is not None} if compared else set[str]()
+    count, differ = _values(sides, chosen, mixed) if compared else (0, [])
     chosen.check(left)
-    mixed = {n for n in names[0] ^ names[1] if n in leaves[n in names[0]] and sides[n in names[0]].inlined(n) is not None}
-    for n in mixed:
-        del leaves[n in names[0]][n]
     differences = [
         TensorDifference(name=n, kind="only-left" if n in names[0] else "only-right") for n in sorted((names[0] ^ names[1]) - mixed)
     ]
@@ -136,13 +136,11 @@ def compare(
     comparing = _Comparing(sides, tolerances, threads or min(16, max(2, os.cpu_count() or 2)))
     differences += comparing.run(shared, progress)
     differences += [difference for n in sorted(mixed) for difference in comparing.mixed(n)]
-    paths = sorted(leaves[0].keys() | leaves[1].keys())
-    differ = [ValueDifference(path=p, left=leaves[0].get(p), right=leaves[1].get(p)) for p in paths if leaves[0].get(p) != leaves[1].get(p)]
     return DiffReport(
         left=sides[0].catalog.url,
         right=sides[1].catalog.url,
         tensors=len(shared) + len(mixed),
-        values=len(paths),
+        values=count,
         bytes=comparing.done,
         seconds=time.monotonic() - began,
         differences=tuple(sorted(differences, key=lambda d: d.name)),
@@ -167,13 +165,43 @@ class _NameFilter:
         self._idle = set(globs)
 
     def takes(self, name: str) -> bool:
+        if not self.globs:
+            return True
         fitting = {glob for glob in self.globs if fnmatchcase(name, glob)}
         self._idle -= fitting
-        return bool(fitting) or not self.globs
+        return bool(fitting)
 
     def check(self, where: str) -> None:
         if self._idle:
             raise NamesError(f"nothing fits {', '.join(map(repr, sorted(self._idle)))}", where=where, hint="`ckpt inspect` lists the names")
+
+
+def _values(sides: tuple[Side, Side], chosen: _NameFilter, mixed: Set[str]) -> tuple[int, list[ValueDifference]]:
+    """How many values there are on either side, but those of the names ``mixed``, and those that differ."""
+    # Two states of one program have the same paths in the same order, as far as they go: there a path need not be kept.
+    left, right = (((p, n) for p, n in side.values() if chosen.takes(p) and p not in mixed) for side in sides)
+    count, differ = 0, list[ValueDifference]()
+    rest: list[dict[str, tree.Node]] = [{}, {}]
+    for one, other in zip_longest(left, right):
+        if one is None or other is None or one[0] != other[0]:
+            rest = [dict([] if first is None else [first]) | dict(more) for first, more in ((one, left), (other, right))]
+            break
+        count += 1
+        if not _same(one[1], other[1]):
+            differ.append(ValueDifference(path=one[0], left=tree.text(one[1]), right=tree.text(other[1])))
+    for path in rest[0].keys() | rest[1].keys():
+        count += 1
+        texts = [tree.text(nodes[path]) if path in nodes else None for nodes in rest]
+        if texts[0] != texts[1]:
+            differ.append(ValueDifference(path=path, left=texts[0], right=texts[1]))
+    return count, sorted(differ, key=lambda d: d.path)
+
+
+def _same(left: tree.Node, right: tree.Node) -> bool:
+    """Whether the texts of two nodes are the same: 1, 1.0 and true are not, nor are the two zeros."""
+    if type(left) is type(right) and type(left) in (str, int, bool, type(None)):
+        return bool(left == right)
+    return tree.text(left) == tree.text(right)
 
 
 def _of_values(name: str, r: ElementDifferences) -> TensorDifference:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,7 +74,8 @@ class Side:
             made = {name[len(root) + 1 :]: view for name, view in made.items() if name.startswith(f"{root}.")}
             if not made:
                 raise NamesError(f"no tensor lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
-        renaming.check([*made, *self._values()])
+        if renaming.beginnings:
+            renaming.check([*made, *(path for path, _ in self._values())])
         self.views = renaming.of(made)
 
     def _views(self, views: Views | None) -> dict[str, LogicalTensor]:
@@ -92,9 +93,9 @@ class Side:
         """dtype of a logical tensor."""
         return self.catalog.tensors[self.views[name].pieces[0].source].dtype
 
-    def values(self) -> dict[str, str]:
-        """Values by path, as text; those of one rank begin with ``rank <r>:``."""
-        return self._renaming.of(self._values())
+    def values(self) -> Iterator[tuple[str, tree.Node]]:
+        """Path and node of each value; those of one rank begin with ``rank <r>:``."""
+        return iter(self._renaming.of(dict(self._values())).items()) if self._renaming.beginnings else self._values()
 
     def inlined(self, name: str) -> Inlined | None:
         """The tensor that the state itself has under this name, if it has one there."""
@@ -108,16 +109,19 @@ class Side:
     @cached_property
     def _inlined(self) -> dict[str, Any]:
         leaves = tree.leaves(self.catalog.state) if self.catalog.state is not None else ()
-        return self._renaming.of({path: node for path, node in leaves if tree.tag_of(node) == "$inline"})
+        tagged = ((path, node) for path, node in leaves if type(node) is dict and tree.tag_of(node) == "$inline")
+        return self._renaming.of({path: node for path, node in tagged if not self._of_storage(path)})
 
-    def _values(self) -> dict[str, str]:
-        leaves = dict(tree.leaves(self.catalog.state)) if self.catalog.state is not None else {}
-        leaves = {path: node for path, node in leaves.items() if not self._of_storage(path)}
+    def _values(self) -> Iterator[tuple[str, tree.Node]]:
+        for path, node in tree.leaves(self.catalog.state) if self.catalog.state is not None else ():
+            if not (self._about_storage and self._of_storage(path)) and _is_value(node):
+                yield path, self._listed(path, node)
         for rank, by_path in self.catalog.ranks.items():
             for path, node in by_path.items():
-                leaves |= {f"rank {rank}: {path}{'.' if below else ''}{below}": leaf for below, leaf in tree.leaves(node)}
-        kept = {path: node for path, node in leaves.items() if tree.tag_of(node) not in ("$tensor", "$tensors", "$per_rank")}
-        return {path: tree.text(self._listed(path, node)) for path, node in kept.items()}
+                for below, leaf in tree.leaves(node):
+                    if _is_value(leaf):
+                        at = f"rank {rank}: {path}{'.' if below else ''}{below}"
+                        yield at, self._listed(at, leaf)
 
     def _listed(self, path: str, node: tree.Node) -> tree.Node:
         """Parameter groups that name their parameters as torch has them: options and names in one mapping, and names as the states have
@@ -135,6 +139,10 @@ class Side:
 
     def _of_storage(self, path: str) -> bool:
         return any(path == about or path.startswith(f"{about}.") for about in self._about_storage)
+
+
+def _is_value(node: tree.Node) -> bool:
+    return type(node) in tree.SCALARS or tree.tag_of(node) not in ("$tensor", "$tensors", "$per_rank")
 
 
 def _groups(node: tree.Node) -> list[tuple[dict[str, Any], list[str]]] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.pipeline.windows import FileItem, slabs
 from ckpt.converters.select.selection import OutputTensor
+from ckpt.dtypes import DType
 from ckpt.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
 from ckpt.settings import limits
@@ -103,6 +105,13 @@ def metadata(tensors: Described, places: Places, paths: Any = None) -> bytes:
     return pickle.dumps(Metadata(state_dict_metadata=dict(tensors), planner_data=paths, storage_data=places, version="1.0.0"))
 
 
+@lru_cache(maxsize=4096)
+def _archive(dtype: DType, shape: tuple[int, ...]) -> ArchivePlan:
+    """Of one tensor: a model has very many, and few shapes."""
+    stand = StorageStub(0, dtype, shape)
+    return ArchivePlan(stand, [stand])
+
+
 def _file(folder: str, name: str, members: Sequence[Stored], places: Places) -> OutputFile:
     items: list[FileItem] = []
     archives: list[ArchivePlan] = []
@@ -113,9 +122,8 @@ def _file(folder: str, name: str, members: Sequence[Stored], places: Places) -> 
             values.append((at, member.data))
             size = len(member.data)
         else:
-            stand = StorageStub(0, member.wanted.dtype, member.box.shape)
-            archives.append(ArchivePlan(stand, [stand], at))
-            items.append(FileItem(member.wanted.name, member.part, archives[-1].starts[0], stand.dtype.itemsize))
+            archives.append(_archive(member.wanted.dtype, member.box.shape).moved(at))
+            items.append(FileItem(member.wanted.name, member.part, archives[-1].starts[0], member.wanted.dtype.itemsize))
             size = archives[-1].size
         places[index_of(member.fqn, member.box)] = _StorageInfo(name, at, size)
         after = -(-(at + size) // 64) * 64  # items begin where tensors may

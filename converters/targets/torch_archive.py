@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,13 +41,14 @@ class StorageStub:
 
 class _Record(NamedTuple):
     """``header`` and ``data`` are where it begins and where its bytes do, from the start of the archive; ``content`` is None if it comes
-    later."""
+    later, ``crc`` that of the content."""
 
     name: bytes
     header: int
     data: int
     size: int
     content: bytes | None
+    crc: int
 
 
 class ArchivePlan:
@@ -70,12 +72,18 @@ class ArchivePlan:
         self._directory = self._at
         self.size = self._directory + len(self._tail([0] * len(stands)))
 
+    def moved(self, base: int) -> ArchivePlan:
+        """The same from another byte of the file on."""
+        moved = copy(self)
+        moved.base, moved.starts = base, [start - self.base + base for start in self.starts]
+        return moved
+
     def _add(self, name: str, content: bytes | None, size: int = 0) -> None:
         size = size if content is None else len(content)
         full = f"archive/{name}".encode()
         bare = self._at + 30 + len(full) + (20 if size >= _LONG else 0) + 4
         data = -(-bare // ALIGNED) * ALIGNED
-        self._records.append(_Record(full, self._at, data, size, content))
+        self._records.append(_Record(full, self._at, data, size, content, zlib.crc32(content or b"")))
         self._at = data + size
 
     def ends(self, crcs: Sequence[int]) -> list[tuple[int, bytes]]:
@@ -87,7 +95,7 @@ class ArchivePlan:
 
     def _sums(self, crcs: Sequence[int]) -> list[int]:
         later = iter(crcs)
-        return [next(later) if r.content is None else zlib.crc32(r.content) for r in self._records]
+        return [next(later) if r.content is None else r.crc for r in self._records]
 
     def _tail(self, crcs: Sequence[int]) -> bytes:
         entries = b"".join(_central(r, crc) for r, crc in zip(self._records, self._sums(crcs), strict=True))

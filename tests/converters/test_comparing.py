@@ -336,6 +336,24 @@ def test_the_table_begins_with_what_differs_most(tmp_path: Path) -> None:
     assert rows[0][1:] == ["only", "in", "A"] and rows[3][1:] == ["dtype", "float32", "≠", "float16"]
 
 
+def test_values_are_compared_by_path_whatever_their_order(tmp_path: Path) -> None:
+    """And type: what Python calls equal is not. Where paths part, all that follow are looked up."""
+    left = {"a": 1, "b": True, "c": 0.0, "d": "x", "only": 1, "e": 5, "f": [1, 2], "g": 2.5, "h": None}
+    right = {"a": 1.0, "b": 1, "c": -0.0, "d": "x", "e": 5, "g": 2.5, "f": [1, 3], "new": {"er": 2}, "h": None}
+    report = compare(saved(tmp_path / "left", left), saved(tmp_path / "right", right))
+    differ = [
+        ("a", "1", "1.0"),
+        ("b", "true", "1"),
+        ("c", "0.0", "-0.0"),
+        ("f", "[1,2]", "[1,3]"),
+        ("new.er", None, "2"),
+        ("only", "1", None),
+    ]
+    assert [(d.path, d.left, d.right) for d in report.value_differences] == differ
+    assert report.values == len(left.keys() | right.keys())
+    assert compare(str(tmp_path / "left"), str(tmp_path / "right"), only=["[dh]"]).same
+
+
 def test_values_are_compared_inside_dicts_and_lists(tmp_path: Path) -> None:
     one = saved(tmp_path / "one", {"c": {"lr": 0.1, "sizes": [1, 2, {"a": 3}], "gone": 1, "same": [1]}, "x": torch.ones(1)})
     two = saved(tmp_path / "two", {"c": {"lr": 0.1, "sizes": [1, 5, {"a": 4}, 6], "same": [1]}, "x": torch.ones(1)})

@@ -288,7 +288,14 @@ def growth(cost: Callable[[int], float]) -> None:
     assert many < 5
 
 
-RANK = {"FSDP2": scale_jobs.fsdp, "HSDP": scale_jobs.hsdp, "flat": scale_jobs.zero, "3-D": scale_jobs.three_d, "EP64": scale_jobs.experts}
+RANK = {
+    "FSDP1": scale_jobs.fsdp1,
+    "FSDP2": scale_jobs.fsdp,
+    "HSDP": scale_jobs.hsdp,
+    "flat": scale_jobs.zero,
+    "3-D": scale_jobs.three_d,
+    "EP64": scale_jobs.experts,
+}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("HSDP", "FSDP2") else []) for kind in RANK])

@@ -16,7 +16,7 @@ from ckpt.layout.placements import Flat, Shard, Split
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import spell
 from ckpt.plan.near_files import NearFiles, runs_of, spelled
-from ckpt.plan.shared_reads import MOST, reader_of, shared_chunks
+from ckpt.plan.shared_reads import MOST, Readers, SharedChunk, Sharing, shared_chunks
 
 LAYOUTS: tuple[tuple[Split, ...], ...] = (
     (),
@@ -61,7 +61,8 @@ def test_every_rank_finds_the_same(case: tuple[Grid, TensorLayout, tuple[int, ..
                 assert chunk not in by_chunk
                 continue
             assert by_chunk[chunk].box == grid.box(chunk)
-            assert dict(zip(by_chunk[chunk].ranks, by_chunk[chunk].weights, strict=True)) == sharing
+            assert dict(zip(by_chunk[chunk].sharing.ranks, by_chunk[chunk].weights.tolist(), strict=True)) == sharing
+            assert by_chunk[chunk].wanted == sum(sharing.values())
         assert mine == wanted
 
 
@@ -82,12 +83,13 @@ def test_what_is_near_is_not_sent(
     everyone: dict[int, set[int]] = {}
     for rank in ranks:
         for shared in shared_chunks(grid, layout, shape, stored, rank, None)[0]:
-            everyone.setdefault(shared.chunk, set()).update(shared.ranks)
+            everyone.setdefault(shared.chunk, set()).update(shared.sharing.ranks)
     blocks: dict[int, dict[tuple[int, ...], set[int]]] = {}
     for rank in ranks:
-        for shared in shared_chunks(grid, layout, shape, stored, rank, None, near)[0]:
-            assert rank in shared.ranks
-            blocks.setdefault(shared.chunk, {}).setdefault(shared.ranks, set()).add(shared.reader(shared.chunk + 5))
+        found = shared_chunks(grid, layout, shape, stored, rank, None, near)[0]
+        for shared, reader in zip(found, Readers(found).of(5), strict=True):
+            assert rank in shared.sharing.ranks
+            blocks.setdefault(shared.chunk, {}).setdefault(shared.sharing.ranks, set()).add(reader)
     for chunk, sharing in blocks.items():
         has = {r for r in everyone[chunk] if files[chunk] in here[machine[r]]}
         assert sum(map(len, sharing)) == len({r for block in sharing for r in block})  # no rank is in two
@@ -104,17 +106,44 @@ def test_what_is_near_is_not_sent(
 def test_what_many_ranks_have_near_takes_few_bytes() -> None:
     """512 machines of 8 ranks, each of which has its own 8 files and those of the next."""
     runs = [runs_of(f % 4096 for f in range(rank // 8 * 8, rank // 8 * 8 + 16)) for rank in range(4096)]
-    assert len(json.dumps(spelled(runs))) < 10_000
-    near = NearFiles(spelled(runs), spell([rank // 8 for rank in range(4096)]), range(4096))
-    assert near.groups(17, [0, 8, 16, 23, 24, 32], 0) == [((8,), (8, 0, 32)), ((16, 23), (16, 23, 24))]
-    assert near.groups(17, [0, 8, 16, 23, 24, 32], 1) == [((8,), (8, 24)), ((16, 23), (16, 23, 0, 32))]
-    assert near.groups(17, [40, 48], 0) == [((40, 48), (40, 48))]
+    assert len(json.dumps(spelled(runs))) < 100  # all but the last machine are one row
+
+
+@given(st.data())
+def test_blocks_of_what_is_near_are_those_of_a_list_of_all_ranks(data: st.DataObject) -> None:
+    ranks = sorted(data.draw(st.sets(st.integers(0, 99), min_size=1, max_size=20)))
+    machine = {rank: data.draw(st.integers(0, 3)) for rank in ranks}
+    files = {rank: data.draw(st.frozensets(st.integers(0, 2))) for rank in ranks}
+    near = NearFiles(spelled([runs_of(files[r]) for r in ranks]), spell([machine[r] for r in ranks]), ranks)
+    wanting = [rank for rank in ranks if data.draw(st.booleans())]
+    file, turn, most = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 50)), data.draw(st.integers(1, 5))
+    shares = near.among(np.array(wanting, dtype=np.int64))(file)
+    for place, rank in enumerate(wanting):
+        own, everyone = next(g for g in groups(wanting, machine, files, file, turn) if rank in g[1])
+        first = everyone.index(rank) // most * most
+        block = everyone[first : first + most]
+        places, readers = shares.block(place, turn % shares.turns(), most)
+        assert [wanting[p] for p in places.tolist()] == block
+        assert [wanting[p] for p in places.tolist()][:readers] == [r for r in block if r in own]
+
+
+def groups(
+    ranks: list[int], machine: dict[int, int], files: dict[int, frozenset[int]], file: int, turn: int
+) -> list[tuple[list[int], list[int]]]:
+    """Of each machine that has the file near: its ranks, and with them the others that it reads for."""
+    near: dict[int, list[int]] = {}
+    for rank in ranks:
+        if file in files[rank]:
+            near.setdefault(machine[rank], []).append(rank)
+    others = [rank for rank in ranks if file not in files[rank]]
+    found = [(mine, [*mine, *(r for i, r in enumerate(others) if (turn + i) % len(near) == n)]) for n, mine in enumerate(near.values())]
+    return found or [([], ranks)]
 
 
 def test_very_many_ranks_share_in_blocks() -> None:
     layout = TensorLayout(Mesh(("a",), (3 * MOST - 2,), range(3 * MOST - 2)))
     grid = Grid(cuts=((0, 5),), files=np.zeros(1, dtype=np.int32))
-    blocks = {shared_chunks(grid, layout, (5,), Box.whole((5,)), rank, None)[0][0].ranks for rank in range(3 * MOST - 2)}
+    blocks = {shared_chunks(grid, layout, (5,), Box.whole((5,)), rank, None)[0][0].sharing.ranks for rank in range(3 * MOST - 2)}
     assert sorted(len(b) for b in blocks) == [MOST - 2, MOST, MOST]
     assert sorted(r for b in blocks for r in b) == list(range(3 * MOST - 2))
 
@@ -122,15 +151,16 @@ def test_very_many_ranks_share_in_blocks() -> None:
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.integers(0, 1000), st.integers(1, 3))
 def test_ranks_read_in_proportion_to_what_they_want(weights: list[int], first: int, step: int) -> None:
     ranks, times = list(range(5, 5 + len(weights))), 400
-    counts = Counter(reader_of(ranks, weights, number) for number in range(first, first + step * times, step))
+    chunk = SharedChunk(0, Box((), ()), Sharing(tuple(ranks), tuple(ranks)), np.array(weights), sum(weights))
+    readers = Readers([chunk])
+    counts = Counter(readers.of(number)[0] for number in range(first, first + step * times, step))
     for rank, weight in zip(ranks, weights, strict=True):
         assert abs(counts[rank] / times - weight / sum(weights)) < 0.02
 
 
 def test_chunks_of_many_tensors_are_spread() -> None:
     """Two chunks per tensor, on three ranks: the middle one wants a third of each chunk."""
-    counts: Counter[int] = Counter()
-    for tensor in range(300):
-        counts[reader_of((0, 1), (2, 1), 2 * tensor)] += 1
-        counts[reader_of((1, 2), (1, 2), 2 * tensor + 1)] += 1
+    box, parts = Box((), ()), (((0, 1), (2, 1)), ((1, 2), (1, 2)))
+    readers = Readers([SharedChunk(n, box, Sharing(r, r), np.array(w), sum(w)) for n, (r, w) in enumerate(parts)])
+    counts = Counter(reader for tensor in range(300) for reader in readers.of(2 * tensor))
     assert max(counts.values()) - min(counts.values()) < 12

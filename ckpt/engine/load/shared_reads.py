@@ -34,7 +34,7 @@ from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.cache_blocks import CacheBlock, pieces
 from ckpt.plan.match import common_box
 from ckpt.plan.near_files import NearFiles
-from ckpt.plan.shared_reads import SharedChunk, shared_chunks, wants
+from ckpt.plan.shared_reads import Readers, SharedChunk, Sharing, shared_chunks, wants
 from ckpt.settings import limits
 
 from .whole_chunks import TensorLoad
@@ -43,7 +43,7 @@ ALIGN = 16
 """Chunks begin at multiples of it in a shared read: of every item size."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, as that takes three times as long, and a rank may have a million
 class SharedReadItem:
     """A chunk in a shared read, ``start`` bytes into it, and the targets of this rank that want parts of it. ``stored``: what of the tensor
     there is to load; ``piece``: bytes of the chunk that go through the pool at once."""
@@ -95,7 +95,7 @@ class ReadSlice(NamedTuple):
         return [(item, box) for box in item.by_piece(rank)[self.place]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # as above
 class SharedRead:
     """One chunk, or small ones, that ``reader`` reads for all of ``ranks``."""
 
@@ -188,7 +188,7 @@ class SharedReads:
             # ``number`` counts the chunks of all tensors of the rank set, in an order that all its ranks have in
             # common (largest tensor first, then by name). It is the seed of :func:`reader_of`: that ranks agree about
             # it is what makes them agree about who reads.
-            few: dict[_Sharing, list[_Small]] = {}
+            few: dict[Sharing, list[_Small]] = {}
             number = 0
             for kind, jobs in sorted(self.rank_sets[key][1].items(), key=_order):
                 entry = jobs[0].entry
@@ -202,14 +202,15 @@ class SharedReads:
                 if cut.chunks:
                     self._leave_out(kind, jobs, cut)
                     self.needed += len(jobs) * cut.needed
-                for shared in cut.large:
+                readers = cut.readers.of(number)
+                for at, shared in cut.large:
                     item = SharedReadItem(jobs, kind.stored, shared.chunk, shared.box, 0, self.piece)
-                    self._add([item], shared.ranks, shared.reader(number + shared.chunk))
+                    self._add([item], shared.sharing.ranks, readers[at])
                 for sharing, members in cut.small.items():
-                    few.setdefault(sharing, []).extend([(jobs, kind.stored, s, n, number) for s, n in members])
+                    few.setdefault(sharing, []).extend([(jobs, kind.stored, s, n, readers[at]) for at, s, n in members])
                 number += len(entry.grid)
-            for (ranks, _), smalls in few.items():
-                self._add_small(ranks, smalls)
+            for sharing, smalls in few.items():
+                self._add_small(sharing.ranks, smalls)
 
     def _leave_out(self, kind: _Kind, jobs: Sequence[TensorLoad], cut: _Alike) -> None:
         """The chunks of ``cut`` come in shared reads."""
@@ -221,15 +222,14 @@ class SharedReads:
     def _add_small(self, ranks: tuple[int, ...], members: Sequence[_Small]) -> None:
         """Shared reads that fit into one slot of a pool."""
         items: list[SharedReadItem] = []
-        first, at = members[0], 0
-        for member in members:
-            jobs, stored, shared, nbytes, _ = member
+        reader, at = members[0][4], 0
+        for jobs, stored, shared, nbytes, its_reader in members:
             if at + nbytes > self.piece:
-                self._add(items, ranks, first[2].reader(first[4] + first[2].chunk))
-                items, first, at = [], member, 0
+                self._add(items, ranks, reader)
+                items, reader, at = [], its_reader, 0
             items.append(SharedReadItem(jobs, stored, shared.chunk, shared.box, at, self.piece))
             at += -(-nbytes // ALIGN) * ALIGN
-        self._add(items, ranks, first[2].reader(first[4] + first[2].chunk))
+        self._add(items, ranks, reader)
 
     def _add(self, items: Sequence[SharedReadItem], ranks: tuple[int, ...], reader: int) -> None:
         shared_read = SharedRead(items, ranks, reader)
@@ -247,9 +247,11 @@ class _Alike:
     """The shared chunks of tensors that are cut alike and have elements of one size."""
 
     chunks: frozenset[int]
-    large: Sequence[SharedChunk]
-    small: Mapping[_Sharing, Sequence[tuple[SharedChunk, int]]]
-    """With their bytes."""
+    large: Sequence[tuple[int, SharedChunk]]
+    """With their places among ``readers``."""
+    small: Mapping[Sharing, Sequence[tuple[int, SharedChunk, int]]]
+    """With their places among ``readers``, and their bytes."""
+    readers: Readers
     wanted: int
     """How many chunks the rank wants parts of, shared or not."""
     needed: int
@@ -258,25 +260,25 @@ class _Alike:
     @classmethod
     def of(cls, chunks: Sequence[SharedChunk], wanted: int, itemsize: int, rank: int, worth: Callable[[SharedChunk, int], bool]) -> _Alike:
         taken = [c for c in chunks if worth(c, itemsize)]
-        sizes = [c.box.numel * itemsize for c in taken]
-        small: dict[_Sharing, list[tuple[SharedChunk, int]]] = {}
-        for c, size in zip(taken, sizes, strict=True):
-            if size <= limits.SMALL_SHARED_READ:
-                small.setdefault((c.ranks, c.readers), []).append((c, size))
+        large: list[tuple[int, SharedChunk]] = []
+        small: dict[Sharing, list[tuple[int, SharedChunk, int]]] = {}
+        for at, c in enumerate(taken):
+            if (size := c.box.numel * itemsize) > limits.SMALL_SHARED_READ:
+                large.append((at, c))
+            else:
+                small.setdefault(c.sharing, []).append((at, c, size))
         return cls(
             chunks=frozenset(c.chunk for c in taken),
-            large=[c for c, size in zip(taken, sizes, strict=True) if size > limits.SMALL_SHARED_READ],
+            large=large,
             small=small,
+            readers=Readers(taken),
             wanted=wanted,
-            needed=itemsize * sum(c.weights[c.ranks.index(rank)] for c in taken),
+            needed=itemsize * sum(int(c.weights[c.sharing.ranks.index(rank)]) for c in taken),
         )
 
 
-_Sharing = tuple[tuple[int, ...], tuple[int, ...]]
-"""The ranks of shared chunks, and those of them that may read."""
-
 _Small = tuple[Sequence[TensorLoad], Box, SharedChunk, int, int]
-"""What an :class:`SharedReadItem` is made of, its bytes, and the number of the tensor's first chunk among those of its rank set."""
+"""What a :class:`SharedReadItem` is made of, its bytes, and the rank that reads it if it comes first."""
 
 
 def worth_all(chunk: SharedChunk, itemsize: int) -> bool:
@@ -286,13 +288,13 @@ def worth_all(chunk: SharedChunk, itemsize: int) -> bool:
 
 def worth_replicas(chunk: SharedChunk, itemsize: int) -> bool:
     """Where ranks read only what they want, and some want the same."""
-    return sum(chunk.weights) > chunk.box.numel
+    return chunk.wanted > chunk.box.numel
 
 
 def worth_parts(chunk: SharedChunk, itemsize: int) -> bool:
     """Where reading costs less than sending: ranks would read at least twice what they want to check it, and it is not little."""
-    count, numel = len(chunk.ranks), chunk.box.numel
-    return count * numel >= 2 * sum(chunk.weights) and (count - 1) * numel * itemsize >= limits.SMALL_SHARED_READ
+    count, numel = len(chunk.sharing.ranks), chunk.box.numel
+    return count * numel >= 2 * chunk.wanted and (count - 1) * numel * itemsize >= limits.SMALL_SHARED_READ
 
 
 def what_is_worth(*, parts: bool, verify: Verify) -> Callable[[SharedChunk, int], bool]:

@@ -172,9 +172,9 @@ class BlockSplit(Split):
         """Whether the parts are ranges of ``ceil(numel / parts)`` elements of the block's row-major flattening."""
         return False
 
-    def is_empty(self, index: int) -> bool:
-        """Whether part ``index`` is known to hold nothing of any tensor."""
-        return False
+    def filled(self, parts: int) -> tuple[int, ...]:
+        """The parts that are not known to hold nothing of any tensor, increasing."""
+        return tuple(range(parts))
 
     def stacked(self, dim: int, ndim: int) -> Split:
         raise LayoutError(f"a stacked tensor cannot be {type(self).__name__}")
