@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.adapters import tensors as adapted
 from ckpt.coordination import group
 from ckpt.coordination.channel import ControlChannel
-from ckpt.errors import LayoutError, NamesError, RankFailedError, UsageError
+from ckpt.errors import NamesError, RankFailedError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter
 from tests.distributed.ranks import Ranks
 

@@ -1,4 +1,4 @@
-"""``python -m tests.trainers``: jobs of other projects' trainers are saved, die and go on; the outcomes are compared with ``expected.toml``.
+"""``python -m tests.trainers``: jobs of other projects' trainers are saved, die and go on. ``expected.toml`` has what comes of it.
 
 Each scenario trains without interruption, then once more until it is killed after a save, then goes on in new processes, and on other
 numbers of ranks where it names them. Ends with 1 if an outcome is not that of the table, or if a package cannot be had.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -34,19 +35,21 @@ SECONDS = 900
 """How long one life of a scenario may take: all of its cases, on a machine that does other things too."""
 
 
-def live(python: Path, name: str, life: str, world: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank of a life wrote: by case. A rank that wrote nothing died before its end, or hung."""
+def live(python: Path, name: str, life: str, world: int, folder: Path, *, launched: bool) -> list[dict[str, Any]]:
+    """What each rank of a life wrote: by case. A rank that wrote nothing died before its end, or hung. ``launched``: in
+    the environment that torchrun gives, also if there is one rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if world > 1:
-        common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    if launched:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        common |= {"TORCHELASTIC_RUN_ID": "trainers", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     command = [str(python), "-m", "tests.trainers.lives", name, life, str(folder)]
     ranks = []
     with (folder / f"{life}-{world}.log").open("w") as log:
         for rank in range(world):
-            environment = os.environ | common | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
+            environment = os.environ | common | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {})
             ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True))
         for process in ranks:
             try:
@@ -67,8 +70,9 @@ def run(name: str, packages: list[str], world: int, others: list[int]) -> dict[s
     folder = CACHE / "run" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    lives = {life: live(python, name, life, world, folder) for life in ("whole", "first", "again")}
-    elsewhere = {number: live(python, name, "elsewhere", number, folder) for number in others}
+    here = functools.partial(live, python, name.replace("-", "_"), folder=folder, launched=world > 1)
+    lives = {life: here(life, world) for life in ("whole", "first", "again")}
+    elsewhere = {number: here("elsewhere", number) for number in others}
     outcomes = {}
     for case in {case: None for ranks in lives.values() for results in ranks for case in results}:
         found = [_of_rank(lives, rank, case) for rank in range(world)]

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a small Llama of transformers, alone and with the base. The base is the same for every seed, as a pretrained one is."""
+"""Adapters of PEFT on a small Llama, alone and with the base, which is the same for every seed, as a pretrained one is."""
 
 from __future__ import annotations
 
