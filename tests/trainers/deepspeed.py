@@ -50,7 +50,8 @@ def loaded_into(stage: int) -> Callable[[int], Job]:
         run = job(stage, "module")(seed)
 
         def save(url: str) -> None:
-            ckpt.save(url, {"module": torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))}, check_replicas=False)
+            plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)).bfloat16()
+            ckpt.save(url, {"module": plain}, check_replicas=False)
 
         run.save = save  # type: ignore[method-assign]
         return run

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt
 from ckpt.integrations.dcp import CkptReader, CkptWriter
@@ -69,7 +70,10 @@ class ByStrategy(Sharded):
         if self.rank == 0:
             os.makedirs(url)
         dist.barrier()
-        dist_checkpointing.save(self.sharded(), url, sharded_strategy=CkptStrategy())
+        try:
+            dist_checkpointing.save(self.sharded(), url, sharded_strategy=CkptStrategy())
+        except CheckpointException as err:  # of DCP, no Exception, around those of all ranks
+            raise next(iter(err.failures.values()))[0] from err
 
     def load(self, url: str) -> None:
         own = mcore._get_filesystem_reader
