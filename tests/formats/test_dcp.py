@@ -172,9 +172,12 @@ def test_compressed_items_are_refused_by_name(tmp_path):
 
 
 def test_items_as_safetensors_are_refused(tmp_path):
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+    from torch.distributed.checkpoint import filesystem
 
-    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    if not hasattr(filesystem, "SerializationFormat"):
+        pytest.skip("DCP of torch 2.6 writes none")
+
+    writer = filesystem.FileSystemWriter(tmp_path, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
     dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
     with pytest.raises(CkptError):
         ckpt.open(str(tmp_path))["a"].read()

@@ -370,8 +370,8 @@ def test_a_writer_that_cannot_be_closed_is_aborted_all_the_same(
 def test_short_writes_are_continued(backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     pwrite, open_file, direct = os.pwrite, os.open, []
 
-    def watch(path: Any, flags: int, *args: int) -> int:
-        fd = open_file(path, flags, *args)
+    def watch(path: Any, flags: int, *args: int, **options: Any) -> int:
+        fd = open_file(path, flags, *args, **options)
         if flags & os.O_DIRECT and str(path).endswith("root/a"):
             direct.append(fd)
         return fd

@@ -77,7 +77,11 @@ class Trained(Job):
     def digests(self) -> dict[str, str]:
         assert self.trainer is not None
         losses = [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry]
-        return digests({"model": self.trainer.model, "optimizer": self.trainer.optimizer}) | {"losses": repr(losses)}
+        optimizer = self.trainer.optimizer.state_dict()
+        optimizer["param_groups"] = [
+            group for group in optimizer["param_groups"] if group["params"]
+        ]  # the schedule sets the rate of others
+        return digests({"model": self.trainer.model, "optimizer": optimizer}) | {"losses": repr(losses)}
 
 
 def sentence(number: int) -> str:
