@@ -1,4 +1,6 @@
 # make test   everything that has to pass: ruff, mypy, pytest
+# make quick  the tests that take minutes: formats, states, plans, storage, two ranks
+# make matrix the quick tests on the oldest torch and dependencies, then on the newest
 # make demo   a job is killed in the middle of a save and resumes on another mesh
 # make api    docs/api.md from the docstrings
 #
@@ -9,12 +11,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+# make matrix: the oldest dependencies have wheels for Python 3.10 and 3.11
+PYTHON_OLDEST ?= $(PYTHON)
+PYTHON_NEWEST ?= $(PYTHON)
+# what the versions of torch and of dependencies decide, without servers, command lines and long waits
+QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tests/policies tests/io_backends tests/test_dtypes.py \
+  tests/test_geometry.py tests/test_spans.py tests/test_tree.py tests/distributed/test_dtensors.py tests/distributed/test_round_trips.py
 # most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
 WORKERS ?= 4
 # pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
 NONE := [ $$? = 5 ]
 
-.PHONY: venv demo test coverage lint format bench api pictures site peers clean s3-server machines
+.PHONY: venv demo test quick matrix oldest newest trainers coverage lint format bench api pictures site peers clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -35,6 +43,28 @@ $(STAMP): pyproject.toml constraints/dev.txt
 test: lint s3-server machines
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || $(NONE)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m alone $(PYTEST_ARGS) || $(NONE)
+
+quick: venv
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(QUICK) $(PYTEST_ARGS)
+
+# 10 GB below .matrix, as pip's torch for Linux brings CUDA's libraries: make matrix PYTHON_OLDEST=python3.10 PYTHON_NEWEST=python3.13
+matrix: oldest newest
+
+oldest: .matrix/oldest/.installed
+	.matrix/oldest/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' -p no:cacheprovider $(QUICK) $(PYTEST_ARGS)
+
+newest: .matrix/newest/.installed
+	.matrix/newest/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' -p no:cacheprovider $(QUICK) $(PYTEST_ARGS)
+
+.matrix/oldest/.installed: pyproject.toml constraints/oldest.txt
+	$(PYTHON_OLDEST) -m venv --clear .matrix/oldest
+	.matrix/oldest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/oldest.txt -e '.[test]'
+	@touch $@
+
+.matrix/newest/.installed: pyproject.toml
+	$(PYTHON_NEWEST) -m venv --clear .matrix/newest
+	.matrix/newest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
 
 # the tests again, slower, with the lines and branches that they reach; the floor is in pyproject.toml
 coverage: venv s3-server machines
@@ -79,6 +109,10 @@ site: venv
 # tests of other projects on ckpt, fetched into .peers; takes half an hour. make peers PEERS_ARGS='dcp-storage --only fsdp'
 peers: venv
 	$(BIN)/python -m tests.peers $(PEERS_ARGS)
+
+# jobs of other trainers on ckpt, in environments below .trainers: saved, killed, resumed. make trainers TRAINERS_ARGS='--only trl'
+trainers: venv
+	$(BIN)/python -m tests.trainers $(TRAINERS_ARGS)
 
 bench: venv
 	$(BIN)/python -m benchmarks

@@ -9,17 +9,29 @@ import sys
 import hypothesis
 import pytest
 
+from tests import older_torch
+from tests.older_torch import pytest_runtest_call
 from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_summary, pytest_xdist_make_scheduler, s3_url
 
 # The suite that the package ships fails as readably as the tests beside it.
 pytest.register_assert_rewrite("ckpt.io_backends.conformance.reading", "ckpt.io_backends.conformance.writing")
 
-__all__ = ["bucket", "moto_store", "object_store", "pytest_terminal_summary", "pytest_xdist_make_scheduler", "s3_url"]
+__all__ = [
+    "bucket",
+    "moto_store",
+    "object_store",
+    "pytest_runtest_call",
+    "pytest_terminal_summary",
+    "pytest_xdist_make_scheduler",
+    "s3_url",
+]
 
 # Every test process imports the package, and every worker rewrites the asserts of every module. An environment without bytecode, as that
 # of many containers, would have each of them compile all of it again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+older_torch.adapt()
 
 # No time limit per example: the machines that run this are shared. Few examples: each run draws others.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, max_examples=40)

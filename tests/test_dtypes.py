@@ -57,7 +57,8 @@ def test_every_torch_dtype_with_whole_bytes_is_known() -> None:
     """Quantised and bit dtypes hold no plain values, and torch has no tensors of the integers below a byte."""
     found = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
     opaque = {n for n in found if n.startswith(("bits", "qint", "quint"))} | {f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)}
-    assert found - opaque <= set(DTYPES)
+    untried = {"bcomplex32"}  # torch 2.15 warns that most operators do not take it; a state with one is refused by name
+    assert found - opaque - untried <= set(DTYPES)
 
 
 def test_numpy_names_are_numpys(row: DType) -> None:

@@ -19,7 +19,7 @@ from ckpt.layout.placements.registry import split_from_dtensor
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
-from .dtensor import is_dtensor, placement_types
+from .dtensor import is_dtensor
 from .memory import raw_view, reads_otherwise
 from .meshes import mesh_of, widened
 
@@ -155,14 +155,6 @@ def dtensor_layout(name: str, tensor: DTensor) -> TensorLayout:
 def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[int]) -> list[Split]:
     """DTensor's placements, in the order in which they cut."""
     # Each split reads its own kind of placement.
-    kinds = placement_types()
-    dims = [p.dim for p in tensor.placements if isinstance(p, kinds.Shard)]
-    if not hasattr(kinds, "_StridedShard") and len(set(dims)) < len(dims):
-        raise LayoutError(
-            f"torch {torch.__version__} does not tell in which order {tensor.placements} cut dimension {dims[0]}",
-            where=f"tensor {name}",
-            hint="use torch 2.5 or newer for FSDP over tensor parallelism",
-        )
     order: list[tuple[Split, int]] = []
     for number in reversed(range(len(sizes))):
         placement = tensor.placements[number]

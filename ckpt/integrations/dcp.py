@@ -204,7 +204,7 @@ def _whole(plans: list[SavePlan]) -> list[SavePlan]:
     """All plans, also those that a planner which caches them did not give again, since they are as in its last save."""
     # DCP would let ranks use the plans they have, which name the files of the last save; so they are all given out
     # again.
-    if all(plan.usable for plan in plans):
+    if all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 has no such plans
         return plans
     caches: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
     fitting = [c for c in caches.values() if len(c) == len(plans) and all(p is q or not p.usable for p, q in zip(plans, c, strict=True))]

@@ -84,7 +84,7 @@ def ray_tasks(arguments: Sequence[str], *, count: int | None, cpus: int) -> Iter
         if not ray.is_initialized():
             try:
                 ray.init(log_to_driver=False, logging_level=logging.WARNING)
-            except (ConnectionError, RuntimeError, ValueError) as err:
+            except Exception as err:  # a bare one where Ray does not start in time
                 raise UsageError(f"Ray cannot be reached or started: {err}", hint="look at RAY_ADDRESS, and at `ray status`") from err
             connection.callback(ray.shutdown)
         room = [int(node["Resources"].get("CPU", 0)) // cpus for node in ray.nodes() if node["Alive"]]

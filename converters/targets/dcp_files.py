@@ -100,9 +100,12 @@ def data_files(stored: Sequence[Stored], size: int | None, *, folder: str = "") 
     return tuple(files), places
 
 
+_VERSION: dict[str, Any] = {"version": "1.0.0"} if "version" in Metadata.__dataclass_fields__ else {}  # torch 2.6 has none
+
+
 def metadata(tensors: Described, places: Places, paths: Any = None) -> bytes:
     """The file of metadata; ``paths`` are the planner's."""
-    return pickle.dumps(Metadata(state_dict_metadata=dict(tensors), planner_data=paths, storage_data=places, version="1.0.0"))
+    return pickle.dumps(Metadata(state_dict_metadata=dict(tensors), planner_data=paths, storage_data=places, **_VERSION))
 
 
 @lru_cache(maxsize=4096)

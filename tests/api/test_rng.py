@@ -139,7 +139,7 @@ def test_derived_states_never_change() -> None:
     )
     generator = torch.Generator()
     stream_of(generator, "a").seed(2**255 + 12345)
-    assert torch.randint(2**31, (3,), generator=generator).tolist() == [1686299942, 1110293740, 1460680579]
+    assert torch.randint(2**24, (3,), generator=generator).tolist() == [5371677, 8578342, 6073179]
 
 
 def test_torch_streams_differ_in_more_than_32_bits() -> None:

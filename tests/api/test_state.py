@@ -403,9 +403,13 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.6 warns of its own call
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 def test_schedulers_go_on_where_they_were(url: str, kind: str, tensor: bool) -> None:
+    if tensor and kind == "ReduceLROnPlateau" and torch.__version__ < "2.9":
+        pytest.skip("torch 2.6 puts a float in the place of the tensor")
+
     def made() -> dict[str, Any]:
         net = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.named_parameters(), lr=torch.tensor(0.25) if tensor else 0.25, momentum=0.5)

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.adapters import tensors as adapted
-from ckpt.adapters.dtensor import placement_types
 from ckpt.coordination import group
 from ckpt.coordination.channel import ControlChannel
-from ckpt.errors import LayoutError, NamesError, RankFailedError, UsageError
+from ckpt.errors import NamesError, RankFailedError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter
 from tests.distributed.ranks import Ranks
 
@@ -149,20 +147,3 @@ def _touched(root: str) -> str:
 def test_every_rank_says_that_its_state_was_touched(ranks: Ranks, tmp_path: Path) -> None:
     for text in ranks.run(2, _touched, str(tmp_path)):
         assert "boom" in text and "partly overwritten" in text
-
-
-def test_before_torch_2_5_the_order_of_two_shards_cannot_be_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks.run(4, _order) == ["LayoutError"] * 4
-
-
-def _order() -> str:
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2))
-    tensor = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0), Shard(0)])
-    del placement_types()._StridedShard
-    try:
-        adapted.dtensor_layout("w", tensor)
-    except LayoutError as err:
-        return type(err).__name__
-    return "told"

@@ -148,7 +148,7 @@ def test_transposed_tensors_are_said(tmp_path):
 
 
 def test_compressed_items_are_refused_by_name(tmp_path):
-    from torch.distributed.checkpoint._extension import StreamTransformExtension
+    StreamTransformExtension = pytest.importorskip("torch.distributed.checkpoint._extension").StreamTransformExtension
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class Same(StreamTransformExtension):
@@ -175,9 +175,12 @@ def test_compressed_items_are_refused_by_name(tmp_path):
 
 
 def test_items_as_safetensors_are_refused(tmp_path):
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+    from torch.distributed.checkpoint import filesystem
 
-    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    if not hasattr(filesystem, "SerializationFormat"):
+        pytest.skip("DCP of torch 2.6 writes none")
+
+    writer = filesystem.FileSystemWriter(tmp_path, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
     dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
     with pytest.raises(CkptError):
         ckpt.open(str(tmp_path))["a"].read()

@@ -237,11 +237,11 @@ def test_a_late_write_reaches_no_other_file(backend: PosixBackend, tmp_path: Pat
 def test_directories_that_others_prune_are_made_again(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     system_open, pruned = os.open, []
 
-    def open_late(path: str, flags: int, mode: int = 0o777) -> int:
+    def open_late(path: str, flags: int, mode: int = 0o777, **options: Any) -> int:
         if flags & os.O_CREAT and len(pruned) < 5:
             os.rmdir(os.path.dirname(path))
             pruned.append(path)
-        return system_open(path, flags, mode)
+        return system_open(path, flags, mode, **options)
 
     monkeypatch.setattr(os, "open", open_late)
     WRITES[name](backend)

@@ -55,7 +55,6 @@ def pages() -> Iterator[memoryview]:
     memory[:] = DATA
     with memoryview(memory) as view:
         yield view
-    memory.close()
 
 
 def in_memory(path: str) -> bool:
@@ -269,8 +268,8 @@ class Spoilt:
         for name in ("open", "pwrite", "pwritev", "close"):
             patch.setattr(os, name, getattr(self, name))
 
-    def open(self, path: Any, flags: int, *args: int) -> int:
-        fd = self.real[0](path, flags, *args)
+    def open(self, path: Any, flags: int, *args: int, **options: Any) -> int:
+        fd = self.real[0](path, flags, *args, **options)
         if str(path).endswith("root/a"):
             self.known.discard(fd)
             if flags & os.O_DIRECT:
@@ -371,8 +370,8 @@ def test_a_writer_that_cannot_be_closed_is_aborted_all_the_same(
 def test_short_writes_are_continued(backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     pwrite, open_file, direct = os.pwrite, os.open, []
 
-    def watch(path: Any, flags: int, *args: int) -> int:
-        fd = open_file(path, flags, *args)
+    def watch(path: Any, flags: int, *args: int, **options: Any) -> int:
+        fd = open_file(path, flags, *args, **options)
         if flags & os.O_DIRECT and str(path).endswith("root/a"):
             direct.append(fd)
         return fd
@@ -405,10 +404,10 @@ def test_a_full_disk_is_told(backend: PosixBackend, pages: memoryview, monkeypat
 def no_direct(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     open_file = os.open
 
-    def refuse(path: Any, flags: int, *args: int) -> int:
+    def refuse(path: Any, flags: int, *args: int, **options: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(code, os.strerror(code))
-        return open_file(path, flags, *args)
+        return open_file(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", refuse)
 
