@@ -185,7 +185,7 @@ def test_a_store_without_etags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_never_answered_is_given_up_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not one that has: that is a network that comes back. Time is what the pauses between tries ask for: a busy machine adds nothing."""
+    """But not one that has: that is a network that comes back. Only pauses between tries count as time: a busy machine adds nothing."""
     pauses: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
     monkeypatch.setattr(s3_tries, "time", clock)
