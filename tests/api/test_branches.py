@@ -210,11 +210,11 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return clock() + random_.randrange(-(10**14), 10**14)
 
     monkeypatch.setattr("ckpt.formats.native.commit.time.time_ns", jumping)
-    for _ in range(random_.randrange(2, 6)):
+    for _ in range(random_.randrange(2, 7)):
         keep = random_.choice([All(), All(), Latest(1), Latest(2), Latest(3), Tagged()])
         at: Save | None
         with Checkpointer(root, save=NEVER, keep=keep) as c:
-            how = random_.choice(["restore", "restore", "back", "nothing"])
+            how = random_.choice(["restore", "back", "back", "nothing"])
             whole = [s for s in model.there.values() if not s.damaged]
             if how == "back" and whole:
                 at = random_.choice(whole)
@@ -231,7 +231,7 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                         c.restore(state())
                     return
                 assert c.restore(state()) == (None if at is None else at.step), log
-            for _ in range(random_.randrange(4)):
+            for _ in range(random_.randrange(5)):
                 n = random_.choice([(at.step if at is not None else 0) + random_.randrange(1, 4)] * 4 + [random_.randrange(12)])
                 log.append(f"save({n}) keep={keep}")
                 c.save(n, state(float(n))).result()
