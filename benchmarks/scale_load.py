@@ -70,6 +70,8 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
         ("reading one file of each batch, CPU s per GB", f"{found['read_cpu_per_gb']:.2f}"),
         ("shared, flat over an eighth, CPU s", f"{found['share_flat']:.2f}"),
         ("shared, HSDP over as many, CPU s", f"{found['share_hsdp']:.2f}"),
+        ("shared, flat onto TP 8 with replicas, 4 layers, CPU s", f"{found['share_tp']:.2f}"),
+        ("shared, flat onto replicas, an eighth of the ranks, 4 layers, CPU s", f"{found['share_ddp']:.2f}"),
         ("verdicts of all ranks, MB", f"{found['verdict_mb']:.2f}"),
     ]
     return [
@@ -84,6 +86,8 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
                 at_most("gather", found["gather_mb"], MEGABYTES, "MB"),
                 at_most("shared, flat", found["share_flat"], SHARE_SECONDS, "CPU s"),
                 at_most("shared, HSDP", found["share_hsdp"], SHARE_SECONDS, "CPU s"),
+                at_most("shared, TP 8", found["share_tp"], SHARE_SECONDS, "CPU s"),
+                at_most("shared, replicas", found["share_ddp"], SHARE_SECONDS, "CPU s"),
                 at_most("verdicts", found["verdict_mb"], VERDICTS, "MB"),
             ),
         )
@@ -231,23 +235,39 @@ def _resident_mb() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 1e6
 
 
+def tensor_parallel(ranks: int) -> TensorLayout:
+    """Rows in eighths, each of which very many ranks have."""
+    return TensorLayout(Mesh(("dp", "tp"), (max(ranks // 8, 1), 8)), (Shard(0, "tp"),))
+
+
+def replicated(ranks: int) -> TensorLayout:
+    return TensorLayout(Mesh(("dp",), (ranks,)))
+
+
+def share_seconds(layers: int, before: TensorLayout, after: TensorLayout) -> float:
+    """CPU seconds in which a rank in the middle finds what it shares."""
+    saved = states(layers, before)
+    stored, tensors = entries_of(saved, assign(saved, merge_flat_shards=True)), states(layers, after)
+    middle = len(after.ranks()) // 2 + 1
+    sharing = SharedReads.of(jobs_of(tensors, stored, middle), middle, parts=False, piece=2 << 20)
+    gc.collect()
+    gc.disable()
+    began = cpu_seconds()
+    sharing.divide((), None, worth_all)
+    gc.enable()
+    return cpu_seconds() - began
+
+
 def shared(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
-    """Seconds to divide what ranks read for each other."""
+    """Seconds to divide what ranks read for each other; where all want very much of all, of four layers, which have all shapes."""
     del rank
-
-    def seconds(before: TensorLayout, after: TensorLayout) -> float:
-        saved = states(layers, before)
-        stored, tensors = entries_of(saved, assign(saved, merge_flat_shards=True)), states(layers, after)
-        middle = len(after.ranks()) // 2 + 1
-        sharing = SharedReads.of(jobs_of(tensors, stored, middle), middle, parts=False, piece=2 << 20)
-        gc.collect()
-        gc.disable()
-        began = cpu_seconds()
-        sharing.divide((), None, worth_all)
-        gc.enable()
-        return cpu_seconds() - began
-
-    return {"share_flat": seconds(flat(ranks), flat(max(ranks // 8, 1))), "share_hsdp": seconds(hsdp(ranks), hsdp(ranks))}
+    few = min(layers, 4)
+    return {
+        "share_flat": share_seconds(layers, flat(ranks), flat(max(ranks // 8, 1))),
+        "share_hsdp": share_seconds(layers, hsdp(ranks), hsdp(ranks)),
+        "share_tp": share_seconds(few, flat(ranks), tensor_parallel(ranks)),
+        "share_ddp": share_seconds(few, flat(max(ranks // 8, 1)), replicated(max(ranks // 8, 1))),
+    }
 
 
 def verdict(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:

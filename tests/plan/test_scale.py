@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckpt.layout.tensor_layout as layout_module
-from benchmarks import scale_jobs, scale_save
+from benchmarks import scale_jobs, scale_load, scale_save
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_files
@@ -307,6 +307,12 @@ def test_a_ranks_plan_grows_with_the_ranks_at_most(kind: str) -> None:
         return found["first"]
 
     growth(cost)
+
+
+@pytest.mark.parametrize("wanted", ["tensor_parallel", pytest.param("replicated", marks=pytest.mark.slow), "hsdp"])
+def test_what_a_rank_shares_grows_with_the_ranks_at_most(wanted: str) -> None:
+    """Also where thousands of ranks want each chunk."""
+    growth(lambda ranks: scale_load.share_seconds(1, scale_load.flat(ranks), getattr(scale_load, wanted)(ranks)))
 
 
 @pytest.mark.parametrize("kind", ["3-D", pytest.param("EP64", marks=pytest.mark.slow), "own"])

@@ -72,7 +72,7 @@ class Flat(BlockSplit):
             object.__setattr__(self, "sizes", _interned(tuple(self.sizes)))
 
     @property
-    def given(self) -> Sizes:
+    def _given(self) -> Sizes:
         return cast(Sizes, self.sizes)
 
     def pieces(self, block: list[Piece], parts: int, index: int) -> list[Piece]:
@@ -114,11 +114,11 @@ class Flat(BlockSplit):
         """
         if self.sizes is None:
             return ceil_cuts(numel, parts).array
-        cuts = self.given.cuts
+        cuts = self._given.cuts
         if len(self.sizes) != parts or cuts[-1] != numel:
             text = f"{self.sizes}" if len(self.sizes) <= 16 else f"of {len(self.sizes)} ranges, {cuts[-1]} elements in all,"
             raise LayoutError(f"sizes {text} must be {parts} numbers that add up to {numel}")
         return cuts.array
 
     def filled(self, parts: int) -> tuple[int, ...]:
-        return tuple(range(parts)) if self.sizes is None else self.given.filled
+        return tuple(range(parts)) if self.sizes is None else self._given.filled
