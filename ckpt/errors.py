@@ -102,7 +102,8 @@ def error_to_json(err: BaseException) -> dict[str, Any]:
     """An error, for another process: JSON, since nothing that a peer sends is unpickled."""
     message, where, hint = (err.message, err.where, err.hint) if isinstance(err, CkptError) else (str(err), None, None)
     ranks = {"ranks": err.ranks} if isinstance(err, GroupError) and err.ranks else {}
-    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint, **ranks}
+    causes = {"causes": err.causes} if isinstance(err, RankFailedError) and err.causes else {}
+    return {"type": type(err).__name__, "message": message, "where": where, "hint": hint, **ranks, **causes}
 
 
 def error_from_json(data: object) -> CkptError:
@@ -114,7 +115,16 @@ def error_from_json(data: object) -> CkptError:
     ranks = row.get("ranks")
     if isinstance(error, GroupError) and isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
         error.ranks = tuple(ranks)
+    causes = row.get("causes")
+    if isinstance(error, RankFailedError) and isinstance(causes, list) and all(isinstance(name, str) for name in causes):
+        error.causes = tuple(causes)
     return error
+
+
+def raised(err: BaseException, *kinds: type[CkptError]) -> bool:
+    """Whether ``err`` is one of these, here or on another rank."""
+    names = err.causes if isinstance(err, RankFailedError) else ()
+    return isinstance(err, kinds) or any(issubclass(globals()[name], kinds) for name in names if name in __all__)
 
 
 class UsageError(CkptError, ValueError):
@@ -234,10 +244,15 @@ class GroupError(CkptError):
 class RankFailedError(GroupError):
     """Another rank raised; the message has its name and its error."""
 
-    cause: str | None = None
-    """Name of the class that it raised; the first one of several. A copy by pickle has none."""
+    causes: tuple[str, ...] = ()
+    """Names of the classes that were raised, those of the lowest rank first. A copy by pickle has none."""
     departed: bool = False
     """The ranks raised nothing: connections have ended, and this process has seen it."""
+
+    @property
+    def cause(self) -> str | None:
+        """The first of :attr:`causes`, if there is one."""
+        return self.causes[0] if self.causes else None
 
 
 class ExchangeError(GroupError):

@@ -36,15 +36,21 @@ _REMOVED = {False: style("would remove", "red"), True: style("remove", "red")}
 @click.command("gc", short_help="Remove old checkpoints and orphaned files of a run.")
 @click.argument("root", type=URL)
 @click.option("--keep", "rules", multiple=True, metavar="RULE", help="Keep the checkpoints that RULE selects. Repeatable.")
+@click.option("--abandoned", is_flag=True, help="Remove what the run has abandoned, whatever the rules say.")
 @click.option("--older-than", default="1d", metavar="TIME", show_default=True, help="Age at which orphaned files are removed, e.g. 36h.")
 @click.option("--yes", is_flag=True, help="Remove. Without it, only list what would be removed.")
 @click.option("--dry-run", is_flag=True, help="Only list; the default.")
 @options
-def command(root: str, rules: tuple[str, ...], *, older_than: str, yes: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
+def command(
+    root: str, rules: tuple[str, ...], *, abandoned: bool, older_than: str, yes: bool, dry_run: bool, as_json: bool, quiet: bool
+) -> None:
     """List which checkpoints of the run at ROOT the rules keep or remove, and why; with --yes, remove them.
 
     Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. A checkpoint stays if any rule selects it. The newest
     checkpoint, the one written last and tagged ones always stay. Without a rule, all stay.
+
+    When a run has gone back to an earlier step, the later ones are abandoned: restore does not take them. They count as others do, and take
+    the place of none that the run went on from. --abandoned removes them, but for those that are tagged or used.
 
     Orphaned files are what killed saves, copies, conversions and exports left behind. They are removed when nobody has written to them for
     --older-than, because a save in progress looks the same. --older-than 0 removes them at once: make sure that no save is running.
@@ -60,7 +66,7 @@ def command(root: str, rules: tuple[str, ...], *, older_than: str, yes: bool, dr
     if least_age is None:
         raise UsageError(f"{older_than!r} is not a time with a unit", where="--older-than", hint="30s, 90min, 36h, 1d12h, or 0")
     output = Output(json=as_json, quiet=quiet)
-    collection = _collect(root, rules, least_age)
+    collection = _collect(root, rules, least_age, abandoned=abandoned)
     if not output.json:
         collection.show(output, acts=yes)
     removed, freed = collection.remove() if yes else (0, 0)
@@ -179,7 +185,7 @@ def _size(count: int | None) -> str:
     return "" if count is None else units.size(count)
 
 
-def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection:
+def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: bool) -> _Collection:
     """Decide what goes. Only lists; nothing is removed here."""
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
@@ -205,7 +211,8 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float) -> _Collection
             raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
         raise none_here(root)
     facts = infos(steps)
-    verdicts = retention(AnyOf(*map(parse_keep, rules)) if rules else All(), facts, datetime.fromtimestamp(now, timezone.utc))
+    keep = AnyOf(*map(parse_keep, rules)) if rules else All()
+    verdicts = retention(keep, facts, datetime.fromtimestamp(now, timezone.utc), abandoned=not abandoned)
     sizes = stored_sizes(steps)
     reasons = {v.step: v.reasons for v in verdicts}
     by_number = {step.number: step for step in steps}

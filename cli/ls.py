@@ -42,7 +42,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     from ckpt.maintenance.stored_sizes import stored_sizes
 
     output = Output(json=as_json, quiet=quiet)
-    steps = list_steps(root)
+    steps = sorted(list_steps(root), key=lambda step: step.abandoned is None)  # the newest comes last
     foreign = list_foreign(root, {step.url for step in steps} | {join_url(root, name) for step in steps for name in step.also})
     if not steps and not foreign:
         raise none_here(root)
@@ -88,6 +88,7 @@ def _row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, 
         "; ".join(
             [
                 *([step.reason] if step.reason else []),
+                *([f"abandoned: the run went on from step {step.abandoned} without it"] if step.abandoned is not None else []),
                 *([f"a part, saved with {step.part}"] if step.part is not None else []),
                 *(["some tensors are of earlier steps"] if step.mixed_steps else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),

@@ -18,8 +18,12 @@ def failure(kind: str, phase: str, failed: dict[int, Any]) -> GroupError:
     hint = next((err["hint"] for err in failed.values() if err["hint"]), None)
     error = RankFailedError(f"{kind} failed in phase {phase!r}: {failures}", hint=hint)
     error.ranks = tuple(sorted(failed))
-    error.cause = failed[min(failed)]["type"]
+    error.causes = tuple(name for rank in sorted(failed) for name in _causes(failed[rank]))
     return error
+
+
+def _causes(report: dict[str, Any]) -> tuple[str, ...]:
+    return (report["type"], *report.get("causes", ()))
 
 
 def failed_on(rank: int, report: dict[str, Any]) -> CkptError:
@@ -28,7 +32,7 @@ def failed_on(rank: int, report: dict[str, Any]) -> CkptError:
         return CorruptError(f"{report['message']} (found by rank {rank})", where=report["where"], hint=report["hint"])
     error = RankFailedError(f"rank {rank} failed: {report['message']}", where=report["where"], hint=report["hint"])
     error.ranks = (rank,)
-    error.cause = report["type"]
+    error.causes = _causes(report)
     return error
 
 

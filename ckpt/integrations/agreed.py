@@ -8,7 +8,7 @@ from ckpt.training.checkpointer import Checkpointer
 
 
 def agreed_latest(checkpointer: Checkpointer) -> int | None:
-    """The highest committed step as the leading rank sees it; collective. Listings of shared storage may differ for a while."""
+    """The newest committed step as the leading rank sees it; collective. Listings of shared storage may differ for a while."""
     call = current_group().call("latest", checkpointer.root, settings.timeout(None))
     latest = call.map_reduce("latest", dict, lambda rows: checkpointer.latest)
     return None if latest is None else int(latest)

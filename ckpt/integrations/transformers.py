@@ -71,7 +71,9 @@ class CheckpointCallback(TrainerCallback):
             "model": trainer.model,
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "scheduler": trainer.lr_scheduler,
-            "rng": PerRank(_rng_state(), reshard=lambda values, rank, world: values[rank % len(values)]),
+            "rng": PerRank(
+                _rng_state(all_devices=trainer.args.world_size == 1), reshard=lambda values, rank, world: values[rank % len(values)]
+            ),
         }
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
@@ -146,7 +148,10 @@ class CheckpointCallback(TrainerCallback):
             if self._step is None and given:
                 hint = "resume_from_checkpoint=None goes on if there is one, and starts from the beginning if not"
                 raise UsageError(f"no valid checkpoint found in {self.root}", hint=hint)
-            return None if self._step is None else str(self.running.steps()[-1].url)
+            if self._step is None:
+                return None
+            # This rank's own listing may have a later one, or not have it yet.
+            return next((s.url for s in self.running.steps() if s.number == self._step), self.running.url(self._step))
         url = os.fspath(given) if given else ""
         if not url or committed_id(open_backend(url)) is None:
             return None
@@ -228,10 +233,11 @@ def _check(trainer: Trainer) -> None:
             raise UsageError(f"ckpt.integrations.transformers does not go with {what}")
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_state(*, all_devices: bool) -> dict[str, Any]:
+    """``all_devices``: this process is the only one, and trains on all that it sees."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state_all() if all_devices else torch.cuda.get_rng_state()
     return states
 
 
@@ -240,4 +246,6 @@ def _set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        saved = state["cuda"]
+        for device, one in enumerate(saved[: torch.cuda.device_count()]) if isinstance(saved, list) else [("cuda", saved)]:
+            torch.cuda.set_rng_state(one, device)

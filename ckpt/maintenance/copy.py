@@ -24,7 +24,7 @@ from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.clearing import check_free, check_no_link, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path
+from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path, step_number
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.formats.native.writer import read_record
 from ckpt.formats.registry import open_catalog
@@ -36,7 +36,6 @@ from ckpt.tracing.progress_callback import ProgressCallback
 
 from .copy_files import CopyTask, FileCheck, FileCopy
 from .self_contained import GatheredFile, SelfContained
-from .step_listing import step_number
 from .storage_copies import StorageCopies
 
 THREADS = 8

@@ -173,6 +173,7 @@ def infos(steps: Sequence[Step], *, bases: bool = True) -> list[StepInfo]:
             referred_by=tuple(v.number for v in using.get(s.url, ()) if v.number is not None),
             base_of=tuple(over.get(s.url, ())),
             committed=s.committed,
+            abandoned=s.abandoned is not None,
         )
         for s in steps
         if s.number is not None
@@ -198,12 +199,15 @@ def _parts(steps: Sequence[Step]) -> dict[str, list[int]]:
     """The URL of a whole checkpoint → the steps after it, up to the next whole one, that are parts: with it a restart has all of the
     state."""
     over: dict[str, list[int]] = {}
-    base: Step | None = None
-    for number, s in sorted(((s.number, s) for s in steps if s.committed and s.number is not None), key=lambda item: item[0]):
-        if s.part is None:
-            base = s
-        elif base is not None:
-            over.setdefault(base.url, []).append(number)
+    numbered = sorted(((s.number, s) for s in steps if s.committed and s.number is not None), key=lambda item: item[0])
+    live = [item for item in numbered if item[1].abandoned is None]
+    for branch in (numbered, live) if len(live) < len(numbered) else (live,):
+        base: Step | None = None
+        for number, s in branch:
+            if s.part is None:
+                base = s
+            elif base is not None and number not in over.setdefault(base.url, []):
+                over[base.url].append(number)
     return over
 
 

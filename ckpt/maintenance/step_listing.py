@@ -6,20 +6,20 @@ A checkpoint counts as committed only if its commit record is there and can be b
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.catalog import DataFile
 from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.branches import Branches, begun_last, left_at
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, MIXED, REFERENCED, VIRTUAL, CommitRecord
 from ckpt.formats.native.datafiles.references import RunBackend
 from ckpt.formats.native.datafiles.referrers import references_of, remaining_files, remaining_references
 from ckpt.formats.native.extents import decode_sources
-from ckpt.formats.native.paths import SOURCES, has_orphans
+from ckpt.formats.native.paths import SOURCES, has_orphans, step_number
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.text.urls import url_text
@@ -27,7 +27,6 @@ from ckpt.text.urls import url_text
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 
-_NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|checkpoint|ckpt)[-_=]?)?(\d+)")
 _LISTING_THREADS = 8
 _LOOKED_INTO, _NAMED = 32, 4
 
@@ -67,6 +66,10 @@ class Step:
     """What of a state it was saved with, as the arguments of the save, if that was a part; the rest is in its base."""
     mixed_steps: bool = False
     """Whether some of its tensors are of an earlier step."""
+    branches: Branches = ()
+    """Where the run had gone back to an earlier step before this one was saved."""
+    abandoned: int | None = None
+    """The last step that it shares with the branch that was written last, which went on without it; None if it is on that branch."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
     also: tuple[str, ...] = ()
@@ -76,12 +79,6 @@ class Step:
 def step_url(root: str, number: int) -> str:
     """Where a run has the checkpoint of this step."""
     return join_url(root, f"step-{number:08d}")
-
-
-def step_number(name: str) -> int | None:
-    """The step in a directory name such as ``step-00001000``, ``step_100``, ``global_step100`` or ``100``; None if there is none."""
-    match = _NUMBER.fullmatch(name.strip("/"))
-    return int(match[1]) if match else None
 
 
 def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
@@ -123,7 +120,7 @@ def in_order(steps: Iterable[Step]) -> list[Step]:
         if s.link is not None and s.id is not None:
             links.setdefault(s.id, []).append(s)
     if not links:
-        return ordered
+        return with_abandoned(ordered)
     named: dict[str, Step] = {}
     for s in ordered:
         if s.id is not None and (s.link is None or named.get(s.id, s).link is not None):
@@ -136,7 +133,18 @@ def in_order(steps: Iterable[Step]) -> list[Step]:
             listed.append(replace(s, also=tuple(directory_name(o) for o in others)) if others else s)
         elif s.link is None:
             listed.append(s)
-    return listed
+    return with_abandoned(listed)
+
+
+def with_abandoned(steps: Sequence[Step]) -> list[Step]:
+    """The same steps of one run, in the same order; those that the branch which was written last has left behind say so."""
+    live = begun_last(s.branches for s in steps)
+    if not live:
+        return list(steps)
+    # Who saves without a ``Checkpointer`` knows of no branch: what was saved since the last one began is on it.
+    steps = [replace(s, branches=live) if not s.branches and s.id is not None and s.id > live[-1].id else s for s in steps]
+    tip = max((s.number for s in steps if s.branches == live and s.number is not None), default=live[-1].after)
+    return [replace(s, abandoned=left_at(s.branches, s.number, live, tip)) if s.committed and s.number is not None else s for s in steps]
 
 
 def directory_name(step: Step) -> str:
@@ -224,6 +232,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         shared_bytes=shared_bytes,
         reusable=record.reusable,
         part=record.part,
+        branches=record.branches,
         mixed_steps=MIXED in record.features,
         link=link,
     )

@@ -9,12 +9,11 @@ from statistics import median
 from ckpt.errors import CkptError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.paths import step_number
 from ckpt.formats.native.runlog import read_log
 from ckpt.formats.native.spans import read_spans
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.tracing.spans import SpanTable
-
-from .step_listing import step_number
 
 _NEWEST = 4
 """Steps of a run that are looked at, from the newest on: that of a save that still goes on has no spans."""

@@ -288,6 +288,7 @@ def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile would go on holding it
                 return
             except BlockingIOError:
                 if time.monotonic() > end:

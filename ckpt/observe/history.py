@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, replace
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import SPANS, index_path
+from ckpt.formats.native.paths import SPANS, index_path, step_number
 from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.maintenance.step_listing import step_number
 from ckpt.tracing.spans import SpanTable
 
 from .summary import SaveSummary, summarize

@@ -14,12 +14,11 @@ from typing import Literal
 from ckpt.errors import CkptError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.paths import data_prefix
+from ckpt.formats.native.paths import data_prefix, step_number
 from ckpt.formats.native.progress import find_progress, read_progress
 from ckpt.formats.native.runlog import entry_line, read_log
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.maintenance.step_listing import step_number
 from ckpt.tracing.progress import PHASES, SaveProgress, SlowRank, patience
 
 from .history import is_checkpoint, read_save

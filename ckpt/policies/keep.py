@@ -38,6 +38,8 @@ class StepInfo:
     base_of: tuple[int, ...] = ()
     """Steps that exist, are parts of a state, and came after this one, the last whole checkpoint before them: a restart loads it first."""
     committed: bool = True
+    abandoned: bool = False
+    """Whether the run went back to an earlier step since, and went on without this one."""
 
     def __post_init__(self) -> None:
         check_whole(self.step, "StepInfo.step", 0)
@@ -82,7 +84,10 @@ class KeepPolicy(Policy, ABC):
         for one, next_one in pairwise(ordered):
             if one.step == next_one.step:
                 raise UsageError(f"there are two checkpoints of step {one.step}", hint="move one of them out of the run")
-        chosen = self.choose([s for s in ordered if s.committed], now)
+        committed = [s for s in ordered if s.committed]
+        chosen = self.choose(committed, now)
+        if any(s.abandoned for s in committed):  # they take the place of nothing that the run went on from
+            chosen = {**chosen, **self.choose([s for s in committed if not s.abandoned], now)}
         return {s.step: chosen.get(s.step) if s.committed else None for s in ordered}
 
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
@@ -91,7 +96,7 @@ class KeepPolicy(Policy, ABC):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Latest(KeepPolicy):
-    """The ``n`` highest steps.
+    """The ``n`` highest steps. Of a run that went back to an earlier step, these are counted without those that it abandoned, too.
 
     Raises:
         UsageError: ``n`` is not a whole number of at least 1.

@@ -1,7 +1,7 @@
 """What may be removed: a keeping policy, and the rules that no policy can turn off.
 
-Never removed are the highest committed step, the one that was written last, what is tagged, what a kept or unknown checkpoint uses, and
-the last whole checkpoint before a kept part.
+Never removed are the highest committed step, also of those that the run has not abandoned, the one that was written last, what is tagged,
+what a kept or unknown checkpoint uses, and the last whole checkpoint before a kept part.
 What is not committed is left alone: whether it is an orphan or belongs to a save in progress is not for a policy to say.
 """
 
@@ -52,8 +52,8 @@ class Verdicts:
         return len(self.verdicts)
 
 
-def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime) -> Verdicts:
-    """Judge all ``steps`` of a run.
+def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime, *, abandoned: bool = True) -> Verdicts:
+    """Judge all ``steps`` of a run. ``abandoned=False``: of those that the run has abandoned only what is tagged or used stays.
 
     A step that refers to another and is not among the committed ``steps`` may be a save that goes on, so what it refers to is kept.
 
@@ -64,22 +64,27 @@ def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime) -> Ver
     check_aware(now, "now")
     explained = keep.explain(steps, now)
     committed = sorted((s for s in steps if s.committed), key=lambda s: s.step)
-    last_written = max(committed, key=lambda s: (s.created, s.step), default=None)
-    reasons = {s.step: _lasting(s, newest=s is committed[-1], last_written=s is last_written) for s in committed}
-    for step, reason in explained.items():
+    live = [s for s in committed if not s.abandoned]
+    judged = committed if abandoned else live
+    last_written = {max(some, key=lambda s: (s.created, s.step)).step for some in (judged, live) if some}
+    newest = {s.step for s in (*live[-1:], *judged[-1:])}
+    reasons = {s.step: _lasting(s, newest=s.step in newest, last_written=s.step in last_written) for s in committed}
+    for s in judged:
+        reason = explained[s.step]
         if reason is not None:
-            reasons[step].append(reason)
+            reasons[s.step].append(reason)
     kept = _with_what_they_use(committed, {step for step, why in reasons.items() if why})
     for s in committed:
         reasons[s.step] += _references([r for r in s.referred_by if r != s.step and (r in kept or r not in reasons)])
         reasons[s.step] += _parts([r for r in s.base_of if r != s.step and (r in kept or r not in reasons)])
-    verdicts = tuple(_verdict(step, reasons.get(step)) for step in explained)
+    left_behind = {s.step for s in committed if s.abandoned}
+    verdicts = tuple(_verdict(step, reasons.get(step), abandoned=step in left_behind) for step in explained)
     return Verdicts(verdicts, _users_first([s for s in committed if s.step not in kept]))
 
 
 def _lasting(step: StepInfo, *, newest: bool, last_written: bool) -> list[str]:
     """Why no policy can remove ``step``, references apart."""
-    reasons = ["newest"] if newest else ["written last"] if last_written else []
+    reasons = ["highest"] if newest and step.abandoned else ["newest"] if newest else ["written last"] if last_written else []
     if step.tags:
         reasons.append(f"tagged {', '.join(map(repr, sorted(step.tags)))}")
     return reasons
@@ -120,12 +125,12 @@ def _of_steps(users: Iterable[int], one: str, several: str) -> list[str]:
     return [f"steps {named}{more} {several}"]
 
 
-def _verdict(step: int, reasons: list[str] | None) -> Verdict:
+def _verdict(step: int, reasons: list[str] | None, *, abandoned: bool) -> Verdict:
     if reasons is None:
         return Verdict(step=step, outcome="left", reasons=("not committed",))
     if reasons:
         return Verdict(step=step, outcome="kept", reasons=tuple(reasons))
-    return Verdict(step=step, outcome="removed", reasons=("no rule keeps it",))
+    return Verdict(step=step, outcome="removed", reasons=(*(["abandoned"] if abandoned else []), "no rule keeps it"))
 
 
 def _users_first(steps: Sequence[StepInfo]) -> tuple[int, ...]:

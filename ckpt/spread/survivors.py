@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckpt import settings
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import AccessError, CkptError, FormatError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
@@ -35,8 +35,8 @@ def surviving_nodes(directory: str, known: Collection[str]) -> Sequence[StorageN
     addresses = settings.memory_machines()
     if not addresses:
         return ()
-    with ThreadPoolExecutor(min(len(addresses), _THREADS), thread_name_prefix="ckpt-survivors") as pool:
-        met = {address: who for address, who in zip(addresses, pool.map(_greet, addresses), strict=True) if who is not None}
+    greeted = map_tasks(_greet, addresses, _THREADS, "ckpt-survivors")
+    met = {address: who for address, who in zip(addresses, greeted, strict=True) if who is not None}
     there = {id: (address, host) for address, (id, host) in met.items() if id not in known}
     return [_node(address, host, directory) for address, host in there.values()]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ckpt import tree
 from ckpt.errors import UsageError
+from ckpt.formats.native.paths import step_number
 from ckpt.formats.registry import open_catalog
 from ckpt.settings import sources as checked_sources
 from ckpt.text.urls import url_text
@@ -18,8 +18,6 @@ from .save_schedule import check_step
 
 _COUNTERS = ("step", "global_step", "global_steps", "iteration")
 """Names by which training loops keep the number of their steps in the state."""
-_NUMBER = re.compile(r"(?:step|iter|iteration|checkpoint)[-_=]?(\d+)/*$", re.IGNORECASE)
-"""A number at the end of a path that is one of steps: ``llama-3`` is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +27,8 @@ class BeginFrom:
     Args:
         url: path or URL of the checkpoint.
         step: the training step that it was saved after. By default the number at the end of its path (``step-7``, ``iter_0001000``,
-            ``global_step3``, ``checkpoint-500``), or else a whole number that its state has as ``step``, ``global_step``, ``global_steps``
-            or ``iteration``.
+            ``global_step3``, ``checkpoint-500``, ``500``), or else a whole number that its state has as ``step``, ``global_step``,
+            ``global_steps`` or ``iteration``.
         only, rename, strict, cast, sources: as for :func:`ckpt.load`, for this checkpoint alone. What is not given is as
             ``restore`` was given it.
     """
@@ -78,9 +76,10 @@ class BeginFrom:
         if self.step is not None:
             return self.step
         catalog = open_catalog(self.location, sources=checked_sources(self.sources), mixed_steps=True)
-        number = _NUMBER.search(catalog.url)  # not ours: of a directory above several, the catalog's is the latest of them
+        name = catalog.url.rstrip("/").rpartition("/")[2]  # not ours: of a directory above several, the catalog's is the latest of them
+        number = step_number(name)
         if number is not None:
-            return int(number[1])
+            return number
         counted = {key: value for key, value in tree.pairs_of(catalog.state) or () if key in _COUNTERS}
         steps = {value for value in counted.values() if isinstance(value, int) and not isinstance(value, bool) and value >= 0}
         if len(steps) != 1:

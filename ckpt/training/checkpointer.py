@@ -26,8 +26,10 @@ from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
+from ckpt.formats.native.paths import step_number
 from ckpt.layout.layout import Layout, check_layout
-from ckpt.maintenance.step_listing import Step, step_number, step_url
+from ckpt.maintenance.step_listing import Step, step_url
+from ckpt.plan.redundancy.kinship import RankKinship
 from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy, TrustFrozen
 from ckpt.policies.arguments import check_arguments
 from ckpt.settings.flags import check_flags
@@ -36,9 +38,10 @@ from ckpt.text.urls import url_text
 from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
-from .arguments import check_memory, check_signals, metric_values, state_of
+from .arguments import State, check_memory, check_signals, metric_values, state_of
 from .bases import Bases, check_experts, codec_of, trust_of
 from .begin_from import BeginFrom
+from .lineage import Lineage
 from .memory_stage import MemoryStage
 from .preemption import SIGNALS
 from .restore_order import load_nearest, load_origin
@@ -188,6 +191,7 @@ class Checkpointer:
             )
         self._first = self._stage if self._stage is not None else self._tiers
         """Whom to ask what there is."""
+        self._lineage = Lineage(self._first.look)
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None and memory is None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
         if self._spread is not None:
@@ -214,6 +218,9 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 
+        Newest is the highest step of the branch that was written last: saves that follow ``restore(state, step=800)`` begin a branch, and
+        later restarts take it up, whatever higher steps the run had before. These are abandoned (docs/training-loop.md).
+
         With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
         checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. So is one that
         ``ckpt rebuild`` recovered without something that the state needs, even with ``strict=False``, unless ``step`` asks for it.
@@ -231,14 +238,17 @@ class Checkpointer:
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
         """
-        check_state(state)
         self._check_open()
-        if begin_from is not None and step is not None:
-            raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
-        if options.get("dry_run"):
-            raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
-        origin = BeginFrom.of(begin_from) if begin_from is not None else None
         self._first.check(self.group, self.timeout)
+        origin: BeginFrom | None = None
+
+        def check() -> Row:
+            nonlocal origin
+            check_state(state)
+            origin = _origin(step, begin_from, options)
+            return {}
+
+        self.group.call("restore", self.root, self.timeout).map_reduce("begin", check, lambda rows: None)
         given = {
             "progress": self._progress,
             "layout": self._options.layout,
@@ -270,6 +280,10 @@ class Checkpointer:
             raise
         finally:
             recorded.reset(wanted)
+        if own is None:
+            self._lineage.restored(None)
+        else:
+            self._lineage.restored(own.step, own.branches)
         if restored is not None:
             self._schedule.resumed(restored.step, saved=own is not None)
             if self._memory is not None:
@@ -305,7 +319,7 @@ class Checkpointer:
         with self._schedule.timed(step=True):
             due = self._schedule.due(n)
             if due is None and self._memory is not None and self._memory.due(n) is not None:
-                failed, _ = self._begin(n, state_of(state), metrics, publish=False)
+                failed, _ = self._begin(n, state, metrics, publish=False)
                 _raise(failed)
                 return True
             if due is None:
@@ -313,7 +327,7 @@ class Checkpointer:
                     _raise(self._ended())
                 return False
             log.info("step %d is saved: %s", n, due.reason)
-            failed, _ = self._begin(n, state_of(state), metrics)
+            failed, _ = self._begin(n, state, metrics)
             if due.final:
                 ended, unpublished = self._ended(), self._published()
                 _raise(ended)
@@ -336,40 +350,41 @@ class Checkpointer:
                 :func:`ckpt.save_async` raises.
         """
         self._check_open()
+        check_step(n)
         with self._schedule.timed():
             failed, handle = self._begin(n, state, metrics)
         _raise(failed)
         return handle
 
     def _begin(
-        self, n: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, *, publish: bool = True
+        self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None, *, publish: bool = True
     ) -> tuple[BaseException | None, SaveHandle]:
         """Begin to save; gives what the save before it failed with, if nobody was told. ``publish``: also to the root."""
         # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
         # keep one of them from a save that the others begin.
         self._first.check(self.group, self.timeout)
         failed = self._ended()
-        check_step(n)
-        earlier = partial(self._first.earlier, n) if self._tiers.local is not None else None
-        watcher = callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}")
-        options = replace(
-            self._bases.of(self._place(n), self._options),
-            metrics=metric_values(metrics),
-            earlier=earlier,
-            progress=watcher,
-        )
+        # What goes wrong on this rank alone, such as in a function that makes the state, has to end the call that the others make: a rank
+        # that left it out would be one call behind them for ever.
+        ready: tuple[State, SaveOptions] | BaseException
+        try:
+            ready = self._ready(n, state, metrics)
+        except BaseException as err:  # noqa: BLE001  raised below
+            ready = err
         if publish:
             self._schedule.begun(n)
         if self._memory is not None:
             self._memory.begun(n)
         durable: Future[Any] | None = None
         try:
-            wait_for_pending_save(self.group)
-            if self._spread is not None:
-                placement = self._spread.placement(partial(state_kinship, state, self.group, options))
-                options = replace(options, placement=placement)
+            placement = self._spread.placement(partial(self._kinship, ready)) if self._spread is not None else None
+            if isinstance(ready, BaseException):
+                self.group.call("save", self._place(n), self.timeout).fail("begin", ready)
+                raise ready
+            made, options = ready
+            options = replace(options, placement=placement)
             first = self._stage.tiers if self._stage is not None else self._tiers
-            handle = start_save(self._place(n), state, self.group, options, self.capture, then=first.retain_after_save)
+            handle = start_save(self._place(n), made, self.group, options, self.capture, then=first.retain_after_save)
             self.handle, durable = handle, handle.durable
             if publish:
                 self._schedule.costs.begun(handle, self._schedule.now)
@@ -386,6 +401,24 @@ class Checkpointer:
             if self._spread is not None:
                 self._spread.add(durable)
         return failed, handle
+
+    def _ready(self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None) -> tuple[State, SaveOptions]:
+        """The state and the options of a save that is to begin, of which no other rank knows yet."""
+        made = state_of(state)
+        options = replace(
+            self._bases.of(self._place(n), self._options),
+            metrics=metric_values(metrics),
+            earlier=partial(self._first.earlier, n) if self._tiers.local is not None else None,
+            branches=partial(self._lineage.of, n),
+            progress=callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}"),
+        )
+        wait_for_pending_save(self.group)
+        return made, options
+
+    def _kinship(self, ready: tuple[State, SaveOptions] | BaseException) -> RankKinship:
+        if isinstance(ready, BaseException):
+            raise ready
+        return state_kinship(ready[0], self.group, ready[1])
 
     def _place(self, n: int) -> str:
         """Where step ``n`` is committed first."""
@@ -474,7 +507,7 @@ class Checkpointer:
 
     @property
     def latest(self) -> int | None:
-        """The highest committed step."""
+        """The highest committed step of the branch that was written last."""
         self._check_nodes()
         return self._first.latest()
 
@@ -533,3 +566,16 @@ class Checkpointer:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+def _origin(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom | None, options: Mapping[str, Any]) -> BeginFrom | None:
+    """What a run without checkpoints begins from, if something is given.
+
+    Raises:
+        UsageError: the arguments do not go together.
+    """
+    if begin_from is not None and step is not None:
+        raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
+    if options.get("dry_run"):
+        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
+    return BeginFrom.of(begin_from) if begin_from is not None else None

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from ckpt.coordination.group import Group
-from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.maintenance.step_listing import Step
@@ -64,51 +63,25 @@ class MemoryStage:
         """As :meth:`Tiers.earlier`, of both."""
         return max((id for id in (self._later.earlier(n), self.tiers.earlier(n)) if id is not None), default=None)
 
+    def look(self) -> list[Step]:
+        """As :meth:`Tiers.look`, of both."""
+        return self._later.look(self.tiers)
+
     def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> Copies:
         """As :meth:`Tiers.copies`: those in memory come before others of the same save."""
-        near = self._near(step, tried)
-        try:
-            far = self._later.copies(step, tried)
-        except (NotFoundError, CorruptError):
-            if not near:
-                raise
-            far = []
-        except StorageError:
-            if step is None or not near:
-                raise
-            far = []
-        if not near and not far and not tried:
-            self.tiers.refuse_damaged(step)
-        newest = max((row[0] for row in (*near, *far)), default=None)
-        # a sort keeps the order of what is alike, and memory is first
-        return sorted((row for row in (*near, *far) if row[0] == newest), key=lambda row: str(row[2]), reverse=True)
-
-    def _near(self, step: int | None, tried: Collection[tuple[str, str]]) -> Copies:
-        for row in self.tiers.in_local_tier(step, passed=_warn):
-            if (row.url, row.id) not in tried:
-                return [[row.number, row.url, row.id, row.lost]]
-        return []
+        return self._later.copies(step, tried, self.tiers)
 
     def steps(self) -> list[Step]:
         """As :meth:`Tiers.steps`, of both."""
-        by_number = {s.number: s for s in self._later.steps()}
-        for s in self.tiers.in_local_tier(None):
-            if s.number not in by_number or str(s.id) >= str(by_number[s.number].id):
-                by_number[s.number] = s
-        return sorted(by_number.values(), key=lambda s: s.number or 0)
+        return self._later.steps(self.tiers)
 
     def latest(self) -> int | None:
         """As :meth:`Tiers.latest`, of both."""
-        near = next(iter(self.tiers.in_local_tier(None)), None)
-        return max((n for n in (self._later.latest(), near.number if near is not None else None) if n is not None), default=None)
+        return self._later.latest(self.tiers)
 
     def publish(self, after: Future[Any] | None = None) -> UploadRound:
         """Bring the newest step to the local tier when ``after`` has ended."""
         return self.uploader.add(after)
-
-
-def _warn(step: Step) -> None:
-    log.warning("%s is passed over: %s", step.url, step.reason)
 
 
 def _below(root: str, prefix: str) -> Backend:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from ckpt.coordination.group import Group
 from ckpt.engine.load.job import PARTLY_WRITTEN, UNCHANGED
-from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError
+from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError, raised
+from ckpt.formats.branches import Branch, Branches
 from ckpt.spread.runs import is_spread
 
 from .begin_from import BeginFrom
 from .memory_stage import MemoryStage
-from .tiers import Tiers, raised
+from .tiers import Tiers
 
 log = logging.getLogger("ckpt")
 
@@ -25,11 +26,12 @@ _GONE = (NotFoundError, NotCommittedError, ConflictError)
 
 class LoadedCopy(NamedTuple):
     """The copy that was loaded: its step, and where ``load`` found it. ``lasting``: the URL of a copy with the same bytes that any process
-    can open, if there is one."""
+    can open, if there is one. ``branches``: of what is saved after it."""
 
     step: int
     url: str
     lasting: str | None
+    branches: Branches = ()
 
 
 def load_nearest(
@@ -52,7 +54,7 @@ def load_nearest(
         copies: list[list[Any]] = call.map_reduce("list", dict, lambda rows: tiers.copies(step, tried))
         if not copies:
             break
-        number, url, id, lost = copies[0]
+        number, url, id, lost, branches = copies[0]
         tried.add((url, id))
         again = len(copies) > 1
         try:
@@ -71,8 +73,8 @@ def load_nearest(
             continue
         if tiers.local is not None:
             log.info("going on from step %d: %s", number, url)
-        alike = (other for _, other, other_id, _ in copies if other_id == id and not is_spread(other))
-        return LoadedCopy(number, url, next(alike, None))
+        alike = (other for _, other, other_id, *_ in copies if other_id == id and not is_spread(other))
+        return LoadedCopy(number, url, next(alike, None), tuple(Branch(*row) for row in branches))
     if failed is not None:
         raise failed
     return None

@@ -11,38 +11,37 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 from ckpt.concurrency.rounds import Rounds
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
-from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, RankFailedError, StorageError, UsageError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
-from ckpt.maintenance.known_steps import KnownSteps, newest_first
+from ckpt.maintenance.known_steps import KnownSteps
 from ckpt.maintenance.removal import infos, remove_step, remove_steps
-from ckpt.maintenance.step_listing import Step, step_url
+from ckpt.maintenance.step_listing import Step, step_url, with_abandoned
 from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest, retention
 from ckpt.spread.tier import SpreadTier
 
+from .lineage import branches_after
+
 log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
 
 LOOK = 5.0
 """Seconds after which a file that one rank has written shows to the others, if ever: network file systems remember what was not there."""
-
-
-def raised(err: BaseException, *kinds: type[CkptError]) -> bool:
-    """Whether ``err`` is one of these, here or on another rank."""
-    if isinstance(err, kinds):
-        return True
-    return isinstance(err, RankFailedError) and any(f"raised {kind.__name__}:" in err.message for kind in kinds)
+_NAMED = 5
 
 
 class Tiers:
@@ -90,6 +89,8 @@ class Tiers:
         """The highest id that was seen at the root."""
         self._answers = True
         """Whether the root answered when it was asked last."""
+        self._behind: list[int] = []
+        """Abandoned steps of which was said that they are passed over."""
         self._shared = local is None
         if local is not None and spread is None and not is_file_system(local):
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
@@ -103,28 +104,31 @@ class Tiers:
     # ---- what is there
 
     def earlier(self, n: int) -> str | None:
-        """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most: a
-        root that does not answer is not asked again before it has answered somebody else."""
-        if self._answers:
-            at_root: Future[str | None] = Future()
-            threading.Thread(target=self._look, args=(n, at_root), name="ckpt-look", daemon=True).start()
-            try:
-                self._see(at_root.result(LOOK))
-            except (StorageError, FutureTimeoutError) as err:
-                self._answers = False
-                log.warning(
-                    "whether step %d is at %s cannot be seen, so this save counts as later than what was seen there before: %s",
-                    *(n, self.root, str(err) or f"no answer within {LOOK:g} s"),
-                )
+        """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most."""
+        self._see(self._asked(lambda: _id_at(step_url(self.root, n)), f"whether step {n} is at {self.root}"))
         return self._last_seen
 
-    def _look(self, n: int, at_root: Future[str | None]) -> None:
+    def look(self, nearer: Tiers | None = None) -> list[Step]:
+        """As :meth:`run`, for a save: with a local tier it takes a few seconds at most, and is without what the root has if that does not
+        answer."""
+        if self.local is None:
+            return self.run(nearer)
+        far = self._asked(self._at_root, f"what is at {self.root}")
+        return with_abandoned([*(nearer.near() if nearer is not None else ()), *self.near(), *(far or ())])
+
+    def _asked(self, ask: Callable[[], T], what: str) -> T | None:
+        """What the root answers; None if it does not. Then it is not asked again before it has answered somebody else."""
+        if not self._answers:
+            return None
+        answer: Future[T] = Future()
+        threading.Thread(target=_answer, args=(ask, answer), name="ckpt-look", daemon=True).start()
         try:
-            at_root.set_result(committed_id(open_backend(step_url(self.root, n))))
-        except (CorruptError, FormatError):
-            at_root.set_result(None)  # what publishes it says so
-        except BaseException as err:  # noqa: BLE001  whoever waits raises it
-            at_root.set_exception(err)
+            return answer.result(LOOK)
+        except (StorageError, FutureTimeoutError) as err:
+            self._answers = False
+            why = str(err) or f"no answer within {LOOK:g} s"
+            log.warning("%s cannot be seen, so this save counts as later than what was seen there before: %s", what, why)
+            return None
 
     def _see(self, *ids: str | None) -> None:
         self._last_seen = max((id for id in (self._last_seen, *ids) if id is not None), default=None)
@@ -147,39 +151,34 @@ class Tiers:
                     *(s.url, s.id, s.created, other.url, other.id, other.created),
                 )
 
-    def steps(self) -> list[Step]:
+    def run(self, nearer: Tiers | None = None) -> list[Step]:
+        """All that there is, with what ``nearer`` has locally, a tier before these."""
+        return with_abandoned([*(nearer._judged(nearer.near()) if nearer is not None else ()), *self.near(), *self._at_root()])
+
+    def steps(self, nearer: Tiers | None = None) -> list[Step]:
         """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
         by_number: dict[int | None, Step] = {}
-        for step in reversed(self._ordered([*self._near(), *self._at_root()])):
+        for step in reversed(self._ordered(self.run(nearer))):
             by_number[step.number] = step
         return list(by_number.values())
 
-    def latest(self) -> int | None:
-        """The highest committed step. Only the newest few commit records are read."""
-        levels = _levels(self._newest_local(), self._newest_root())
-        return next((number for number, near, far in levels if any(s.committed for s in (*near, *far))), None)
+    def latest(self, nearer: Tiers | None = None) -> int | None:
+        """The highest committed step of the branch that was written last."""
+        return max((s.number for s in self.run(nearer) if s.committed and s.abandoned is None and s.number is not None), default=None)
 
-    def _near(self) -> list[Step]:
+    def near(self) -> list[Step]:
+        """What the local tier has."""
         return _numbered(_checked(self._known_local.list(), self.local)) if self.local is not None else []
-
-    def _newest_local(self, step: int | None = None) -> Iterator[tuple[int, list[Step]]]:
-        return _newest(self.local, step or 0, step) if self.local is not None else iter(())
-
-    def _newest_root(self, lowest: int = 0, highest: int | None = None) -> Iterator[tuple[int, list[Step]]]:
-        for number, steps in _newest(self.root, lowest, highest):
-            self._answers = True
-            self._see(*(s.id for s in steps))
-            yield number, steps
 
     def _ordered(self, steps: Iterable[Step]) -> list[Step]:
         """Those that are committed in the order in which to try them."""
         # Of steps alike the first stays first, and local ones come first.
         return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
 
-    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> list[list[Any]]:
-        """Step, URL, id and losses of the copies of the newest step that has some beside those ``tried``, by URL and id, or of ``step``:
-        what was saved last first, the local copy before the other. Records are read from the newest on, and no more than it takes; but
-        going on from ``step``, later ones may be saved again, so the ids that these have at the root are seen first.
+    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = (), nearer: Tiers | None = None) -> list[list[Any]]:
+        """Step, URL, id, losses, and the branches of what is saved after it, of the copies of the newest step that has some beside those
+        ``tried``, by URL and id, on the branch that was written last; or of ``step``, on whatever branch. What was saved last comes first,
+        the nearest copy before others. All records are read: a low step may be of the last branch.
 
         Raises:
             NotFoundError: there is none of ``step``.
@@ -187,12 +186,19 @@ class Tiers:
             StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
             UsageError: a tier is itself a checkpoint.
         """
+        places = [(tier, tier.near()) for tier in (nearer, self) if tier is not None]
+        at_root = self._far(step, [s for _, steps in places for s in steps])
+        run = with_abandoned([s for _, steps in (*places, (None, at_root or ())) for s in steps])
+        owners = [tier for tier, steps in places for _ in steps]
+        levels: dict[int, list[tuple[Tiers | None, Step]]] = {}
+        for s, owner in zip_longest(run, owners):
+            if s.number is not None and (step == s.number or (step is None and s.abandoned is None)):
+                levels.setdefault(s.number, []).append((owner, s))
         there = False
         damaged: Step | None = None
-        for number, near, far in _levels(self._newest_local(step), self._far(step)):
-            if step not in (None, number):
-                continue
-            near = self._judged(near)
+        for _, level in sorted(levels.items(), reverse=True):
+            near = [s for tier, _ in places for s in tier._judged(s for owner, s in level if owner is tier)]
+            far = [s for owner, s in level if owner is None]
             self._say_passed(near, far)
             committed = self._ordered([*near, *far])
             for s in (*near, *far):
@@ -201,34 +207,27 @@ class Tiers:
                 if s.damaged:
                     damaged = damaged or s
             there = there or bool(committed)
-            rows: list[list[Any]] = [[s.number, s.url, s.id, s.lost] for s in committed if (s.url, s.id) not in tried]
-            if rows:
-                return rows
+            copies = [s for s in committed if (s.url, s.id) not in tried]
+            if copies:
+                self._say_abandoned(run, step)
+                return [[s.number, s.url, s.id, s.lost, branches_after(s, run, whole=at_root is not None)] for s in copies]
         if damaged is not None and not there:
             raise _unreadable(damaged)
         if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
 
-    def in_local_tier(self, step: int | None, *, passed: Callable[[Step], object] = lambda step: None) -> Iterator[Step]:
-        """What the local tier has, or has of ``step``, that can be loaded as far as listings say, the newest first. ``passed`` hears of
-        what is damaged."""
-        for number, steps in self._newest_local(step):
-            for s in self._judged(steps) if step in (None, number) else ():
-                if s.damaged:
-                    passed(s)
-                if s.committed:
-                    yield s
-
-    def refuse_damaged(self, step: int | None) -> None:
-        """
-        Raises:
-            CorruptError: the local tier has something, or of ``step``, that cannot be loaded.
-        """
-        for number, steps in self._newest_local(step):
-            damaged = next((s for s in self._judged(steps) if s.damaged), None) if step in (None, number) else None
-            if damaged is not None:
-                raise _unreadable(damaged)
+    def _say_abandoned(self, run: Iterable[Step], step: int | None) -> None:
+        """Say which steps are not gone on from since the run went back, once."""
+        behind = sorted({s.number for s in run if s.abandoned is not None and s.number is not None})
+        if step is not None or not behind or behind == self._behind:
+            return
+        self._behind = behind
+        numbers = ", ".join(map(str, behind)) if len(behind) <= _NAMED else f"{behind[0]} to {behind[-1]}"
+        log.warning(
+            "%s: the run went back, and went on without %s; restore(state, step=…) takes what is named, `ckpt gc --abandoned` removes it",
+            *(self.root, f"step {numbers}" if len(behind) == 1 else f"steps {numbers}"),
+        )
 
     def _judged(self, near: Iterable[Step]) -> list[Step]:
         """Local checkpoints; those of which the nodes that are left have too little count as damaged."""
@@ -236,25 +235,26 @@ class Tiers:
         self.damaged |= {s.id for s in judged if s.damaged and s.id is not None}
         return judged
 
-    def _far(self, step: int | None) -> Iterator[tuple[int, list[Step]]]:
-        """What the root has of ``step``, and with a local tier of what comes after it; by default all."""
+    def _far(self, step: int | None, near: list[Step]) -> list[Step] | None:
+        """What the root has; None if that is not known, but need not be, since ``step`` is among those that are ``near``."""
         try:
-            yield from self._newest_root(step or 0, step if self.local is None else None)
+            return self._at_root()
         except StorageError as err:
-            near = (number for number, steps in self._newest_local(step) if any(s.committed for s in steps))
-            mine = next(near, None)
+            mine = next(
+                (s.number for s in reversed(self._ordered(with_abandoned(near))) if s.abandoned is None and step in (None, s.number)), None
+            )
             if mine is None:
                 raise
             if step is not None:
                 log.warning("only the local copy of step %d is looked at: %s", step, err)
-                return
+                return None
             hint = f"try again when the storage answers; restore(state, step={mine}) takes the newest local checkpoint as it is"
             message = f"whether the root has newer checkpoints than step {mine}, the newest local one, cannot be seen: {err.message}"
             raise StorageError(message, where=self.root, hint=hint) from err
 
     def unconfirmed(self) -> list[Step]:
         """Local checkpoints that are not known to be published, the lowest step first."""
-        return [s for s in self._near() if s.committed and s.id not in self._published | self.damaged]
+        return [s for s in self.near() if s.committed and s.id not in self._published | self.damaged]
 
     def behind(self) -> list[Step]:
         """Local checkpoints that are to be published, the newest first: all that ``keep`` would keep at the root."""
@@ -268,10 +268,14 @@ class Tiers:
         # A local copy is uploaded if the root has no copy of that step, or an older one. Ids sort by time, and the
         # leader has made local ids later than those at the root, so comparing them needs no clock.
         near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
-        united = {**far, **{s.number: s for s in near}}
-        kept = retention(self.keep, infos(list(united.values())), datetime.now(timezone.utc)).kept
-        behind = [s for s in reversed(near) if s.number in kept]
-        return [s for s in self._judged(behind[:1] if self.newest_only else behind) if s.committed]
+        united = with_abandoned(list({**far, **{s.number: s for s in near}}.values()))
+        kept = retention(self.keep, infos(united), datetime.now(timezone.utc)).kept
+        mine = {s.url for s in near}
+        behind = [s for s in self._ordered(united) if s.number in kept and s.url in mine]
+        behind.sort(key=lambda s: s.abandoned is not None)  # the branch that was written last comes first
+        if self.newest_only:
+            behind = [s for s in behind[:1] if s.abandoned is None]
+        return [s for s in self._judged(behind) if s.committed]
 
     # ---- what stays
 
@@ -362,23 +366,18 @@ def _checked(steps: list[Step], root: str) -> list[Step]:
     return steps
 
 
-def _newest(root: str, lowest: int, highest: int | None) -> Iterator[tuple[int, list[Step]]]:
-    return ((number, _numbered(_checked(steps, root))) for number, steps in newest_first(root, lowest, highest))
+def _answer(ask: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(ask())
+    except BaseException as err:  # noqa: BLE001  whoever waits raises it
+        answer.set_exception(err)
 
 
-def _levels(near: Iterator[tuple[int, list[Step]]], far: Iterator[tuple[int, list[Step]]]) -> Iterator[tuple[int, list[Step], list[Step]]]:
-    """Each number that there is in either tier, the highest first, with its steps in both."""
-    # Of each tier only the next is read.
-    #
-    # A merge of two sorted streams. Each ``next`` may read commit records from storage, so a stream is advanced only
-    # when its head has been given out: to restore the newest step takes one or two records, not all.
-    local, root = next(near, None), next(far, None)
-    while local is not None or root is not None:
-        number = max(level[0] for level in (local, root) if level is not None)
-        here, there = local is not None and local[0] == number, root is not None and root[0] == number
-        yield number, local[1] if local is not None and here else [], root[1] if root is not None and there else []
-        local = next(near, None) if here else local
-        root = next(far, None) if there else root
+def _id_at(url: str) -> str | None:
+    try:
+        return committed_id(open_backend(url))
+    except (CorruptError, FormatError):
+        return None  # what publishes it says so
 
 
 def _remove(

@@ -20,11 +20,11 @@ from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.coordination.step_agreement import own_store
-from ckpt.errors import CkptError, CorruptError, DeadlineError, StorageError
+from ckpt.errors import CkptError, CorruptError, DeadlineError, StorageError, raised
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.maintenance.copy import Transfer
 
-from .tiers import Tiers, raised
+from .tiers import Tiers
 
 log = logging.getLogger("ckpt")
 

@@ -11,7 +11,7 @@ _LISTED = 10_000
 
 def near_url(url: str) -> str | None:
     """The URL of a directory beside ``url`` with the same step number (``step-100`` for ``step-00000100``) or nearly the same name."""
-    from ckpt.maintenance.step_listing import step_number
+    from ckpt.formats.native.paths import step_number
 
     parent, _, name = url.rstrip("/").rpartition("/")
     if not name or parent.endswith(":/"):

@@ -26,7 +26,7 @@ def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     from ckpt.formats.mixed_steps import earlier_steps, steps_text
     from ckpt.formats.native.commit import CODED
     from ckpt.formats.native.datafiles.references import is_reference, owner_of
-    from ckpt.maintenance.step_listing import step_number
+    from ckpt.formats.native.paths import step_number
     from ckpt.observe.sizes import kinds_of
     from ckpt.plan.part import part_in
 

@@ -185,5 +185,5 @@ def _error_of(number: int, host: str, error: Mapping[str, Any]) -> CkptError:
     if error["type"] == CorruptError.__name__:
         return CorruptError(message, where=error["where"], hint=error["hint"])
     failed = RankFailedError(message, where=error["where"], hint=error["hint"])
-    failed.ranks, failed.cause = (number,), error["type"]
+    failed.ranks, failed.causes = (number,), (error["type"],)
     return failed

@@ -24,8 +24,9 @@ from ckpt.converters.select.computed import FLOATING, Computed, Operand, is_floa
 from ckpt.converters.select.pruned_state import optimizer_tensors
 from ckpt.converters.select.selection import OutputSet, OutputTensor, check_globs
 from ckpt.errors import NamesError, NotFoundError, ShapeError, UsageError
+from ckpt.formats.native.paths import step_number
 from ckpt.formats.registry import open_catalog
-from ckpt.maintenance.step_listing import list_steps, step_number
+from ckpt.maintenance.step_listing import list_steps
 from ckpt.plan.match import several
 from ckpt.text import units
 from ckpt.text.urls import url_text
@@ -130,12 +131,12 @@ def merge(
 
 
 def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
-    """URLs of the newest ``count`` committed checkpoints of a run, the oldest first.
+    """URLs of the newest ``count`` committed checkpoints of a run, the oldest first, without those that it has abandoned.
 
     Raises:
         NotFoundError: it has fewer.
     """
-    steps = [step for step in list_steps(run_url) if step.committed]
+    steps = [step for step in list_steps(run_url) if step.committed and step.abandoned is None]
     if count < 2:
         raise UsageError(f"--last {count}: an average is of at least two checkpoints")
     if len(steps) < count:

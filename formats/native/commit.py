@@ -18,6 +18,7 @@ import xxhash
 
 from ckpt._version import __version__
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.formats.branches import Branch, Branches
 
 from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem
 
@@ -86,6 +87,8 @@ class CommitRecord:
     """Whether later checkpoints may refer to its data files, or it refers to those of earlier ones."""
     part: str | None = None
     """Of a checkpoint of a part of a state: which, as the arguments of the save."""
+    branches: Branches = ()
+    """Where its run had gone back to an earlier step; empty if it never had, or nobody knows."""
 
     def to_bytes(self) -> bytes:
         """The whole file. Equal records give equal bytes.
@@ -114,6 +117,7 @@ class CommitRecord:
             **({"inline": dict(self.inline)} if self.inline else {}),
             **({"reusable": True} if self.reusable else {}),
             **({"part": self.part} if self.part is not None else {}),
+            **({"branches": [b._asdict() for b in self.branches]} if self.branches else {}),
             "digest": _ZEROS.decode(),
         }
         # The digest covers the file itself, with zeros in the place of the digest. So a flipped bit anywhere in the
@@ -313,6 +317,7 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         inline=_inline(members.get("inline")),
         reusable=members.get("reusable") is True,
         part=part if isinstance(part := members.get("part"), str) else None,
+        branches=_branches(members.get("branches", []), where),
     )
 
 
@@ -336,6 +341,13 @@ def _strings(value: object, what: str, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         _damaged(f"{what} are not an array of strings", where)
     return tuple(value)
+
+
+def _branches(value: object, where: str) -> Branches:
+    rows: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in rows):
+        _damaged("its branches are not an array of objects with id and after", where)
+    return tuple(Branch(row["id"], row["after"]) for row in rows)
 
 
 def _inline(value: object) -> dict[str, str]:

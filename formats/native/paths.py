@@ -37,6 +37,8 @@ _OF_A_SAVE = re.compile(
     r"|parity/([0-9a-z]{16})-[0-9a-f]{16}\.(?:xor|json)"
 )
 
+_NUMBER = re.compile(r"(?:(?:^|.*[-_=.])(?:step|iter|iteration|checkpoint|ckpt)[-_=]?)?([0-9]+)", re.IGNORECASE | re.DOTALL)
+
 INDEX_LIMIT = 256 << 20
 """Bytes of an index file that are written or read: a million tensors, or some million plain values, take a tenth of it."""
 DIGEST_DIGITS = 32
@@ -94,6 +96,14 @@ def others_files(backend: Backend) -> list[str]:
 
     names = [name for name in backend.list_dir() if not is_ours(name)]
     return [name for name in names if not name.endswith("/") or next(iter(backend.list_prefix(name)), None) is not None]
+
+
+def step_number(name: str) -> int | None:
+    """The step in the name of a directory such as ``step-00001000``, ``global_step100``, ``iteration_5``, ``weights-ckpt5`` or ``100``.
+
+    None if there is none: ``timestep7`` and ``llama-3`` are no steps."""
+    match = _NUMBER.fullmatch(name.strip("/"))
+    return int(match[1]) if match else None
 
 
 def path_problem(path: str) -> str | None:

@@ -11,6 +11,7 @@ import xxhash
 
 from ckpt.catalog import Contents
 from ckpt.errors import ConflictError, NotFoundError
+from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.plan.part import part_in
 
@@ -41,13 +42,14 @@ def write_index(
     lost: tuple[str, ...] = (),
     listed: list[str] | None = None,
     reusable: bool = False,
+    branches: Branches = (),
 ) -> CommitRecord:
     """Write the index of the journal's save and commit it: the last act of a save, done by one rank, when all data files are durable.
 
     ``features`` are the extensions that it takes to read the checkpoint: ``commit.CODED`` if any of its chunks is coded, ``commit.APART``
     if the contents have ``rows``.
     ``kept``: see ``encode_index``. ``metrics``, ``tags``: what the job says of this checkpoint. ``lost``: what is not in
-    it any more (``CommitRecord.lost``). ``reusable``: see there. ``listed`` takes what
+    it any more (``CommitRecord.lost``). ``reusable``, ``branches``: see there. ``listed`` takes what
     ``CheckpointJournal.commit`` gives. If this raises, the save is not committed, and its index files are removed unless the
     journal is resumable; the case that ``CheckpointJournal.commit`` leaves open is open here, too.
 
@@ -67,6 +69,7 @@ def write_index(
         tags=tags,
         lost=lost,
         reusable=reusable,
+        branches=branches,
         inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)),
         part=None if cache.part is None else cache.part.text()[:PART_LIMIT],
     )

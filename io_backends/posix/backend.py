@@ -10,12 +10,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from mmap import PAGESIZE
 from typing import TypeVar
 from urllib.parse import unquote
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
 from ckpt.io_backends.protocol import Backend, CopySource, ObjectMeta, Writer
@@ -185,8 +185,7 @@ class PosixBackend(Backend):
             return {directory: token for directory, token in pairs if token is not None}
 
         parts = [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
-        with ThreadPoolExecutor(max(1, min(len(parts), _THREADS))) as pool:
-            return {directory: token for part in pool.map(tokens, parts) for directory, token in part.items()}
+        return {directory: token for part in map_tasks(tokens, parts, _THREADS, "ckpt-look") for directory, token in part.items()}
 
     def modified(self, path: str) -> float:
         """See ``Backend.modified``."""

@@ -45,7 +45,7 @@ def put_if(file: str, root: str, data: bytes, expected: bytes | None) -> None:
         else:
             with _locked(directory):
                 _check_holds(file, expected)
-                os.rename(aside, file)
+                rename(aside, file)
     finally:
         remove_file(aside, root)
     sync_directories(directory, root, made)
@@ -74,7 +74,24 @@ def give_name(aside: str, file: str) -> None:
         with _locked(os.path.dirname(file)):
             if os.path.lexists(file):
                 raise _taken(file) from None
-            os.rename(aside, file)
+            rename(aside, file)
+
+
+def rename(aside: str, file: str) -> None:
+    """Give the file ``aside`` the name ``file`` instead of its own."""
+    ours = os.stat(aside)
+    try:
+        os.rename(aside, file)
+    except OSError as err:
+        # The file server may have done it, and its answer got lost: then the name leads to the same file.
+        with suppress(OSError):
+            fd = current(lambda: open_regular(file))
+            try:
+                if os.path.samestat(os.fstat(fd), ours):
+                    return
+            finally:
+                os.close(fd)
+        raise err
 
 
 def _taken(file: str) -> ConflictError:
@@ -114,7 +131,9 @@ def _locked(directory: str) -> Iterator[None]:
             lock_file = name
         yield
     finally:
-        os.close(fd)  # gives the flock back
+        with suppress(OSError):  # a process that was forked meanwhile has the descriptor, too, and with it the lock
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
         if lock_file is not None:
             with suppress(FileNotFoundError):
                 os.unlink(lock_file)

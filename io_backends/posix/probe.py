@@ -13,9 +13,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+
+from ckpt.concurrency.workers import map_tasks
 
 from .files import start_writeback, write_all
 
@@ -140,8 +141,7 @@ def _write_several(fd: int, direct: int, page: memoryview, block: memoryview) ->
     os.ftruncate(fd, (_AT_ONCE + 1) * _BLOCK)
     places = range(_BLOCK, (_AT_ONCE + 1) * _BLOCK, _BLOCK)
     complete = os.pwrite(direct, page, 0) == PAGE
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-probe") as pool:
-        complete = all([*pool.map(lambda at: os.pwrite(direct, block, at) == _BLOCK, places)]) and complete
+    complete = all(map_tasks(lambda at: os.pwrite(direct, block, at) == _BLOCK, places, _AT_ONCE, "ckpt-probe")) and complete
     os.fdatasync(direct)
     return complete and os.pread(fd, PAGE, 0) == page and all(os.pread(fd, _BLOCK, at) == block for at in places)
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from ckpt.errors import StorageError
 from ckpt.io_backends.shared import aside_name, check_total
 
-from .conditional_put import give_name
+from .conditional_put import give_name, rename
 from .files import create_file, storage_errors, sync_directories
 from .writer import PosixWriter
 
@@ -67,7 +67,7 @@ class PosixSharedObject(PosixWriter):
             os.fsync(self._fd)  # its size is this process's
             self._check_linked()
             if replace:
-                os.rename(self._file, self._final)
+                rename(self._file, self._final)
             else:
                 give_name(self._file, self._final)
                 with suppress(FileNotFoundError):  # where links are refused it was renamed

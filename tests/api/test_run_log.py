@@ -148,7 +148,7 @@ def test_reports_and_stats_show_it(tmp_path: Path) -> None:
     from ckpt.cli.main import cli
 
     root = str(tmp_path / "run")
-    with ckpt.Checkpointer(root) as c, wrap_backends(FaultyProcess(Fault(at=5, kind="no_space")).wrap):
+    with ckpt.Checkpointer(root) as c, wrap_backends(FaultyProcess(Fault(at=7, kind="no_space")).wrap):
         c.save(2, {"<b>x": torch.zeros(4)})
         with pytest.raises(CkptError):
             c.wait()

@@ -177,3 +177,18 @@ def test_two_that_tag_at_once_lose_no_tag(root: str, monkeypatch: pytest.MonkeyP
     assert lost.exit_code == 30 and "tagged meanwhile" in lost.stderr
     monkeypatch.undo()
     assert json.loads(run("tag", "--json", url, "mine").stdout)["tags"] == ["mine", "theirs"]
+
+
+def test_what_a_run_has_abandoned(root: str) -> None:
+    with ckpt.Checkpointer(root) as c:
+        c.restore({"x": torch.zeros(10)}, step=2)
+        c.save(3, {"x": torch.full((10,), 3.0)})
+    listed = json.loads(run("ls", root, "--json").stdout)["steps"]
+    assert [(s["step"], s["abandoned"], len(s["branches"])) for s in listed] == [(4, 2, 0), (1, None, 0), (2, None, 0), (3, None, 1)]
+    assert run("ls", "-q", root).stdout.splitlines()[-1] == f"{root}/step-00000003"
+    assert "abandoned: the run went on from step 2 without it" in " ".join(run("ls", root).stdout.split())
+    assert run("tag", f"{root}/step-00000001", "a").exit_code == 0  # the records keep what they went on from
+    assert run("cp", f"{root}/step-00000003", f"{root}-copy/step-00000003").exit_code == 0
+    assert [len(s.branches) for s in ckpt.list_steps(f"{root}-copy")] == [1]
+    assert run("gc", root, "--yes").exit_code == 0 and numbers(root) == [1, 2, 3, 4]
+    assert run("gc", root, "--abandoned", "--yes").exit_code == 0 and numbers(root) == [1, 2, 3]

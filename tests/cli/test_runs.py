@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.maintenance.step_listing import UNFINISHED, list_steps, step_number
+from ckpt.formats.native.paths import step_number
+from ckpt.maintenance.step_listing import UNFINISHED, list_steps
 from tests.cli.checkpoints import flip, sample, write_checkpoint
 
 TINY = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
@@ -25,6 +26,12 @@ TINY = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
         ("iter_0000400", 400),
         ("checkpoint-500", 500),
         ("epoch=1-step=30", 30),
+        ("ckpt-5", 5),
+        ("weights-ckpt5", 5),
+        ("iteration_5", 5),
+        ("Step-5", 5),
+        ("timestep7", None),
+        ("llama-3", None),
         ("run-2024", None),
         ("v2", None),
         ("final", None),

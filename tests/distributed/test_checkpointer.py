@@ -295,3 +295,40 @@ def test_no_step_and_no_save_waits_for_deletes(ranks: Ranks, tmp_path: Path) -> 
     while len(list((tmp_path / "run-again").rglob("*.safetensors"))) > 2:
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def hiccups(root: str, where: str) -> list[tuple[int, str]]:
+    """On rank 1 something of its own raises once, at step 2, and once when it restores; every rank catches it, and trains on."""
+    who, told = dist.get_rank() == 1, []
+
+    def state(n: int) -> dict[str, object]:
+        if who and n == 2 and where == "state":
+            raise ValueError("the file server hiccups")
+        return {"x": torch.full((3,), float(n))}
+
+    with ckpt.Checkpointer(root, save=EverySteps(1), timeout=20) as c:
+        for n in range(1, 5):
+            try:
+                bad = who and n == 2 and where == "metrics"
+                c.step(n, lambda n=n: state(n), metrics={"loss": "none"} if bad else {"loss": 1.0})  # type: ignore[misc, dict-item]
+                c.wait()
+            except (CkptError, ValueError) as err:
+                told.append((n, type(err).__name__))
+        try:
+            c.restore([] if who else state(5))  # type: ignore[arg-type]
+        except CkptError as err:
+            told.append((5, type(err).__name__))
+        assert c.restore(state(5)) == 4
+        assert c.restore(state(5), step=1) == 1
+        c.save(2, {"x": torch.full((3,), 2.0)})
+        c.wait()
+        assert c.latest == 2 == c.restore(state(5))  # the branch that was written last
+    return told
+
+
+@pytest.mark.parametrize(("where", "error"), [("state", "ValueError"), ("metrics", "UsageError")])
+def test_what_goes_wrong_on_one_rank_ends_the_call_on_all(ranks: Ranks, tmp_path: Path, where: str, error: str) -> None:
+    of_others, own = ranks.run(2, hiccups, str(tmp_path), where)
+    assert own == [(2, error), (5, "UsageError")]
+    assert of_others == [(2, "RankFailedError"), (5, "RankFailedError")]
+    assert [(s.number, s.abandoned) for s in ckpt.list_steps(str(tmp_path)) if s.committed] == [(1, None), (2, None), (3, 1), (4, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from itertools import accumulate
@@ -61,6 +62,9 @@ def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     assert (record["format"], record["version"]) == ("ckpt", 1), "unknown format, version"
     assert {*record["features"]} <= {"codecs", "ranks", "references", "anchors", "mixed-steps"}, "unknown feature"
     assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
+    for one, two in itertools.pairwise([{"id": "", "after": 0}, *record.get("branches", ())]):
+        assert re.fullmatch("[0-9a-z]{16}", two["id"]) and two["after"] >= one["after"] and two["id"] > one["id"], "commit record: branches"
+    assert all(branch["id"] < ident for branch in record.get("branches", ())), "commit record: branches"
     names = ["tensors.arrow", "grids.arrow", "files.arrow", "state.json", *(APART if "ranks" in record["features"] else [])]
     for name, entry in ((n, record["index"][n]) for n in names):
         index[name] = raw = (root / entry["path"]).read_bytes()

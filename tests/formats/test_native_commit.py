@@ -11,6 +11,7 @@ import pytest
 import xxhash
 
 from ckpt.errors import CorruptError, FormatError
+from ckpt.formats.branches import Branch
 from ckpt.formats.native.commit import CommitRecord, IndexFile, inlined, new_id
 
 RECORD = CommitRecord(
@@ -163,3 +164,15 @@ def test_ids():
     assert all(i < new_id() for i in first)
     stamp = int(new_id()[:9], 36)
     assert abs(stamp / 1000 - time.time()) < 60
+
+
+def test_branches():
+    record = replace(RECORD, branches=(Branch("0123456789abcdeg", 800), Branch("0123456789abcdeh", 900)))
+    assert CommitRecord.from_bytes(record.to_bytes(), "there") == record
+    assert json.loads(record.to_bytes())["branches"][1] == {"id": "0123456789abcdeh", "after": 900}
+    assert "branches" not in members()
+    known = {"id": "0123456789abcdeg", "after": 1, "and": "more"}
+    assert CommitRecord.from_bytes(sealed(members() | {"branches": [known]}), "x").branches == (Branch(known["id"], 1),)
+    for odd in ({}, None, "", [[]], [{"id": "a"}], [{"id": 1, "after": 1}], [{"id": "a", "after": True}], [{"id": "a", "after": 1.0}]):
+        with pytest.raises(CorruptError, match="branches"):
+            CommitRecord.from_bytes(sealed(members() | {"branches": odd}), "x")

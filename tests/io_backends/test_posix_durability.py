@@ -151,6 +151,52 @@ def test_link_whose_answer_got_lost(backend: PosixBackend, monkeypatch: pytest.M
     assert backend.read("a") == b"x"
 
 
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO])
+@pytest.mark.parametrize("links", [True, False])
+def test_rename_whose_answer_got_lost(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, number: int, links: bool) -> None:
+    rename = os.rename
+
+    def lost(source: str, target: str) -> None:
+        rename(source, target)
+        raise OSError(number, os.strerror(number), source)
+
+    monkeypatch.setattr(os, "rename", lost)
+    if not links:
+        fail(monkeypatch, "link", errno.EPERM)
+    backend.put_if("a", b"x", expected=None)
+    backend.put_if("a", b"y", expected=b"x")
+    assert backend.list_dir() == ["a"]
+    assert backend.read("a") == b"y"
+
+
+def test_a_process_that_is_forked_inside_the_lock_does_not_keep_it(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.put_if("a", b"x", expected=None)
+    rename, children = os.rename, list[int]()
+
+    def forking(source: str, target: str) -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.pause()
+            finally:
+                os._exit(0)
+        children.append(child)
+        rename(source, target)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", forking)
+            backend.put_if("a", b"y", expected=b"x")
+        monkeypatch.setattr("ckpt.io_backends.posix.conditional_put._LOCK_SECONDS", 2.0)
+        backend.put_if("a", b"z", expected=b"y")
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert len(children) == 1
+    assert backend.read("a") == b"z"
+
+
 def no_flock(fd: int, operation: int) -> None:
     raise OSError(errno.EBADF, "Bad file descriptor")
 

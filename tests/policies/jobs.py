@@ -70,6 +70,7 @@ def runs(draw: st.DrawFn, max_size: int = 8) -> list[StepInfo]:
             referred_by=tuple(draw(st.lists(st.sampled_from([*numbers, 99]), max_size=2))) if draw(st.booleans()) else (),
             base_of=tuple(draw(st.lists(st.sampled_from(numbers), max_size=2))) if draw(st.integers(0, 4)) == 0 else (),
             committed=draw(st.integers(0, 4)) > 0,
+            abandoned=draw(st.integers(0, 3)) == 0,
         )
         for number in numbers
     ]

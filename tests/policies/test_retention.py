@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -41,6 +42,8 @@ def test_kept_is_just_what_has_a_cause(keep: KeepPolicy, steps: list[StepInfo], 
     if committed:
         expected.add(max(committed))
         expected.add(max(committed.values(), key=lambda s: (s.created, s.step)).step)
+        if live := [s for s in committed.values() if not s.abandoned]:
+            expected |= {max(s.step for s in live), max(live, key=lambda s: (s.created, s.step)).step}
     for _ in steps:  # so often that the longest chain of references is through
         held = {step for step, s in committed.items() if any(r in expected or r not in committed for r in s.users if r != step)}
         expected |= held
@@ -50,6 +53,16 @@ def test_kept_is_just_what_has_a_cause(keep: KeepPolicy, steps: list[StepInfo], 
 @given(any_of(keeping), keeping, runs(), nows)
 def test_a_further_rule_never_removes_more(keep: KeepPolicy, further: KeepPolicy, steps: list[StepInfo], now: datetime) -> None:
     assert set(retention(keep | further, steps, now).removed) <= set(retention(keep, steps, now).removed)
+
+
+@given(any_of(keeping), runs(), nows)
+def test_what_was_abandoned_takes_the_place_of_nothing(keep: KeepPolicy, steps: list[StepInfo], now: datetime) -> None:
+    """What would be kept without it is kept beside it, and what would be kept if it were not abandoned as well."""
+    kept = set(retention(keep, steps, now).kept)
+    live = [s for s in steps if not s.abandoned]
+    assert {step for step, reason in keep.explain(live, now).items() if reason is not None} <= kept
+    assert set(retention(keep, [replace(s, abandoned=False) for s in steps], now).kept) <= kept
+    assert set(retention(keep, steps, now, abandoned=False).kept) <= kept
 
 
 @given(any_of(keeping), runs(), nows)
@@ -127,6 +140,19 @@ def test_the_last_whole_checkpoint_before_a_part_that_is_kept() -> None:
         6: "kept: newest; Latest(2)",
     }
     assert retention(Latest(2), steps, NOW).removed == (2, 1, 4)
+
+
+def test_what_is_said_of_a_run_that_went_back() -> None:
+    steps = [info(80), info(81), info(83), info(90, abandoned=True), info(95, abandoned=True, tags=["mine"]), info(100, abandoned=True)]
+    said = {81: "removed: no rule keeps it", 83: "kept: newest; Latest(1)", 90: "removed: abandoned; no rule keeps it"}
+    assert told(Latest(1), steps) == {
+        80: "removed: no rule keeps it",
+        **said,
+        95: "kept: tagged 'mine'",
+        100: "kept: highest; Latest(1)",
+    }
+    dropped = retention(Latest(1), steps, NOW, abandoned=False)
+    assert (dropped.kept, dropped.removed) == ((83, 95), (80, 81, 90, 100))
 
 
 def test_only_the_newest() -> None:

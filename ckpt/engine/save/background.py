@@ -192,7 +192,7 @@ class SaveHandle:
             try:
                 committed = _agree_and_write(prepared)
                 if then is not None and job.call.is_leader:
-                    then()
+                    _afterwards(then, self.url)
             except BaseException as err:
                 capture.stage.fail(err)
                 raise
@@ -212,6 +212,14 @@ class SaveHandle:
         else:
             self.busy, self.retries = committed.busy, committed.retries
             self.durable.set_result(committed.report)
+
+
+def _afterwards(then: Callable[[], None], url: str) -> None:
+    """What follows a commit fails no save: the checkpoint is there."""
+    try:
+        then()
+    except Exception:  # whatever it is, the save is no worse for it
+        log.exception("%s is committed and whole; what was to follow has failed", url)
 
 
 def _agree_and_write(prepared: Prepared) -> Committed:

@@ -13,6 +13,7 @@ from ckpt import settings
 from ckpt.coordination.call import Call
 from ckpt.coordination.members import Members
 from ckpt.errors import CancelledError, UsageError
+from ckpt.formats.branches import Branches
 from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.io_backends import retries
 from ckpt.io_backends.retries import Retries
@@ -80,6 +81,8 @@ class SaveOptions:
     progress: ProgressCallback | None = None
     earlier: Callable[[], str | None] | None = None
     """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
+    branches: Callable[[], Branches] | None = None
+    """Gives, on the leader, the branches of the run that led to this save (``CommitRecord.branches``)."""
     base: SaveBase | None = None
     """What this save may refer to."""
     reusable: bool = False

@@ -24,6 +24,7 @@ from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.coordination.call import Call
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
+from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, MIXED, REFERENCED
@@ -68,8 +69,9 @@ class Values(NamedTuple):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Leader:
     """What the leader knows before any rank has said anything. ``known`` holds tables of earlier saves, and takes this one's. ``earlier``
-    gives the id of a save elsewhere that this one comes after, if there is one. ``base``: name in the run and id of the checkpoint that
-    ranks may refer to. ``reusable``: whether later saves may refer to this one. ``mirrors``: by which ranks write what others own, too."""
+    gives the id of a save elsewhere that this one comes after, if there is one; ``branches`` those that led to it. ``base``: name in the
+    run and id of the checkpoint that ranks may refer to. ``reusable``: whether later saves may refer to this one. ``mirrors``: by which
+    ranks write what others own, too."""
 
     call: Call
     backend: Backend
@@ -77,6 +79,7 @@ class Leader:
     merge_flat_shards: bool
     metrics: Mapping[str, float] | None = None
     earlier: Callable[[], str | None] | None = None
+    branches: Callable[[], Branches] | None = None
     mirrors: MirrorPlacement | None = None
     base: tuple[str, str] | None = None
     reusable: bool = False
@@ -144,12 +147,15 @@ class Leader:
         # All of this comes before any rank writes: whatever is wrong with the destination is an error on all ranks
         # while nothing has been written.
         check_no_link(self.backend)
+        branches = self.branches() if self.branches is not None else ()
         self.backend.prepare()
         abilities = self.backend.abilities() if self.call.group.size > 1 else None
         previous = read_record(self.backend)
+        earlier = self.earlier() if self.earlier is not None else None
         return OpenSave(
             leader=self,
-            id=new_id(after=previous, later_than=self.earlier() if self.earlier is not None else None),
+            id=new_id(after=previous, later_than=max((id for id in (earlier, *(b.id for b in branches)) if id is not None), default=None)),
+            branches=branches,
             abilities=abilities,
             previous=previous,
             tables=tables,
@@ -209,6 +215,8 @@ class OpenSave:
     """What each rank has said of its state."""
     first: bool
     """Whether this is the first save of the job."""
+    branches: Branches = ()
+    """See ``CommitRecord``."""
     given: Values | None = None
     """The values of all ranks, if no rank left any."""
 
@@ -288,6 +296,7 @@ class OpenSave:
             metrics=self.leader.metrics,
             listed=listed,
             reusable=bool(with_128 or references.files or self.leader.reusable),
+            branches=self.branches,
         )
         longest = max((f.size for f in files), default=0)
         return RecordedSave(opened=self, tensor_bytes=record.tensor_bytes, listed=tuple(listed), longest=longest)

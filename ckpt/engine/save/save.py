@@ -214,6 +214,7 @@ def begin(prepared: Prepared) -> Begun:
             merge_flat_shards=options.merge_flat_shards,
             metrics=options.metrics,
             earlier=options.earlier,
+            branches=options.branches,
             mirrors=options.mirrors,
             base=(prepared.reuse.base, prepared.reuse.id) if prepared.reuse.base else None,
             reusable=options.reusable,
