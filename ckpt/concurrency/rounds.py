@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from .workers import program_ends
+
 
 class Rounds:
     """``work`` on a thread of its own, which lives as long as there is something to do; a program that ends waits for it. Who asks while it
@@ -24,6 +26,9 @@ class Rounds:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name)
                 self._thread.start()
+            thread = self._thread
+        if program_ends():
+            thread.join()
 
     def wait(self, seconds: float) -> bool:
         """Whether nothing goes on any more within so many seconds."""

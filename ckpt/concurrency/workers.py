@@ -63,6 +63,11 @@ class _Run:
                     self.error = self.error or err
 
 
+def program_ends() -> bool:
+    """Whether the main thread has ended: in a function of ``atexit`` nobody waits any more for a thread that is left running."""
+    return not threading.main_thread().is_alive()
+
+
 class Pending(Generic[R]):
     """Work on a thread of its own; whoever starts it asks for the result."""
 

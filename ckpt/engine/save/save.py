@@ -26,7 +26,7 @@ from collections.abc import Callable
 from ckpt import tree
 from ckpt.adapters.collect import Collected, collect
 from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.concurrency.workers import Pending
+from ckpt.concurrency.workers import Pending, program_ends
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
@@ -418,7 +418,7 @@ def _remove_older(prepared: Prepared, recorded: RecordedSave) -> None:
     takes long, it goes on in the background."""
     removing = Pending(recorded.remove_older, "ckpt-remove")
     timeout = prepared.job.call.timeout
-    if prepared.backend.io_hints.in_memory:  # the next save needs what this frees
+    if prepared.backend.io_hints.in_memory or program_ends():  # the next save needs what this frees; or nobody waits later
         seconds = timeout
     else:
         seconds = 0.0 if prepared.job.blocked is not None else min(_PATIENCE, timeout / 2)
