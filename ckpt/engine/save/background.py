@@ -18,7 +18,7 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.concurrency.workers import Pending
+from ckpt.concurrency.workers import Pending, program_ends
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.engine.devices import devices_of
@@ -78,6 +78,7 @@ class SaveHandle:
         # Not the job: whoever keeps a handle, ``_in_flight`` among them, would keep the group, and with it the job's store.
         self._meter = job.meter
         self._cancelled = job.heartbeat.cancelled
+        self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"<ckpt save of {self.url}: {self.progress().phase}>"
@@ -121,8 +122,13 @@ class SaveHandle:
             CkptError: as ``ckpt.save`` would have.
         """
         self.hurry()
-        with self.stall:
-            return self.durable.result(timeout)
+        try:
+            with self.stall:
+                return self.durable.result(timeout)
+        finally:
+            # In a function of ``atexit`` the interpreter waits for no thread, and aborts if one still runs its last lines.
+            if program_ends() and self.durable.done() and self._thread is not None:
+                self._thread.join()
 
     def took(self) -> float | None:
         """Seconds from the call to the commit; None if it failed or is going on."""
@@ -165,7 +171,8 @@ class SaveHandle:
         # One thread, which starts the other: a thread that is started keeps the caller waiting until it runs.
         # Not a daemon: a program that ends waits for the save that it began.
         run = partial(self._run, prepared, capture, None if now else copy, then=then, failed=failed)
-        threading.Thread(target=run, name="ckpt-save").start()
+        self._thread = threading.Thread(target=run, name="ckpt-save")
+        self._thread.start()
 
     def _capture(self, capture: Capture, threads: int, alive: Callable[[], None]) -> None:
         error: BaseException | None = None
