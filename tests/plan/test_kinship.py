@@ -108,6 +108,14 @@ def test_machines_that_are_like_no_other_join_a_group() -> None:
     assert groups_by_kinship({0: "a", 1: "b"}, alone, 3) == [("a", "b")]
 
 
+def test_kin_in_other_groups_do_not_count_as_all() -> None:
+    """Machines x and y are replicas, and kin of a and b, which have no replicas and more kin than there are others to be grouped with."""
+    ranks = dict(enumerate(("a", "b", "c", "d", "x", "y")))
+    of = {0: RankKinship((), (0, 1, 4, 5)), 1: RankKinship((), (0, 1, 4, 5)), 2: RankKinship((), (2, 3)), 3: RankKinship((), (2, 3))}
+    of |= dict.fromkeys((4, 5), RankKinship((4, 5), (0, 1, 4, 5)))
+    assert groups_by_kinship(ranks, of, 1) == [("x", "y"), ("a", "c"), ("b", "d")]
+
+
 def test_groups_of_ten_thousand_machines_take_no_time() -> None:
     """Pairs among them survive the loss of two with the odds of the formula."""
     domains = {rank: f"host{rank:05}" for rank in range(10_000)}

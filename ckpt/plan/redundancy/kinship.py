@@ -99,14 +99,18 @@ def _groups_of_strangers(names: Sequence[str], kin: Mapping[str, set[str]], copi
     """Groups of domains of which no two are kin, as far as there are such, each beginning with the first name that is left; and what is
     left at last."""
     left = dict.fromkeys(names)
+    of_all = {each for each, those in {id(those): those for those in kin.values()}.items() if those >= left.keys()}  # many share one set
     groups = []
     while len(left) > copies:
         group = [next(iter(left))]
         del left[group[0]]
         while len(group) <= copies:
             # Whoever is kin to all others, as in FSDP over all machines, need not be compared with each of them.
-            all_kin = any(len(kin[member]) >= len(names) for member in group)
-            strangers = () if all_kin else (name for name in left if not any(name in kin[member] for member in group))
+            strangers = (
+                ()
+                if any(id(kin[member]) in of_all for member in group)
+                else (name for name in left if not any(name in kin[member] for member in group))
+            )
             chosen = next(iter(strangers), None) or next(iter(left))
             del left[chosen]
             group.append(chosen)
