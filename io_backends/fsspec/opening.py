@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import UsageError
@@ -29,7 +30,16 @@ _PACKAGES |= {"sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oss"
 _SECRET = ("key", "secret", "token", "password", "credential", "connection_string", "sas")
 _KEPT = 8
 
-_file_systems: dict[Any, Any] = {}
+
+@dataclass(eq=False)
+class _KeptFileSystem:
+    """Made by the first that takes the lock."""
+
+    made: Any = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_file_systems: dict[Any, _KeptFileSystem] = {}
 _lock = threading.Lock()
 
 
@@ -83,13 +93,14 @@ def _kept(cls: Any, options: dict[str, Any]) -> Any:
     options = {name: value for name, value in options.items() if name != "skip_instance_cache"}
     key = (os.getpid(), cls, tokenize(**options), frozenset(os.environ.items()))
     with _lock:
-        made = _file_systems.pop(key, None)
-        if made is None:
-            made = cls(**options, skip_instance_cache=True)
-        _file_systems[key] = made  # the last one that will be forgotten
+        kept = _file_systems.pop(key, None) or _KeptFileSystem()
+        _file_systems[key] = kept  # the last one that will be forgotten
         while len(_file_systems) > _KEPT:
             del _file_systems[next(iter(_file_systems))]
-        return made
+    with kept.lock:  # some connect at once: who wants another file system does not wait for that
+        if kept.made is None:
+            kept.made = cls(**options, skip_instance_cache=True)
+        return kept.made
 
 
 def after_fork(filesystem: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -19,6 +20,7 @@ from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance import BackendConformance
 from ckpt.io_backends.conformance.reading import BYTES, everything, put
 from ckpt.io_backends.fsspec.backend import FsspecBackend
+from ckpt.io_backends.fsspec.opening import opened
 from ckpt.io_backends.fsspec.writer import IN_MEMORY
 from tests.io_backends.bucket import Bucket, buckets
 
@@ -199,3 +201,40 @@ def test_a_child_forked_while_somebody_publishes_can_publish(tmp_path: Path) -> 
     thread.join()
     assert status == 0
     assert everything(FsspecBackend(f"local://{tmp_path}/root")) == {"parent": b"p", "child": b"c"}
+
+
+def test_a_storage_that_connects_slowly_holds_up_no_other_one() -> None:
+    """Those who want the same one wait, and get what was made once; after one that failed, the next makes it."""
+    going, may_go, made = threading.Event(), threading.Event(), list[str]()
+
+    class Slow(MemoryFileSystem):  # type: ignore[misc]
+        protocol, cachable = "slowtest", False
+
+        def __init__(self, **options: Any) -> None:
+            made.append("try")
+            going.set()
+            assert may_go.wait(60)
+            if len(made) == 1:
+                raise PermissionError("not yet")
+            super().__init__(**options)
+
+    fsspec.register_implementation("slowtest", Slow, clobber=True)
+    results = list[Any]()
+
+    def open_slow() -> None:
+        try:
+            results.append(opened("slowtest://a/b", {})[0])
+        except AccessError as err:
+            results.append(err)
+
+    threads = [threading.Thread(target=open_slow) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert going.wait(60)
+    assert list(open_backend("testbucket://bucket/run/").list_dir()) == []
+    assert results == []
+    may_go.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(made) == 2 and sum(isinstance(each, AccessError) for each in results) == 1
+    assert len({id(each) for each in results}) == 2
