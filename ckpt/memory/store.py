@@ -34,6 +34,8 @@ _FIT = 1.125
 _PIECE = 128 * limits.MIB
 """Bytes that are freed at once."""
 _NAMED = 5
+_RUN_LOG = "ckpt-log.json"
+"""What a run has beside its checkpoints (``ckpt.formats.native.runlog``); it is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,7 +303,8 @@ class MemoryStore:
         """Bytes by the directory of the checkpoint that they belong to; the largest first."""
         sizes: Counter[str] = Counter()
         for path, entry in self._entries.items():
-            sizes[checkpoint_of(path)] += entry.capacity
+            if path.rpartition("/")[2] != _RUN_LOG:
+                sizes[checkpoint_of(path)] += entry.capacity
         return dict(sizes.most_common())
 
     def _takers(self) -> str:
@@ -360,8 +363,10 @@ class MemoryStore:
 
 def checkpoint_of(path: str) -> str:
     """The directory of the checkpoint that an object most likely belongs to: above ``data/``, ``parity/``, ``index-…/`` and
-    ``checkpoint.json``."""
-    *above, _ = path.split("/")
+    ``checkpoint.json``. A run's log is as if it were a checkpoint of the run."""
+    *above, name = path.split("/")
+    if name == _RUN_LOG:
+        return path
     if above and (above[-1] in ("data", "parity") or above[-1].startswith("index-")):
         above = above[:-1]
     return "/".join(above) or path

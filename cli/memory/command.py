@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +16,9 @@ from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import units
 from ckpt.text.urls import address_text
 
+if TYPE_CHECKING:
+    from ckpt.memory.objects import MemoryObject
+
 _NAMED = 4
 _KINDS = {
     "lent": "saves in progress",
@@ -19,7 +26,7 @@ _KINDS = {
     "spare": "spare, to be filled again",
     "freeing": "being freed",
 }
-_OPTIONS = {"--budget": "serve", "--replace": "serve", "--listen": "status", "--all": "drop", "--yes": "stop"}
+_OPTIONS = {"--budget": ("serve",), "--replace": ("serve",), "--listen": ("status",), "--all": ("drop", "stop")}
 """Options, and what each is for."""
 
 
@@ -29,8 +36,7 @@ _OPTIONS = {"--budget": "serve", "--replace": "serve", "--listen": "status", "--
 @click.option("--budget", metavar="SIZE", help="serve: hold at most so much, e.g. 64GiB. [default: half of what is available]")
 @click.option("--replace", is_flag=True, help="serve: let this release go on in place of the daemon that runs, with all it holds.")
 @click.option("--listen", is_flag=True, help="status: listen for other machines, if it does not yet, and show the address.")
-@click.option("--all", "everything", is_flag=True, help="drop: everything.")
-@click.option("--yes", is_flag=True, help="stop: even if it holds checkpoints, which are lost.")
+@click.option("--all", "everything", is_flag=True, help="drop: everything; stop: even if it holds runs, which are lost.")
 @options
 def command(
     what: str,
@@ -40,7 +46,6 @@ def command(
     replace: bool,
     listen: bool,
     everything: bool,
-    yes: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -48,7 +53,7 @@ def command(
 
     It starts by itself with the first save to mem://. serve runs it in the foreground, as a sidecar or a service. status shows what it
     holds: the size of each checkpoint, and whether its copies on other machines are complete. drop deletes what lies below URL. stop ends
-    the daemon, and what it holds is lost. CKPT_MEMORY_DIR chooses the daemon.
+    the daemon; if it holds runs, it names them and needs --all, since they may be those of other jobs. CKPT_MEMORY_DIR chooses the daemon.
 
     \b
     Example:
@@ -59,10 +64,10 @@ def command(
     output = Output(json=as_json, quiet=quiet)
     if (url is not None) != (what == "drop" and not everything):
         raise UsageError("drop takes a URL or --all, the others no URL", hint="ckpt memory drop mem://runs/a")
-    given = {"--budget": budget is not None, "--replace": replace, "--listen": listen, "--all": everything, "--yes": yes}
+    given = {"--budget": budget is not None, "--replace": replace, "--listen": listen, "--all": everything}
     for option, of in _OPTIONS.items():
-        if given[option] and what != of:
-            raise UsageError(f"{option} is an option of ckpt memory {of}, not of {what}", hint="ckpt memory --help")
+        if given[option] and what not in of:
+            raise UsageError(f"{option} is an option of ckpt memory {' and '.join(of)}, not of {what}", hint="ckpt memory --help")
     if what == "serve":
         _serve(output, None if budget is None else units.parse_size(budget), replace=replace)
     elif what == "status":
@@ -70,7 +75,7 @@ def command(
     elif what == "drop":
         _drop(output, url)
     else:
-        _stop(output, yes=yes)
+        _stop(output, everything=everything)
 
 
 def _serve(output: Output, budget: int | None, *, replace: bool) -> None:
@@ -156,23 +161,41 @@ def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:
     )
 
 
-def _stop(output: Output, *, yes: bool) -> None:
+def _stop(output: Output, *, everything: bool) -> None:
     from ckpt.memory import client, place
 
     try:
         daemon = client.connect(start=False)
     except FormatError:
-        if not yes:
+        if not everything:
             raise
         client.end_daemon(place.folder())
         output.document({"pid": None}) if output.json else output.line("a daemon of another release has ended")
         return
-    status = daemon.status()
-    if status["count"] and not yes:
+    runs = _runs(daemon.list())
+    if runs and not everything:
+        named = [f"mem://{run} ({units.size(size)}, last saved {units.duration(age)} ago)" for run, size, age in runs[:_NAMED]]
+        more = [f"{len(runs) - _NAMED} more"] if len(runs) > _NAMED else []
         raise UsageError(
-            f"it holds {units.size(status['objects'])}, which is lost when it ends",
-            where=status["folder"],
-            hint="`ckpt memory status` lists it; copy what is needed (ckpt cp), then give --yes",
+            f"it holds {', '.join([*named, *more])}: this is lost when it ends",
+            where=str(daemon.folder),
+            hint=f"end one run with `ckpt memory drop mem://{runs[0][0]}`; or give --all, if nobody needs any of them",
         )
+    pid = daemon.status()["pid"]
     daemon.stop()
-    output.document({"pid": status["pid"]}) if output.json else output.line(f"process {status['pid']} has ended")
+    output.document({"pid": pid}) if output.json else output.line(f"process {pid} has ended")
+
+
+def _runs(objects: Iterable[MemoryObject]) -> list[tuple[str, int, float]]:
+    """The directories above checkpoints, with their bytes and the seconds since something was saved there; the latest first."""
+    from ckpt.memory.store import checkpoint_of
+
+    sizes: Counter[str] = Counter()
+    ages: dict[str, float] = {}
+    now = time.time()
+    for each in objects:
+        checkpoint = checkpoint_of(each.path)
+        run = checkpoint.rpartition("/")[0] or checkpoint
+        sizes[run] += each.size
+        ages[run] = min(ages.get(run, math.inf), max(0.0, now - each.modified))
+    return [(run, sizes[run], age) for run, age in sorted(ages.items(), key=lambda item: item[1])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from click.testing import CliRunner, Result
 
 import ckpt
 from ckpt.cli.main import cli
+from ckpt.memory import client
+from ckpt.policies import EverySteps
 from tests.memory.daemons import daemon_in
 
 
@@ -74,12 +77,31 @@ def test_status(run: str) -> None:
         ["status", "mem://a"],
         ["stop"],
         ["sleep"],
-        *(["status", "--budget", "1GiB"], ["stop", "--yes", "--replace"], ["drop", "mem://runs/a", "--yes"], ["status", "--all"]),
+        *(["status", "--budget", "1GiB"], ["stop", "--all", "--replace"], ["status", "--all"]),
     ],
 )
 def test_nothing_is_lost_by_mistake(args: list[str]) -> None:
     assert command("memory", *args).exit_code == 2
     assert len(document("memory", "status", "--json")["by_checkpoint"]) == 2
+
+
+def test_stop_names_the_runs_that_would_be_lost() -> None:
+    ckpt.save("mem://runs/of-another-job/step-1", {"w": torch.ones(3)})
+    refused = command("memory", "stop")
+    assert refused.exit_code == 2
+    assert re.search(r"mem://runs/of-another-job \(.* KiB, last saved .* s ago\), mem://runs/a \(", refused.output)
+    assert "ckpt memory drop mem://runs/of-another-job" in refused.output and "--all" in refused.output
+    assert command("memory", "drop", "mem://runs/of-another-job").exit_code == 0
+
+
+def test_the_log_of_a_run_is_no_checkpoint() -> None:
+    with ckpt.Checkpointer("mem://runs/logged", save=EverySteps(1)) as c:
+        c.step(1, {"w": torch.ones(3)})
+    with ckpt.Checkpointer("mem://runs/logged", save=EverySteps(1)) as c:
+        c.restore({"w": torch.ones(3)})
+    assert "runs/logged/ckpt-log.json" in [each.path for each in client.connect().list("runs/logged")]
+    assert [path for path in document("memory", "status", "--json")["by_checkpoint"] if "logged" in path] == ["runs/logged/step-00000001"]
+    assert command("memory", "drop", "mem://runs/logged").exit_code == 0
 
 
 def test_what_others_refer_to_is_not_dropped() -> None:
@@ -106,7 +128,7 @@ def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert document("memory", "serve", "--replace", "--json")["pid"] == daemon.pid
         ckpt.save("mem://a", {"w": torch.ones(3)})
         assert command("memory", "stop").exit_code == 2
-        assert document("memory", "stop", "--yes", "--json") == {"pid": daemon.pid}
+        assert document("memory", "stop", "--all", "--json") == {"pid": daemon.pid}
         assert daemon.wait(10) == 0
 
 
@@ -128,5 +150,5 @@ def test_a_daemon_of_another_release_can_be_ended(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr("ckpt.memory.client._clients", {})
         monkeypatch.setattr("ckpt.memory.connection.PROTOCOL", 99)
         assert [command("memory", *args).exit_code for args in (["status"], ["stop"])] == [12, 12]
-        assert document("memory", "stop", "--yes", "--json") == {"pid": None}
+        assert document("memory", "stop", "--all", "--json") == {"pid": None}
         assert not (tmp_path / "socket").exists(), pid
