@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Generic, TypeVar
 
 R = TypeVar("R")
@@ -28,7 +29,7 @@ class _Run:
         self.error: BaseException | None = None
 
     def run(self, threads: int, name: str) -> None:
-        others = [threading.Thread(target=self.work, name=f"{name}-{i}") for i in range(1, threads)]
+        others = [threading.Thread(target=copy_context().run, args=(self.work,), name=f"{name}-{i}") for i in range(1, threads)]
         for thread in others:
             thread.start()
         self.work()
@@ -56,7 +57,7 @@ class Pending(Generic[R]):
     def __init__(self, work: Callable[[], R], name: str) -> None:
         self._found: list[R] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run, work), name=name)
         self._thread.start()
 
     def _run(self, work: Callable[[], R]) -> None:

@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckpt.concurrency.patience import patience
 from ckpt.concurrency.workers import Pending
 from ckpt.errors import DeadlineError, RankFailedError, error_to_json
 from ckpt.tracing.progress import RankSign, sign_interval
@@ -127,6 +128,7 @@ class Call:
             self._own_channel.next_turn()
             if self._own_channel.turn == 1:  # not when the call began: a save in the background has a thread of its own for it
                 self.group.keys.forget(self._store)
+        before = patience.set(self.timeout)
         try:
             yield
         except BaseException as err:  # Ctrl-C and SystemExit as well: the other ranks would wait for this one until the deadline
@@ -135,6 +137,8 @@ class Call:
             if self._decided or not self._posted:
                 self._report_error(err, decided=False)
             raise
+        finally:
+            patience.reset(before)
 
     def fail(self, phase: str, error: BaseException) -> None:
         """End the call on all ranks with an error of this one, which the caller then raises."""

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from weakref import finalize
 
@@ -23,6 +24,8 @@ from .messages import Message, receive, send
 from .objects import MemoryObject
 from .remote import split_host
 
+_SILENT_SECONDS = 2.0
+"""For a daemon that did not answer the last question: it has had its time, and each of the next questions would cost as much."""
 _IDLE = 16
 """Connections that are kept for loans: those of the files that one rank fills at once."""
 _clients: dict[Path, MemoryClient] = {}
@@ -113,6 +116,8 @@ class MemoryClient:
         self.folder = folder
         self._lock = threading.Lock()
         self._connection: DaemonConnection | None = None
+        self._silent = False
+        """Whether the daemon has not answered the last question in time."""
         self._mappings = MappingCache()
         self._idle = IdleConnections[DaemonConnection](_IDLE)
 
@@ -131,10 +136,10 @@ class MemoryClient:
         return self._connection
 
     def _connected(self, *, start: bool) -> DaemonConnection:
-        connection = try_to_connect(self.folder)
+        connection = self._try_to_connect()
         if connection is None and start:
             start_daemon(self.folder)
-            connection = try_to_connect(self.folder)
+            connection = self._try_to_connect()
         if connection is None:
             raise NotFoundError(
                 "no memory daemon runs", where=str(self.folder), hint="it starts with the first save to mem://, or by `ckpt memory serve`"
@@ -143,15 +148,30 @@ class MemoryClient:
         self._idle.clear()
         return connection
 
+    def _try_to_connect(self) -> DaemonConnection | None:
+        with self._noting_silence():
+            return try_to_connect(self.folder, _SILENT_SECONDS if self._silent else TIMEOUT)
+
+    @contextmanager
+    def _noting_silence(self) -> Iterator[None]:
+        """Something is asked."""
+        try:
+            yield
+        except StorageError as err:
+            self._silent = _is_silence(err)
+            raise
+        self._silent = False
+
     def _ask(self, question: Message) -> tuple[Message, Sequence[int]]:
         # A daemon that is replaced closes its connections, after an answer and before it reads the next question. So if
         # the connection breaks and the same daemon is there again, it has not heard this one.
         with self._lock:
             connection = self._reached(start=False)
             try:
-                return connection.ask(question)
+                with self._noting_silence():
+                    return connection.ask(question)
             except StorageError as err:
-                if connection.is_open() or isinstance(err.__cause__, TimeoutError):
+                if connection.is_open() or _is_silence(err):
                     raise
                 try:
                     again = self._reached(start=False)
@@ -178,19 +198,21 @@ class MemoryClient:
         kept = self._idle.take_open()
         if kept is not None:
             try:
-                return Loan(kept, size, self._mappings, self._idle)
-            except StorageError:
-                if kept.is_open():  # the daemon refuses
+                with self._noting_silence():
+                    return Loan(kept, size, self._mappings, self._idle)
+            except StorageError as err:
+                if kept.is_open() or _is_silence(err):  # the daemon refuses, or hangs
                     kept.close()
                     raise
             except BaseException:
                 kept.close()
                 raise
-        connection = try_to_connect(self.folder)  # it may have been replaced just now
+        connection = self._try_to_connect()  # it may have been replaced just now
         if connection is None:
             raise gone(self.folder, "nobody listens")
         try:
-            return Loan(connection, size, self._mappings, self._idle)
+            with self._noting_silence():
+                return Loan(connection, size, self._mappings, self._idle)
         except BaseException:
             connection.close()
             raise
@@ -279,6 +301,10 @@ class MemoryClient:
             StorageError: the program that is installed now does not start; the daemon goes on as it was.
         """
         self._ask({"ask": "replace"})
+
+
+def _is_silence(err: StorageError) -> bool:
+    return isinstance(err.__cause__, TimeoutError)
 
 
 def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:

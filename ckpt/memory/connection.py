@@ -14,31 +14,35 @@ from pathlib import Path
 from weakref import finalize
 
 from ckpt import settings
+from ckpt.concurrency.patience import patience
 from ckpt.errors import AccessError, CkptError, FormatError, StorageError, error_from_json
+from ckpt.transport.endpoints import EXHAUSTED, exhausted
 
 from . import place
 from .messages import PROTOCOL, Message, Packet, close_all, receive, send
 
 TIMEOUT = 60.0
-"""Seconds without an answer after which the daemon counts as dead."""
+"""Seconds without an answer after which the daemon counts as dead; fewer in a call whose own deadline is shorter."""
 _START_SECONDS = 40.0
 
 
 class DaemonConnection:
     """A connection to the daemon. Questions are asked one at a time."""
 
-    def __init__(self, sock: socket.socket, folder: Path) -> None:
+    def __init__(self, sock: socket.socket, folder: Path, seconds: float) -> None:
         self._sock = sock
         self._folder = folder
+        self._seconds = seconds
         self._close = finalize(self, sock.close)
         answer, files = self.ask({"ask": "hello", "protocol": PROTOCOL})
+        self._seconds = TIMEOUT
         if answer.get("protocol") != PROTOCOL or not files:
             close_all(files)
             raise FormatError(
                 f"the memory daemon is of release {answer.get('release')} and speaks version {answer.get('protocol')} of the protocol, "
                 f"this release {PROTOCOL}",
                 where=str(folder),
-                hint="end it with `ckpt memory stop --yes`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
+                hint="end it with `ckpt memory stop --all`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
             )
         self._id = str(answer["id"])
         with os.fdopen(files[0], "rb") as file:
@@ -52,13 +56,15 @@ class DaemonConnection:
         Raises:
             CkptError: what the daemon found wrong; StorageError if it is gone or hangs.
         """
+        seconds = min(TIMEOUT, self._seconds, patience.get())
         try:
+            self._sock.settimeout(seconds)
             send(self._sock, question)
             packet = receive(self._sock)
         except TimeoutError as err:
             self.close()
             raise StorageError(
-                f"the memory daemon has not answered for {TIMEOUT:g} s",
+                f"the memory daemon has not answered for {seconds:g} s",
                 where=str(self._folder),
                 hint="look whether it is stopped (`ps`); end it, and start again",
             ) from err
@@ -88,11 +94,11 @@ def _checked(packet: Packet) -> tuple[Message, Sequence[int]]:
     return packet.message, packet.files
 
 
-def try_to_connect(folder: Path) -> DaemonConnection | None:
-    """None if nobody listens."""
+def try_to_connect(folder: Path, seconds: float = TIMEOUT) -> DaemonConnection | None:
+    """None if nobody listens. ``seconds``: within which it must answer first."""
     try:
         place.check_private(folder)
-        sock = place.connect_socket(folder, TIMEOUT)
+        sock = place.connect_socket(folder, min(seconds, patience.get()))
     except (FileNotFoundError, ConnectionRefusedError):
         return None
     except CkptError:
@@ -100,9 +106,11 @@ def try_to_connect(folder: Path) -> DaemonConnection | None:
     except PermissionError as err:
         raise AccessError(f"this memory is another account's: {err}", where=str(folder), hint="see CKPT_MEMORY_DIR") from err
     except OSError as err:
+        if err.errno in EXHAUSTED:
+            raise exhausted("no connection to the memory daemon can be made", err) from err
         raise gone(folder, str(err)) from err
     try:
-        return DaemonConnection(sock, folder)
+        return DaemonConnection(sock, folder, seconds)
     except BaseException:
         sock.close()
         raise

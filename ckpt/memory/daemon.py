@@ -184,7 +184,7 @@ class MemoryDaemon:
         except BlockingIOError:
             log.warning("a client that does not take its answer is dropped")
             self._close(connection)
-        except (OSError, FormatError) as err:
+        except (OSError, CkptError) as err:
             log.debug("memory: a client is served no longer: %s", err)
             self._close(connection)
 

@@ -6,6 +6,7 @@ Nothing that comes is unpickled, and every length is compared with a limit befor
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 
 from ckpt.errors import FormatError
 from ckpt.settings import limits
+from ckpt.transport.endpoints import exhausted
 
 PROTOCOL = 1
 """Version of the messages. ``hello``, ``status`` and ``stop`` stay what they are in all of them."""
@@ -59,14 +61,17 @@ def receive(sock: socket.socket) -> Packet | None:
 
     Raises:
         FormatError: it is no message of ours.
+        CkptError: this process has too many files open.
         OSError: the other end is gone, or says nothing.
     """
     data, files, flags, _ = socket.recv_fds(sock, _INLINE + 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:
             return None
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & socket.MSG_TRUNC:
             raise FormatError("a message that is too long")
+        if flags & socket.MSG_CTRUNC:  # the kernel gives fewer files than were sent where this process can open no more
+            raise exhausted("no descriptor for a file of the memory daemon can be made", OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
         text = data[1:]
         if data[:1] == _IN_FILE and files:
             carrier, *files = files

@@ -48,7 +48,7 @@ class Port:
     look: Callable[[str], Any]
     network: str = ""
     """Equal for ranks that have the same interfaces."""
-    listener: Listener | None = None
+    listener: Listener[Hello] | None = None
     early: list[tuple[Hello, socket.socket]] = field(default_factory=list)
     """Streams from ranks that are ahead of this one."""
     met: set[tuple[int, int]] = field(default_factory=set)
@@ -93,7 +93,7 @@ class Exchange:
             self.selector = selectors.DefaultSelector()
             self.woken, self.waker = socket.socketpair()
         except OSError as err:
-            raise exhausted(err) from err
+            raise exhausted("no connection between ranks can be made", err) from err
         self.dialer = Dialer(self.selector, port.timeout)
         for sock in (self.woken, self.waker):
             sock.setblocking(False)

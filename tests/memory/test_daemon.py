@@ -24,6 +24,7 @@ from ckpt.memory import store as memory_store
 from ckpt.memory.client import MemoryClient
 from ckpt.memory.messages import receive, send
 from ckpt.memory.store import MemoryStore
+from ckpt.policies import EverySteps
 from tests.memory.daemons import daemon_in
 
 MIB = 1 << 20
@@ -416,7 +417,7 @@ serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flus
         old = start(code)
         try:
             assert old.stdout is not None and old.stdout.readline() == "listens\n"
-            with pytest.raises(FormatError, match=r"(?s)speaks version 0 of the protocol, this release 1.*ckpt memory stop --yes"):
+            with pytest.raises(FormatError, match=r"(?s)speaks version 0 of the protocol, this release 1.*ckpt memory stop --all"):
                 ckpt.Checkpointer(str(tmp_path / "run"), memory=ckpt.Memory()).step(1, {"w": torch.ones(3)})
             client.end_daemon(tmp_path / "memory")
             assert old.wait(20) == 0
@@ -468,6 +469,33 @@ def test_a_hanging_daemon_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             os.kill(pid, signal.SIGCONT)
         monkeypatch.setattr(connection, "TIMEOUT", 30.0)
         assert list(daemon.list()) == []
+
+
+@pytest.mark.alone
+def test_a_hanging_daemon_ends_a_save_within_the_deadline_of_that(tmp_path: Path) -> None:
+    """Of the save itself, and of one of a training loop; whatever comes after does not wait as long again."""
+    state = {"w": torch.ones(3)}
+    with (
+        daemon_in(tmp_path / "memory") as daemon,
+        ckpt.Checkpointer(str(tmp_path / "root"), memory=ckpt.Memory(copies=0), save=EverySteps(100), timeout=3) as c,
+    ):
+        for step in (1, 2):
+            c.step(step, state)
+            assert c.handle is not None
+            c.handle.result()
+        pid = daemon.status()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for save in (lambda: ckpt.save("mem://run/step-1", state, timeout=3), lambda: c.save(3, state).result()):
+                began = time.monotonic()
+                with pytest.raises(StorageError, match="has not answered"):
+                    save()
+                assert time.monotonic() - began < 30, "60 s is what the daemon has where nobody set a deadline"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        c.handle = None
+        ckpt.save("mem://run/step-1", state, timeout=30)
+        assert "run/step-1/checkpoint.json" in [each.path for each in daemon.list()]
 
 
 def test_a_daemon_that_dies_is_started_again(tmp_path: Path) -> None:

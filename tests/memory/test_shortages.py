@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import AccessError, CkptError
+from ckpt.live.segments.segment import MemorySegment
 from ckpt.memory import client
 from ckpt.memory.client import MemoryClient
 from ckpt.memory.remote import RemoteMemory
@@ -127,3 +130,32 @@ def test_two_jobs_have_one_daemon(tmp_path: Path) -> None:
         with pytest.raises(AccessError, match="another secret"):
             RemoteMemory(daemon.address(), "of b").hello()  # its own is of the account
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
+@contextmanager
+def no_files_left() -> Iterator[None]:
+    """This process can open no file more."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_process_without_files_is_told_so_and_not_of_memory_or_daemons(daemon: MemoryClient) -> None:
+    daemon.put("a/f", b"content")
+    unreached = client.MemoryClient(daemon.folder)
+    with no_files_left():
+        with pytest.raises(CkptError, match="no shared memory of .* bytes can be made: .*Too many open files"):
+            MemorySegment(100)
+        with pytest.raises(CkptError, match="no descriptor for a file of the memory daemon can be made: .*Too many open files"):
+            daemon.get("a/f")
+        with pytest.raises(CkptError, match="no connection to the memory daemon can be made: .*Too many open files"):
+            unreached.reach(start=False)
+    assert os.pread(daemon.get("a/f").file, 7, 0) == b"content"

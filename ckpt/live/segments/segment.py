@@ -35,6 +35,7 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.errors import CkptError
 from ckpt.memory.mappings import protect
 from ckpt.settings import limits
+from ckpt.transport.endpoints import EXHAUSTED, exhausted
 
 BLOCK = limits.MIB
 """Bytes that have one digest."""
@@ -120,7 +121,7 @@ class MemorySegment:
         try:
             self._file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError) as err:
-            raise _no_memory(size, str(err)) from err
+            raise _no_memory(size, err) from err
         try:
             os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
@@ -128,7 +129,7 @@ class MemorySegment:
                 self._memory.madvise(mmap.MADV_DONTFORK)
         except (OSError, OverflowError, ValueError) as err:
             os.close(self._file)
-            raise _no_memory(size, str(err)) from err
+            raise _no_memory(size, err) from err
         self._close = finalize(self, os.close, self._file)  # a publication that fails forgets its segment: the open file is all the memory
         whole = np.frombuffer(self._memory, dtype=np.uint8)
         self._address = whole.ctypes.data
@@ -184,7 +185,7 @@ class MemorySegment:
         try:
             protect(self._address, len(self._whole), writable=writable)
         except OSError as err:
-            raise _no_memory(len(self._whole), str(err)) from err
+            raise _no_memory(len(self._whole), err) from err
 
 
 class SegmentPool:
@@ -252,8 +253,10 @@ def file_size(capacity: int) -> int:
     return -(-(digests_at(capacity) + 8 * -(-capacity // BLOCK)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _no_memory(size: int, why: str) -> CkptError:
+def _no_memory(size: int, err: Exception) -> CkptError:
+    if isinstance(err, OSError) and err.errno in EXHAUSTED[:2]:
+        return exhausted(f"no shared memory of {size:,} bytes can be made", err)
     return CkptError(
-        f"there is no shared memory for {size:,} bytes, which a published version of this rank's state needs: {why}",
+        f"there is no shared memory for {size:,} bytes, which a published version of this rank's state needs: {err}",
         hint="publish a smaller state, or keep fewer versions (keep=)",
     )
