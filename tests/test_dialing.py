@@ -6,13 +6,14 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from ckpt.transport import dialing, listener
 from ckpt.transport.dialing import Dialer
 from ckpt.transport.listener import Listener
-from ckpt.transport.sockets import Hello, Sending, Views
+from ckpt.transport.sockets import Greeting, Hello, Sending, Views
 from ckpt.transport.tcp import prepare
 
 SECRET = bytes(range(16))
@@ -43,7 +44,7 @@ def nobody() -> tuple[str, int]:
         return address
 
 
-def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener, seconds: float) -> list[Hello]:
+def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener[Hello], seconds: float) -> list[Hello]:
     """What comes to the door, until something does."""
     heard: list[Hello] = []
     end = time.monotonic() + seconds
@@ -71,7 +72,7 @@ def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener, seco
 
 
 def test_one_silent_address_does_not_take_the_time_of_the_others(silent: tuple[str, int], nobody: tuple[str, int]) -> None:
-    door = Listener([socket.create_server(("127.0.0.1", 0))], SECRET, 60.0)
+    door = Listener([socket.create_server(("127.0.0.1", 0))], partial(Greeting, secret=SECRET), 60.0)
     with selectors.DefaultSelector() as selector:
         dialer = Dialer(selector, 60.0)
         door.attach(selector)
@@ -109,7 +110,7 @@ def test_a_rank_gets_in_among_many_that_say_nothing(monkeypatch: pytest.MonkeyPa
     """Its greeting comes after more of them than may wait, and it connects again when it was dropped."""
     monkeypatch.setattr(listener, "MOST_GREETINGS", 4)
     monkeypatch.setattr(dialing, "_PAUSE", 0.01)
-    door = Listener([socket.create_server(("127.0.0.1", 0), backlog=100)], SECRET, 60.0)
+    door = Listener([socket.create_server(("127.0.0.1", 0), backlog=100)], partial(Greeting, secret=SECRET), 60.0)
     (address,) = door.addresses
     idle = [socket.create_connection(address) for _ in range(50)]
     with selectors.DefaultSelector() as selector:
@@ -132,7 +133,7 @@ def test_a_rank_gets_in_among_many_that_say_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "GREETING_SECONDS", 0.1)
-    door = Listener([socket.create_server(("127.0.0.1", 0))], SECRET, 60.0)
+    door = Listener([socket.create_server(("127.0.0.1", 0))], partial(Greeting, secret=SECRET), 60.0)
     with socket.create_connection(door.addresses[0]) as idle, selectors.DefaultSelector() as selector:
         door.attach(selector)
         idle.sendall(b"ckp")

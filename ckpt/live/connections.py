@@ -1,24 +1,33 @@
-"""Answers whoever connects and knows the secret: a thread waits for connections, and one serves each. No torch."""
+"""Answers whoever connects and knows the secret: a thread waits for connections, and one serves each peer that has proved itself. No torch.
+
+Strangers cost no threads and few files (``ckpt.transport.listener``); all peers together leave half of this process's files to the program.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ckpt.errors import CkptError, FormatError
+from ckpt.transport.listener import Listener, Listening, part_of_files
 
-from .wire import Channel, welcome
+from .wire import Channel, Proving
 
-MOST_CONNECTIONS = 4096
-_PAUSE = 0.05
-"""Seconds after a connection that could not be accepted: where files have run out, the next try would come at once."""
+_PART = 2
+"""Peers of all servers have at most this part of the files that this process may open; others wait at the ports."""
 _PATIENCE = 2.0
 """Seconds that closing waits for conversations: what they read may be freed after it."""
+
+_conversing = set[socket.socket]()
+"""The connections of all servers of this process."""
+os.register_at_fork(after_in_child=_conversing.clear)
 
 log = logging.getLogger("ckpt")
 
@@ -38,8 +47,6 @@ class ConnectionServer:
         serve: Callable[[Channel], None],
         gone: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        self._ports = ports
-        self._secret = secret
         self._timeout = timeout
         self._purpose = purpose
         self._name = name
@@ -49,7 +56,9 @@ class ConnectionServer:
         self._connections: set[socket.socket] = set()
         self._conversations: set[threading.Thread] = set()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._warned = False
+        door = Listener(ports, partial(Proving, secret=secret), timeout)
+        self._thread = threading.Thread(target=self._accept, args=(door,), name=name, daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
@@ -59,9 +68,7 @@ class ConnectionServer:
     def close(self) -> None:
         """Stop listening, drop who is connected, and wait for a moment until nobody is served any more."""
         self._closing.set()
-        self._thread.join()
-        for port in self._ports:
-            port.close()
+        self._thread.join()  # which closes the ports
         with self._lock:
             for sock in self._connections:
                 with suppress(OSError):
@@ -71,59 +78,69 @@ class ConnectionServer:
         for conversation in conversations:
             conversation.join(max(0.0, end - time.monotonic()))
 
-    def _accept(self) -> None:
+    def _accept(self, door: Listener[str]) -> None:
         with selectors.DefaultSelector() as selector:
-            for port in self._ports:
-                port.setblocking(False)
-                selector.register(port, selectors.EVENT_READ, port)
+            door.attach(selector)
             while not self._closing.is_set():
                 for key, _ in selector.select(0.1):
-                    try:
-                        sock, address = key.data.accept()
-                    except OSError:  # of that connection alone, which tries again; or too many files, and then it waits at the port
-                        self._closing.wait(_PAUSE)
+                    if not isinstance(key.data, Listening):
+                        purpose = door.greet(key.data)
+                        if purpose is not None:
+                            self._begin(key.data.sock, purpose)
+                    elif len(_conversing) < part_of_files(_PART):
+                        for purpose, sock in door.accept(key.data):
+                            self._begin(sock, purpose)
                     else:
-                        self._begin(sock, f"{address[0]}:{address[1]}")
+                        self._warn_full()
+                        door.pause()
+                door.tick()
+        door.close()
 
-    def _begin(self, sock: socket.socket, peer: str) -> None:
-        with self._lock:
-            full = len(self._connections) >= MOST_CONNECTIONS
-            if not full:
-                self._connections.add(sock)
-        if full:
-            log.warning("%s is not served: there are %d connections", peer, MOST_CONNECTIONS)
+    def _warn_full(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("others wait to be served: there are %d connections; `ulimit -n` raises the limit", len(_conversing))
+
+    def _begin(self, sock: socket.socket, purpose: str) -> None:
+        """Serve a peer that has proved itself."""
+        try:
+            address = sock.getpeername()
+        except OSError:  # it is gone
             sock.close()
             return
-        conversation = threading.Thread(target=self._converse, args=(sock, peer), name=self._name, daemon=True)
+        channel = Channel(sock, f"{address[0]}:{address[1]}", self._timeout, self._check_going, purpose)
+        conversation = threading.Thread(target=self._converse, args=(channel,), name=self._name, daemon=True)
+        with self._lock:
+            self._connections.add(sock)
+            _conversing.add(sock)
         try:
             conversation.start()
         except RuntimeError:  # no more threads: this one is not served, and those that come later may be
-            log.warning("%s is not served: this process can start no more threads", peer)
-            with self._lock:
-                self._connections.discard(sock)
-            sock.close()
+            log.warning("%s is not served: this process can start no more threads", channel.peer)
+            self._end(channel)
             return
         with self._lock:
             if conversation.is_alive():
                 self._conversations.add(conversation)
 
-    def _converse(self, sock: socket.socket, peer: str) -> None:
+    def _converse(self, channel: Channel) -> None:
         try:
-            channel = welcome(sock, self._secret, self._timeout, peer=peer, alive=self._check_going)
             if channel.purpose != self._purpose:
-                raise FormatError(f"it asks for {channel.purpose!r}, and {self._purpose!r} are given here", where=peer)
+                raise FormatError(f"it asks for {channel.purpose!r}, and {self._purpose!r} are given here", where=channel.peer)
             self._serve(channel)
         except (CkptError, OSError) as err:
-            log.debug("live: %s is served no longer: %s", peer, err)
+            log.debug("live: %s is served no longer: %s", channel.peer, err)
         finally:
-            with self._lock:
-                self._connections.discard(sock)
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-            self._gone(peer)
+            self._end(channel)
+            self._gone(channel.peer)
             with self._lock:
                 self._conversations.discard(threading.current_thread())
+
+    def _end(self, channel: Channel) -> None:
+        with self._lock:
+            self._connections.discard(channel.sock)
+            _conversing.discard(channel.sock)
+        channel.close()
 
     def _check_going(self) -> None:
         if self._closing.is_set():

@@ -7,13 +7,14 @@ for again. No torch.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
+from weakref import finalize
 
-from ckpt.coordination.remote_errors import error_of
 from ckpt.coordination.rows import Row
-from ckpt.errors import CkptError, DeadlineError, FormatError, GroupError, StorageError, UsageError, error_to_json
+from ckpt.errors import CkptError, DeadlineError, GroupError, StorageError, UsageError, error_from_json, error_to_json
 from ckpt.settings import limits
 from ckpt.text.urls import address_text
 from ckpt.transport.tcp import close_when_forked
@@ -29,7 +30,7 @@ _MOST_ANSWER = 256 * limits.MIB
 
 
 def split_address(address: str) -> tuple[str, int, str]:
-    """Host, port and name of ``tcp://host:port/name``; the name may be empty.
+    """Host, port and name of ``tcp://host:port/name``.
 
     Raises:
         UsageError: it is no such address.
@@ -41,6 +42,9 @@ def split_address(address: str) -> tuple[str, int, str]:
         raise _no_address(address) from err
     if parts.scheme != "tcp" or not host or port is None or parts.query or parts.fragment or parts.username:
         raise _no_address(address)
+    if not name:
+        hint = f'write it as "tcp://{address_text(host, port)}/name": whoever comes to a port that now is another source\'s is told so'
+        raise UsageError(f"{address!r} has no name", hint=hint)
     return host, port, name
 
 
@@ -68,18 +72,24 @@ def with_port(address: str, port: socket.socket) -> str:
     return f"tcp://{address_text(host, port.getsockname()[1])}/{name}"
 
 
-def _reached_at(address: str) -> list[tuple[str, int]]:
-    """Where connections to a source go: all addresses of its host, which may be a name.
+def _reached_at(address: str, end: float, alive: Callable[[], None]) -> list[tuple[str, int]]:
+    """Where connections to a source go: all addresses of its host, which may be a name that is known only once that machine is there,
+    until ``end``.
 
     Raises:
         DeadlineError: nobody knows the name.
     """
     host, port, _ = split_address(address)
-    try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as err:
-        hint = "check the address, or give that of the machine in numbers"
-        raise DeadlineError(f"the name {host!r} of the source's machine leads nowhere: {err}", where=address, hint=hint) from err
+    while True:
+        try:
+            known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            break
+        except (OSError, UnicodeError) as err:
+            if isinstance(err, UnicodeError) or time.monotonic() >= end:
+                hint = "check the address, or give that of the machine in numbers"
+                raise DeadlineError(f"the name {host!r} of the source's machine leads nowhere: {err}", where=address, hint=hint) from err
+        alive()
+        time.sleep(min(1.0, max(0.0, end - time.monotonic())))
     return list(dict.fromkeys((str(where[0]), port) for *_, where in known))
 
 
@@ -122,31 +132,57 @@ class ControlClient:
         GroupError: it is gone.
     """
 
-    def __init__(self, address: str, secret: bytes, timeout: float, alive: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        timeout: float,
+        alive: Callable[[], None] = lambda: None,
+        *,
+        reach: float | None = None,
+        patient: bool = False,
+    ) -> None:
+        """``reach``: the seconds in which it must be reached, if not ``timeout``. ``patient``: it may start within them."""
         self.address = address
-        reached_at = _reached_at(address)
+        end = time.monotonic() + (timeout if reach is None else reach)
+        peer = f"the source at {address}"
         with _naming(address):
-            self._channel = dial(reached_at, secret, timeout, peer=f"the source at {address}", purpose=PURPOSE, alive=alive)
+            reached_at = _reached_at(address, end if patient else 0.0, alive)
+            left = max(1.0, end - time.monotonic())
+            self._channel = dial(reached_at, secret, left, peer=peer, purpose=PURPOSE, alive=alive, patient=patient)
+        self._channel.timeout = timeout
+        self._close = finalize(self, self._channel.close)
 
     def ask(self, question: Row, alive: Callable[[], None] = lambda: None) -> tuple[Row, bytes]:
-        """What it answers. ``alive`` is called while it does not.
+        """What it answers. ``alive`` is called while it does not. The connection is closed if there is no answer.
 
         Raises:
             CkptError: what it found wrong; DeadlineError, GroupError if it hangs or is gone.
         """
         self._channel.alive = alive
-        with _naming(self.address):
-            send(self._channel, question, ())
-            answer, data = receive(self._channel, _MOST_ANSWER)
+        try:
+            with _naming(self.address):
+                send(self._channel, question, ())
+                answer, data = receive(self._channel, _MOST_ANSWER)
+        except BaseException:
+            self.close()  # the answer to another question might come first
+            raise
         if "error" in answer:
-            try:
-                raise error_of("take", "versions", {"decided": True, "rank": 0, "error": answer["error"]})
-            except (KeyError, TypeError) as err:
-                raise FormatError(f"an error message that cannot be read: {err!r}", where=self.address) from err
+            error = error_from_json(answer["error"])
+            error.where = error.where or self.address
+            raise error
         return answer, data
 
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than this for answers."""
+        self._channel.timeout = min(self._channel.timeout, seconds)
+
+    @property
+    def closed(self) -> bool:
+        return self._channel.sock.fileno() < 0
+
     def close(self) -> None:
-        self._channel.close()
+        self._close()
 
 
 @contextmanager

@@ -94,12 +94,7 @@ def _ask(
 
 def _version_of(data: bytes, blobs: Mapping[str, bytes], holders: Row, where: str) -> OfferedVersion:
     manifest = Manifest.from_bytes(data)
-    try:
-        by_rank = {int(row["rank"]): row for row in holders["source"]}
-        offers = [RelayOffer.from_json(row) for row in holders["relays"]]
-        kept = frozenset(map(str, holders["kept"]))
-    except (KeyError, TypeError, ValueError) as err:
-        raise FormatError(f"what came does not say where the ranks of the source are: {err!r}", where=where) from err
+    by_rank = {row["rank"]: row for row in holders["source"]}
     if by_rank.keys() != {*manifest.ranks} or by_rank.keys() != manifest.segments.keys():
         raise FormatError("the ranks of the source are not those of its manifest", where=where, hint="please report this")
     return OfferedVersion(
@@ -107,6 +102,6 @@ def _version_of(data: bytes, blobs: Mapping[str, bytes], holders: Row, where: st
         manifest=manifest,
         blobs={digest: blobs[digest] for digest in manifest.blobs()},
         holders=by_rank,
-        relays=RelayHolders(ranks=by_rank, offers=offers),
-        kept=kept,
+        relays=RelayHolders(ranks=by_rank, offers=[RelayOffer.of(row) for row in holders["relays"]]),
+        kept=frozenset(holders["kept"]),
     )

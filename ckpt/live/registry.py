@@ -10,8 +10,10 @@ from typing import Any
 
 from ckpt.coordination.rows import Row
 from ckpt.errors import FormatError, NotFoundError
+from ckpt.transport.members import check, is_count
 
 from .control import Answer
+from .relays.relay import RELAY
 from .versions import Manifest, Version
 
 WAIT = 0.5
@@ -66,7 +68,7 @@ class SinkRecord:
 
     @property
     def state(self) -> str:
-        if self.left:
+        if self.left and not self.lost_ranks:
             return "left"
         return "lost" if self.lost or self.lost_ranks else "taking" if self.taking else "waiting"
 
@@ -194,6 +196,7 @@ class VersionRegistry:
 
     def _offer(self, peer: str, question: Row) -> Answer:
         """A sink says from where others can take the version that it takes."""
+        check(question["relays"], [RELAY])
         with self._condition:
             sink = self._sink(peer, question)
             sink.offered, sink.relays, sink.receivers = Version.from_json(question["version"]).digest, list(question["relays"]), 0
@@ -219,6 +222,8 @@ class VersionRegistry:
     def _note(self, peer: str, question: Row) -> Answer:
         """A sink says how far it is."""
         version = Version.from_json(question["version"])
+        if question["phase"] == "taken":
+            check(question, {"took_from": {str: is_count}, "dense": {str: is_count}})
         with self._condition:
             sink = self._sink(peer, question)
             sink.error, sink.forming = None, sink.forming if question["phase"] == "taking" else ""

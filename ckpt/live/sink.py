@@ -155,7 +155,8 @@ class Sink:
 
         Args:
             newer_than: wait for another one than this, usually ``sink.version``. None: the newest that there is.
-            timeout: seconds to wait for it. By default as long as for a sign of life.
+            timeout: seconds to wait for it, and in the first take, for a source that has not started yet. By default as long as for a sign
+                of life.
             progress: as for :func:`ckpt.load`: the bytes that this rank has of the version, and needs.
 
         Raises:
@@ -272,11 +273,7 @@ class Sink:
 
     def _find(self, call: Call, newer_than: Version | None, end: float) -> OfferedVersion:
         """The newest version, and all that its manifest refers to."""
-        try:
-            return find_newest(call, self._source, self._blobs, newer_than, end, base=self._state_version.delta_base)
-        except BaseException:
-            self._source.disconnect()
-            raise
+        return find_newest(call, self._source, self._blobs, newer_than, end, base=self._state_version.delta_base)
 
     # ---- take
 

@@ -140,9 +140,11 @@ class Source:
             if call.is_leader:
                 port = listen_at(address)
                 address = with_port(address, port)
-            row: Row = {"secret": fingerprint(given), "options": [self._keep, self._delta, self._check_replicas]}
+            row: Row = {"secret": fingerprint(given), "options": [self._keep, self._delta, self._check_replicas], "empty": not self._state}
 
             def begin(rows: dict[int, Row]) -> Row:
+                if all(each["empty"] for each in rows.values()):
+                    raise UsageError("the state of the source is empty on all ranks", hint='publish what engines need: {"model": model}')
                 if len({row["secret"] for row in rows.values()}) > 1:
                     raise UsageError("the ranks of the source were given different secrets", hint="give the same secret= on every rank")
                 if any(each["options"] != row["options"] for each in rows.values()):

@@ -15,9 +15,11 @@ from ckpt import settings
 from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, RankFailedError
 from ckpt.plan.tables import ranks_text
+from ckpt.transport.members import ADDRESSES, Either, Kind, checked, is_count, is_hex
 from ckpt.transport.shm_pool import machine
 
 from .control import ControlClient, split_address
+from .relays.relay import RELAY
 from .versions import Version, digest_of_blob
 
 log = logging.getLogger("ckpt")
@@ -26,24 +28,21 @@ _numbers = count(1)
 """Of the sinks of this process."""
 _PATIENCE = 5.0
 """Seconds for a source that is to hear of a rank that died."""
-_RELEASE = "use the same release of ckpt at both ends"
-
-
-def check_holders(rows: object, where: str) -> None:
-    """Raise CorruptError unless these say of each rank of a source where it is: what comes later need not look again."""
-    try:
-        if not isinstance(rows, list):
-            raise TypeError(f"{type(rows).__name__} in the place of a list")
-        for row in rows:
-            file, token = row["at"]
-            fields = [row["rank"], row["pid"], file, *(port for _, port in row["addresses"])]
-            texts = [row["network"], row["machine"], token, *(host for host, _ in row["addresses"])]
-            wrong = [value for value in fields if type(value) is not int] + [value for value in texts if not isinstance(value, str)]
-            if wrong:
-                raise ValueError(f"{wrong[0]!r:.80} is of the wrong kind")
-    except (KeyError, TypeError, ValueError) as err:
-        message = f"what came does not say where the ranks of the source are: {err!r}"
-        raise CorruptError(message, where=where, hint=_RELEASE) from err
+_HOLDER: Kind = {
+    "rank": is_count,
+    "pid": is_count,
+    "at": (is_count, is_hex),
+    "addresses": ADDRESSES,
+    "network": str,
+    "machine": str,
+    "domain": Either(str, None),
+    "delta": bool,
+}
+NEWEST: Kind = Either(
+    {"version": None, "lost": [is_count]},
+    {"version": {"run": str, "step": is_count, "digest": is_hex}, "holders": [_HOLDER], "relays": [RELAY | {"sink": str}], "kept": [str]},
+)
+"""The answer to the question for the newest version."""
 
 
 def _never(newer: str, lost: Sequence[int], where: str) -> RankFailedError:
@@ -94,14 +93,13 @@ class SourceConnection:
                 answer, data = self._ask(question | {"relays": patience}, end, alive)
             except CkptError as err:
                 tries -= 1
-                self.disconnect()
                 if not tries or isinstance(err, (AccessError, DeadlineError, FormatError, NotFoundError)):
                     raise
                 continue
+            checked(answer, NEWEST, "answer about versions", self._address)
             if answer["version"] is not None:
-                if digest_of_blob(data) != answer["version"].get("digest"):
+                if digest_of_blob(data) != answer["version"]["digest"]:
                     raise CorruptError("the manifest of a version came damaged", where=self._address, hint="take again")
-                check_holders(answer["holders"], self._address)
                 return answer, data
             newer = "no version yet" if after is None else f"no version newer than {after}"
             if answer["lost"]:
@@ -119,9 +117,7 @@ class SourceConnection:
         if not digests:
             return {}
         answer, data = self._ask({"op": "blobs", "digests": digests}, time.monotonic() + self._timeout, alive)
-        sizes = answer.get("sizes")
-        if not isinstance(sizes, list) or len(sizes) != len(digests) or any(type(size) is not int or size < 0 for size in sizes):
-            raise CorruptError("the parts of a version's manifest came with sizes that make no sense", where=self._address, hint=_RELEASE)
+        sizes = checked(answer, {"sizes": (is_count,) * len(digests)}, "answer about parts of a version", self._address)["sizes"]
         blobs, at = {}, 0
         for digest, size in zip(digests, sizes, strict=True):
             blobs[digest] = data[at : at + size]
@@ -145,43 +141,38 @@ class SourceConnection:
     def tell_lost(self, rank: int) -> None:
         """Let the source know that a rank of this sink has died. Any thread."""
         try:
-            if not self._left:  # a take that broke off has ended the connection
+            if not self._left:
                 self._ask({"op": "lost", "rank": rank}, time.monotonic() + _PATIENCE, lambda: None)
         except CkptError as err:
             log.debug("live: the source was not told of a rank that died: %s", err)
 
     def _tell(self, message: Row) -> None:
         with self._lock:
-            if self._client is None:
+            if self._client is None or self._client.closed:
                 return
             try:
                 self._client.ask({**self._who, **message})
             except CkptError as err:
                 log.debug("live: the source was not told: %s", err)
-                self._disconnect()
 
     def leave(self) -> None:
-        """Say good-bye, if the source is there."""
+        """Say good-bye, if the source is there; a take that broke off may have ended the connection."""
+        self._left = True
+        if self._client is None:
+            return
+        with suppress(CkptError):
+            self._ask({"op": "leave"}, time.monotonic(), lambda: None, patience=_PATIENCE)
         with self._lock:
-            self._left = True
-            if self._client is not None:
-                with suppress(CkptError):
-                    self._client.ask({**self._who, "op": "leave"})
-            self._disconnect()
-
-    def disconnect(self) -> None:
-        """Let the next question make another connection."""
-        with self._lock:
-            self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._client is not None:
             self._client.close()
-            self._client = None
 
-    def _ask(self, question: Row, end: float, alive: Callable[[], None]) -> tuple[Row, bytes]:
+    def _ask(self, question: Row, end: float, alive: Callable[[], None], *, patience: float | None = None) -> tuple[Row, bytes]:
+        """The answer of the source. Until it was reached for the first time, it may start until ``end``. ``patience``: wait no longer for
+        an answer."""
         with self._lock:
-            if self._client is None:
-                patience = min(self._timeout, max(end - time.monotonic(), 1.0))
-                self._client = ControlClient(self._address, self._secret, patience, alive)
+            if self._client is None or self._client.closed:
+                reach = max(end - time.monotonic(), 1.0)
+                patient = self._client is None
+                self._client = ControlClient(self._address, self._secret, self._timeout, alive, reach=reach, patient=patient)
+            if patience is not None:
+                self._client.hurry(patience)
             return self._client.ask({**self._who, **question}, alive)

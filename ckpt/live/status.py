@@ -6,9 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt.errors import FormatError, NotFoundError
+from ckpt.errors import NotFoundError
+from ckpt.transport.members import Either, Kind, checked, is_count, is_seconds
 
 from .control import ControlClient, split_address
+
+_VERSION = {"step": is_count, "digest": str, "bytes": is_count, "ranks": is_count, "age": is_seconds, "taken_by": [str]}
+_TOOK = {"digest": str, "bytes": is_count, "seconds": is_seconds, "from": {str: is_count}, "dense": {str: is_count}}
+_SINK = {
+    "sink": str,
+    "ranks": is_count,
+    "state": str,
+    "lost_ranks": [is_count],
+    "step": Either(is_count, None),
+    "relays": bool,
+    "late": bool,
+    "taking": Either({"seconds": is_seconds}, None),
+    "took": [_TOOK],
+    "error": Either(str, None),
+}
+STATUS: Kind = {"run": str, "versions": [_VERSION], "sinks": [_SINK], "lost_ranks": [is_count]}
+"""What the leader of a source answers (``VersionRegistry.status``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,28 +80,29 @@ class SourceStatus:
         """Raises:
         FormatError: it is something else.
         """
-        try:
-            versions = tuple(VersionStatus(**{**v, "taken_by": tuple(v["taken_by"])}) for v in data["versions"])
-            sinks = tuple(
-                SinkStatus(
-                    sink=s["sink"],
-                    ranks=s["ranks"],
-                    state=s["state"],
-                    step=s["step"],
-                    late=s["late"],
-                    seconds=s["taking"]["seconds"] if s["taking"] else None,
-                    took=tuple((t["digest"], t["bytes"], t["seconds"]) for t in s["took"]),
-                    took_from=s["took"][-1]["from"] if s["took"] else {},
-                    relays=s["relays"],
-                    error=s["error"],
-                    lost_ranks=tuple(s["lost_ranks"]),
-                    dense=s["took"][-1]["dense"] if s["took"] else {},
-                )
-                for s in data["sinks"]
+        checked(data, STATUS, "status", address)
+        versions = tuple(
+            VersionStatus(**{name: v[name] for name in _VERSION if name != "taken_by"}, taken_by=tuple(v["taken_by"]))
+            for v in data["versions"]
+        )
+        sinks = tuple(
+            SinkStatus(
+                sink=s["sink"],
+                ranks=s["ranks"],
+                state=s["state"],
+                step=s["step"],
+                late=s["late"],
+                seconds=s["taking"]["seconds"] if s["taking"] else None,
+                took=tuple((t["digest"], t["bytes"], t["seconds"]) for t in s["took"]),
+                took_from=s["took"][-1]["from"] if s["took"] else {},
+                relays=s["relays"],
+                error=s["error"],
+                lost_ranks=tuple(s["lost_ranks"]),
+                dense=s["took"][-1]["dense"] if s["took"] else {},
             )
-            return cls(address=address, run=data["run"], versions=versions, sinks=sinks, lost_ranks=tuple(data["lost_ranks"]))
-        except (KeyError, TypeError) as err:
-            raise FormatError(f"what came is no status: {err!r}", where=address, hint="use the same release of ckpt at both ends") from err
+            for s in data["sinks"]
+        )
+        return cls(address=address, run=data["run"], versions=versions, sinks=sinks, lost_ranks=tuple(data["lost_ranks"]))
 
     def of_step(self, step: int) -> SourceStatus:
         """The same of one version.

@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
 from ckpt.text.printable import printable
 from ckpt.text.urls import address_text
 from ckpt.transport.endpoints import from_here
-from ckpt.transport.tcp import prepare
+from ckpt.transport.tcp import prepare, receive_exactly
 
 Address = tuple[str, int]
 
@@ -42,12 +42,12 @@ _SERVER = struct.Struct(f"<4sH{_NONCE}s32s")
 _PROOF = struct.Struct("<32s16s")
 """The client's proof, and what the connection is for."""
 WELCOME, REFUSED = b"w", b"x"
-GREETING_SECONDS = 5.0
-"""A client that has not proved itself by then is dropped."""
 _SLICE = 0.2
 """Seconds after which a wait looks whether it should go on."""
 _FIRST_TRY = 1.0
 """Seconds for the first try of an address, while there may be better ones; each round doubles it."""
+_PAUSE, _LONGEST_PAUSE = 0.05, 0.4
+"""Seconds before the next try where the other end has closed the connection; each try doubles it."""
 
 
 def _nothing() -> None:
@@ -165,10 +165,12 @@ def dial(
     purpose: str,
     alive: Callable[[], None] = _nothing,
     same_network: bool = True,
+    patient: bool = False,
 ) -> Channel:
     """Connect to one of ``addresses``, tried in turn until one answers, and prove to each other that both know ``secret``.
 
-    ``peer`` is what messages call the other end; ``purpose``, at most 16 ASCII characters, is what it is to serve.
+    ``peer`` is what messages call the other end; ``purpose``, at most 16 ASCII characters, is what it is to serve. ``patient``: where all
+    addresses refuse, the other end may not have started yet, and they are tried until the deadline.
 
     Raises:
         DeadlineError: no address answers within ``timeout`` seconds; the message has what happened at each.
@@ -176,57 +178,79 @@ def dial(
         FormatError: it speaks another protocol.
         ConnectionError: it closed the connection.
     """
-    sock = _connected(from_here(list(addresses), same_network=same_network), timeout, peer, alive)
-    channel = Channel(sock, peer, timeout, alive, purpose)
-    try:
-        own = secrets.token_bytes(_NONCE)
-        channel.send(_CLIENT.pack(_MAGIC, PROTOCOL, own))
-        magic, protocol, theirs, proof = _SERVER.unpack(channel.receive(_SERVER.size))
-        _check_protocol(magic, protocol, peer)
-        if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):
-            raise _other_secret(peer)
-        channel.send(_PROOF.pack(_proof(secret, b"client", theirs, own), purpose.encode("ascii")))
-        if channel.receive(1) != WELCOME:
-            raise _other_secret(peer)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
+    addresses, end, pause = from_here(list(addresses), same_network=same_network), time.monotonic() + timeout, _PAUSE
+    while True:
+        channel = Channel(_connected(addresses, end, timeout, peer, alive, patient=patient), peer, timeout, alive, purpose)
+        try:
+            _prove(channel, secret)
+        except BaseException as err:
+            channel.close()
+            # The other end may have had no room, among strangers who connect to it, too.
+            if not isinstance(err, ConnectionError) or pause > _LONGEST_PAUSE or time.monotonic() + pause > end:
+                raise
+        else:
+            return channel
+        time.sleep(pause)
+        pause *= 2
 
 
-def welcome(sock: socket.socket, secret: bytes, timeout: float, *, peer: str, alive: Callable[[], None] = _nothing) -> Channel:
-    """The other end of :func:`dial`, for a connection that was accepted; the channel has the client's ``purpose``.
+def _prove(channel: Channel, secret: bytes) -> None:
+    """The client's part of the handshake; raises as :func:`dial`."""
+    own = secrets.token_bytes(_NONCE)
+    channel.send(_CLIENT.pack(_MAGIC, PROTOCOL, own))
+    magic, protocol, theirs, proof = _SERVER.unpack(channel.receive(_SERVER.size))
+    _check_protocol(magic, protocol, channel.peer)
+    if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):
+        raise _other_secret(channel.peer)
+    channel.send(_PROOF.pack(_proof(secret, b"client", theirs, own), channel.purpose.encode("ascii")))
+    if channel.receive(1) != WELCOME:
+        raise _other_secret(channel.peer)
 
-    Raises:
-        CkptError, ConnectionError: it is somebody else, or says nothing for some seconds. The socket is closed.
-    """
-    prepare(sock, timeout)
-    patience = min(timeout, GREETING_SECONDS)
-    end = time.monotonic() + patience
 
-    def going() -> None:
-        alive()
-        if time.monotonic() > end:  # who sends a byte now and then has no more time than who sends none
-            raise DeadlineError(f"{peer} does not prove itself within {patience:g} s")
+class Proving:
+    """The other end of :func:`dial`: a connection that was accepted and whose client has not proved itself yet."""
 
-    channel = Channel(sock, peer, patience, going)
-    try:
-        magic, protocol, theirs = _CLIENT.unpack(channel.receive(_CLIENT.size))
-        if magic != _MAGIC:
-            raise FormatError("it is no client of ours", where=peer)
-        own = secrets.token_bytes(_NONCE)
-        channel.send(_SERVER.pack(_MAGIC, PROTOCOL, own, _proof(secret, b"server", theirs, own)))
-        _check_protocol(magic, protocol, peer)
-        proof, purpose = _PROOF.unpack(channel.receive(_PROOF.size))
-        if not hmac.compare_digest(proof, _proof(secret, b"client", own, theirs)):
-            channel.send(REFUSED)
-            raise _other_secret(peer)
-        channel.send(WELCOME)
-    except BaseException:
-        channel.close()
-        raise
-    channel.timeout, channel.alive, channel.purpose = timeout, alive, purpose.rstrip(b"\0").decode("ascii", "replace")
-    return channel
+    def __init__(self, sock: socket.socket, secret: bytes) -> None:
+        self.sock = sock
+        self.began = time.monotonic()
+        self._handshake = _handshake(secret)
+        _, self._missing = next(self._handshake)
+        self._received = b""
+
+    def step(self) -> str | None:
+        """Go on without waiting; what the connection is for, once the client has proved itself.
+
+        Raises:
+            ConnectionError: it is gone, or somebody else.
+        """
+        while True:
+            self._received = receive_exactly(self.sock, self._missing, self._received)
+            if len(self._received) < self._missing:
+                return None
+            try:
+                answer, self._missing = self._handshake.send(self._received)
+            except StopIteration as end:
+                self.sock.send(WELCOME)
+                return str(end.value)
+            except CkptError as err:
+                if isinstance(err, AccessError):
+                    self.sock.send(REFUSED)
+                raise ConnectionAbortedError(err.message) from err
+            self.sock.send(answer)  # a connection that is new has room for it
+            self._received = b""
+
+
+def _handshake(secret: bytes) -> Generator[tuple[bytes, int], bytes, str]:
+    """Gives what to send and how many bytes are to come then, and takes these; the client's purpose."""
+    magic, protocol, theirs = _CLIENT.unpack((yield b"", _CLIENT.size))
+    if magic != _MAGIC:
+        raise FormatError("it is no client of ours")
+    own = secrets.token_bytes(_NONCE)
+    proof, purpose = _PROOF.unpack((yield _SERVER.pack(_MAGIC, PROTOCOL, own, _proof(secret, b"server", theirs, own)), _PROOF.size))
+    _check_protocol(magic, protocol, "")
+    if not hmac.compare_digest(proof, _proof(secret, b"client", own, theirs)):
+        raise _other_secret("")
+    return str(purpose.rstrip(b"\0").decode("ascii", "replace"))
 
 
 def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:
@@ -278,9 +302,12 @@ def _other_secret(peer: str) -> CkptError:
     return AccessError("the other end has another secret", where=peer, hint="give both the same secret= or CKPT_LIVE_SECRET")
 
 
-def _connected(addresses: Sequence[Address], timeout: float, peer: str, alive: Callable[[], None]) -> socket.socket:
-    """A connection to the first address that answers. In each round every address has a moment, twice that of the round before."""
-    end, patience = time.monotonic() + timeout, _FIRST_TRY
+def _connected(
+    addresses: Sequence[Address], end: float, timeout: float, peer: str, alive: Callable[[], None], *, patient: bool
+) -> socket.socket:
+    """A connection to the first address that answers by ``end``. In each round every address has a moment, twice that of the round
+    before."""
+    patience = _FIRST_TRY
     outcomes: dict[Address, str] = {}
     while True:
         for host, port in addresses:
@@ -295,11 +322,11 @@ def _connected(addresses: Sequence[Address], timeout: float, peer: str, alive: C
             except OSError as err:
                 outcomes[host, port] = str(err)
         refused = outcomes and all("refused" in outcome for outcome in outcomes.values())
-        if time.monotonic() >= end or (refused and patience > 4 * _FIRST_TRY) or not addresses:
+        if time.monotonic() >= end or (refused and not patient and patience > 4 * _FIRST_TRY) or not addresses:
             tried = ", ".join(f"{address_text(*address)}: {outcome}" for address, outcome in outcomes.items()) or "no address"
             raise DeadlineError(
                 printable(f"{peer} cannot be reached ({tried})"),
                 hint="look whether it runs, and whether its addresses lead there (CKPT_SOCKET_IFNAME chooses interfaces)",
             )
         patience *= 2
-        time.sleep(min(0.05 * patience, max(0.0, end - time.monotonic())))
+        time.sleep(min(0.05 * patience, 1.0, max(0.0, end - time.monotonic())))

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.transport.members import is_count, is_seconds
+
+ROW = (str, is_count, lambda unused: True, str, is_seconds)
+"""What :meth:`MemoryObject.row` gives (``ckpt.transport.members``)."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemoryObject:

@@ -6,13 +6,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError, StorageError, UsageError, error_from_json
+from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError, error_from_json
 from ckpt.live.wire import Channel, dial, receive, send
 from ckpt.settings import limits
 from ckpt.transport.idle_connections import IdleConnections
+from ckpt.transport.members import Kind, checked
 
 from .messages import Message
-from .objects import MemoryObject
+from .objects import ROW, MemoryObject
 from .serving import MOST_ANSWER, PURPOSE
 
 TIMEOUT = 30.0
@@ -48,18 +49,15 @@ class RemoteMemory:
         Raises:
             StorageError: the daemon is gone or hangs.
         """
-        answer = self._ask({"ask": "hello"})
-        with self._understood():
-            return str(answer["id"]), str(answer["host"])
+        answer = self._answer({"ask": "hello"}, {"id": str, "host": str})
+        return answer["id"], answer["host"]
 
     def list(self, prefix: str) -> list[MemoryObject]:
         """
         Raises:
             StorageError: the daemon is gone or hangs.
         """
-        answer = self._ask({"ask": "list", "prefix": prefix})
-        with self._understood():
-            return [MemoryObject.of(row) for row in answer["objects"]]
+        return [MemoryObject.of(row) for row in self._answer({"ask": "list", "prefix": prefix}, {"objects": [ROW]})["objects"]]
 
     def stat(self, path: str) -> MemoryObject:
         """
@@ -67,9 +65,7 @@ class RemoteMemory:
             NotFoundError: there is no such object.
             StorageError: the daemon is gone or hangs.
         """
-        answer = self._ask({"ask": "stat", "path": path})
-        with self._understood():
-            return MemoryObject.of(answer["object"])
+        return MemoryObject.of(self._answer({"ask": "stat", "path": path}, {"object": ROW})["object"])
 
     def read_into(self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None) -> None:
         """Fill ``view``, and give all of it to ``update`` in order.
@@ -91,14 +87,11 @@ class RemoteMemory:
     def close(self) -> None:
         self._idle.clear()
 
-    @contextmanager
-    def _understood(self) -> Iterator[None]:
-        """An answer of another form is that of another release."""
-        try:
-            yield
-        except (KeyError, TypeError, ValueError) as err:
-            hint = "use the same release of ckpt on both machines"
-            raise FormatError(f"the memory daemon's answer cannot be read: {err!r}", where=f"mem://{self.address}", hint=hint) from err
+    def _answer(self, question: Message, kind: Kind) -> Message:
+        """An answer without bytes behind it, of this kind: one of another form is that of another release."""
+        where, hint = f"mem://{self.address}", "use the same release of ckpt on both machines"
+        answer: Message = checked(self._ask(question), kind, "answer of a memory daemon", where, hint)
+        return answer
 
     def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None) -> Message:
         """The answer to a question; ``then`` takes what comes behind it."""

@@ -17,6 +17,7 @@ from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
 from ckpt.io_backends.writer_base import WriterBase
 from ckpt.live.wire import Address, Channel, dial
 from ckpt.transport.idle_connections import IdleConnections
+from ckpt.transport.members import Kind, checked, is_count
 
 from .messages import PURPOSE, Data, Head, receive, send
 
@@ -57,6 +58,12 @@ class NodeConnections:
             self._idle.keep(channel)
         _raise_error(answer)
         return answer, answered
+
+    def answer(self, head: Head, kind: Kind) -> Head:
+        """An answer without bytes, of this kind; raises as :meth:`ask`."""
+        with self.translated():
+            answer: Head = checked(self.ask(head)[0], kind, "answer of a node", f"node {self.name}")
+        return answer
 
     def dial(self) -> Channel:
         """A new connection; raises as ``wire.dial``."""
@@ -116,17 +123,19 @@ class RemoteNode(Backend):
 
     def size(self, path: str) -> int:
         """See ``Backend.size``."""
-        size: int = self._connections.ask({"op": "size", "path": self._key(path)})[0]["size"]
+        size: int = self._connections.answer({"op": "size", "path": self._key(path)}, {"size": is_count})["size"]
         return size
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See ``Backend.list_prefix``. The files are those of the moment of the call."""
-        files = self._connections.ask({"op": "list", "prefix": self._prefix + check_prefix(prefix)})[0]["files"]
+        question = {"op": "list", "prefix": self._prefix + check_prefix(prefix)}
+        files = self._connections.answer(question, {"files": [(str, is_count)]})["files"]
         return iter([ObjectMeta(path.removeprefix(self._prefix), size) for path, size in files])
 
     def list_dir(self, prefix: str = "") -> list[str]:
         """See ``Backend.list_dir``."""
-        names: list[str] = self._connections.ask({"op": "list_dir", "prefix": self._prefix + check_prefix(prefix)})[0]["names"]
+        question = {"op": "list_dir", "prefix": self._prefix + check_prefix(prefix)}
+        names: list[str] = self._connections.answer(question, {"names": [str]})["names"]
         return names
 
     def create(self, path: str, size: int) -> Writer:

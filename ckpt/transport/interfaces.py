@@ -85,7 +85,11 @@ def interface_addresses() -> list[InterfaceAddress]:
 
 
 def is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback
+    """Whether this leads to the machine itself; a name, or what is no address at all, is not known to."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _ipv4() -> list[InterfaceAddress]:

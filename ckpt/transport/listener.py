@@ -1,25 +1,29 @@
-"""Takes connections of other ranks, and keeps others out: whoever does not say within seconds that he is a rank of this group is dropped.
+"""Takes connections, and keeps strangers out: whoever does not say within seconds who he is, and prove it, is dropped.
 
 Anybody who reaches the ports can connect. However many do, few wait to be heard at a time, the oldest of them make room for new ones, and
-a process that has no file descriptor left goes on as soon as one is free. A rank that was dropped among them connects again.
+a process that has no file descriptor left goes on as soon as one is free. Whoever was dropped among them connects again.
 """
 
 from __future__ import annotations
 
 import logging
+import resource
 import selectors
 import socket
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from .endpoints import EXHAUSTED
-from .sockets import Greeting, Hello
 from .tcp import prepare
 
 MOST_GREETINGS = 64
-"""Connections that have not said who they are; with more, the oldest is dropped."""
+"""Connections that have not said who they are, at one listener; with more, the oldest is dropped."""
+_GREETINGS_PART = 16
+"""At most this part of the files that this process may open."""
 GREETING_SECONDS = 5.0
 """After this long such a connection is dropped."""
 _ACCEPTS = 64
@@ -29,6 +33,26 @@ _PAUSE = 0.1
 
 log = logging.getLogger("ckpt")
 
+WhoT = TypeVar("WhoT")
+WhoT_co = TypeVar("WhoT_co", covariant=True)
+
+
+class Unheard(Protocol[WhoT_co]):
+    """A connection whose other end has not yet said who it is."""
+
+    @property
+    def sock(self) -> socket.socket: ...
+
+    @property
+    def began(self) -> float: ...
+
+    def step(self) -> WhoT_co | None:
+        """Go on without waiting; who it is once it has said so.
+
+        Raises:
+            OSError: the other end is gone, or a stranger.
+        """
+
 
 @dataclass(eq=False)
 class Listening:
@@ -37,15 +61,15 @@ class Listening:
     sock: socket.socket
 
 
-class Listener:
-    """The ports of one rank. While an exchange goes on, its selector has them."""
+class Listener(Generic[WhoT]):
+    """The ports of one rank or server. While an exchange goes on, its selector has them. ``greeting`` begins to hear a connection."""
 
-    def __init__(self, sockets: list[socket.socket], secret: bytes, timeout: float) -> None:
+    def __init__(self, sockets: Sequence[socket.socket], greeting: Callable[[socket.socket], Unheard[WhoT]], timeout: float) -> None:
         self.addresses = [sock.getsockname()[:2] for sock in sockets]
         self._ports = [Listening(sock) for sock in sockets]
-        self._secret = secret
+        self._greeting = greeting
         self._timeout = timeout
-        self._greetings: deque[Greeting] = deque()
+        self._greetings: deque[Unheard[WhoT]] = deque()
         self._selector: selectors.BaseSelector | None = None
         self._paused_until: float | None = None
         self._warned = False
@@ -74,8 +98,8 @@ class Listener:
         while self._greetings:
             self._greetings.popleft().sock.close()
 
-    def accept(self, port: Listening) -> list[tuple[Hello, socket.socket]]:
-        """Take connections that have come to a port, and give those that have said already which rank they are."""
+    def accept(self, port: Listening) -> list[tuple[WhoT, socket.socket]]:
+        """Take connections that have come to a port, and give those that have said already who they are."""
         heard = []
         for _ in range(_ACCEPTS):
             try:
@@ -89,29 +113,29 @@ class Listener:
                 break
             with suppress(OSError):  # gone already: the greeting finds out
                 prepare(sock, self._timeout)
-            greeting = Greeting(sock, self._secret, time.monotonic())
+            greeting = self._greeting(sock)
             self._greetings.append(greeting)
             if self._selector is not None:
                 self._selector.register(sock, selectors.EVENT_READ, greeting)
-            if (hello := self.greet(greeting)) is not None:
-                heard.append((hello, sock))
-            elif len(self._greetings) > MOST_GREETINGS:
+            if (who := self.greet(greeting)) is not None:
+                heard.append((who, sock))
+            elif len(self._greetings) > min(MOST_GREETINGS, part_of_files(_GREETINGS_PART)):
                 self._drop(self._greetings[0], "others came")
         return heard
 
-    def greet(self, greeting: Greeting) -> Hello | None:
+    def greet(self, greeting: Unheard[WhoT]) -> WhoT | None:
         """Go on with a connection; what it says once it has said who it is, and then it is the caller's."""
         if greeting.sock.fileno() < 0:  # dropped in this turn
             return None
         try:
-            hello = greeting.step()
+            who = greeting.step()
         except OSError as err:
             self._drop(greeting, str(err))
             return None
-        if hello is not None:
+        if who is not None:
             self._unregister(greeting.sock)
             self._greetings.remove(greeting)
-        return hello
+        return who
 
     def tick(self) -> None:
         """Often: drop who says nothing; listen again after a pause."""
@@ -128,18 +152,22 @@ class Listener:
         look again later."""
         if not self._warned:
             self._warned = True
-            log.warning("connections from other ranks wait: %s; `ulimit -n` raises the limit", err)
+            log.warning("connections wait: %s; `ulimit -n` raises the limit", err)
         # The older half of the connections that have not greeted is closed. A rank greets within milliseconds of
         # connecting, so these are strangers, or ranks that connect again.
         for greeting in list(self._greetings)[: (len(self._greetings) + 1) // 2]:
             self._drop(greeting, str(err))
+        self.pause()
+
+    def pause(self) -> None:
+        """Take no connections for a moment; they wait at the ports."""
         if self._paused_until is None:
             self._paused_until = time.monotonic() + _PAUSE
             for port in self._ports:
                 self._unregister(port.sock)
 
-    def _drop(self, greeting: Greeting, why: str) -> None:
-        log.debug("a connection was closed before it said which rank it is: %s", why)
+    def _drop(self, greeting: Unheard[WhoT], why: str) -> None:
+        log.debug("a connection was closed before it said who it is: %s", why)
         self._unregister(greeting.sock)
         greeting.sock.close()
         self._greetings.remove(greeting)
@@ -148,3 +176,9 @@ class Listener:
         if self._selector is not None:
             with suppress(KeyError, ValueError):  # not there while it pauses
                 self._selector.unregister(sock)
+
+
+def part_of_files(part: int) -> int:
+    """One of so many parts of the files that this process may open, at least 1: connections leave the others to the program."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 30 if soft == resource.RLIM_INFINITY else max(1, soft // part)

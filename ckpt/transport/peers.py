@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -27,7 +28,7 @@ from .endpoints import listen, network
 from .exchange import Exchange, Port
 from .framing import Feed, Inlet, damaged
 from .listener import Listener
-from .sockets import Incoming, Outgoing, Views
+from .sockets import Greeting, Incoming, Outgoing, Views
 
 log = logging.getLogger("ckpt")
 
@@ -59,7 +60,7 @@ class Peers:
         secret = secrets.token_bytes(16)
         self._port = Port(group.rank, group.size, timeout, secret, self._look, network())
         if self._store is not None:
-            self._port.listener = listener = Listener(listen(self._store.host), secret, timeout)
+            self._port.listener = listener = Listener(listen(self._store.host), partial(Greeting, secret=secret), timeout)
             finalize(self, listener.close)
             self._publish({"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 from .shm_pool import ANNOUNCEMENT_BYTES
+from .tcp import receive_exactly
 
 HELLO = struct.Struct(f"!4s16sIIQ{ANNOUNCEMENT_BYTES}s")
 """Magic, the receiver's secret, number of the exchange, the sender's rank, how much it has, and where its shared memory is."""
@@ -149,21 +151,6 @@ class Views:
         return not self.nbytes
 
 
-def receive_exactly(sock: socket.socket, size: int, have: bytes = b"") -> bytes:
-    """What came of a message of ``size`` bytes, of which ``have`` came before.
-
-    Raises:
-        ConnectionError: the other end is gone.
-    """
-    try:
-        data = sock.recv(size - len(have))
-    except BlockingIOError:
-        return have
-    if not data:
-        raise ConnectionError("the stream ended early")
-    return have + data
-
-
 @dataclass(eq=False)
 class Sending:
     """A stream to another rank: connecting, greeting, sending, waiting for the end."""
@@ -219,7 +206,7 @@ class Greeting:
 
     sock: socket.socket
     secret: bytes
-    began: float
+    began: float = field(default_factory=time.monotonic)
     _received: bytes = b""
 
     def step(self) -> Hello | None:

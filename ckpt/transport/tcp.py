@@ -1,4 +1,4 @@
-"""What every TCP connection of ours has set."""
+"""What every TCP connection of ours has set, and how bytes come without waiting."""
 
 from __future__ import annotations
 
@@ -40,3 +40,18 @@ def prepare(sock: socket.socket, timeout: float) -> None:
     ):
         if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def receive_exactly(sock: socket.socket, size: int, have: bytes = b"") -> bytes:
+    """What came of a message of ``size`` bytes, of which ``have`` came before.
+
+    Raises:
+        ConnectionError: the other end is gone.
+    """
+    try:
+        data = sock.recv(size - len(have))
+    except BlockingIOError:
+        return have
+    if not data:
+        raise ConnectionError("the stream ended early")
+    return have + data

@@ -21,7 +21,7 @@ from ckpt.coordination.group import Group, current_group
 from ckpt.errors import CkptError
 from ckpt.transport.listener import Listener
 from ckpt.transport.peers import Peers, peers_of
-from ckpt.transport.sockets import Views
+from ckpt.transport.sockets import Hello, Views
 from tests.distributed.ranks import Lost, Ranks
 
 SIZES = (0, 1, 7, 4096, 100_000, 3_000_000)
@@ -314,7 +314,7 @@ def wrong_addresses() -> bool:
     """The first addresses of every rank lead nowhere, or to another rank."""
     other = socket.create_server(("127.0.0.1", 0))  # which never says anything
 
-    class Misled(Listener):
+    class Misled(Listener[Hello]):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.addresses = [("127.0.0.2", 1), ("::1", 1), other.getsockname(), *self.addresses]

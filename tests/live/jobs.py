@@ -139,3 +139,12 @@ class Job:
         if self.error is not None:
             raise self.error
         return self.results
+
+
+def until(what: Callable[[], Any]) -> Any:
+    """What it gives, as soon as that is something."""
+    end = time.monotonic() + 20
+    while not (value := what()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+    return value

@@ -2,17 +2,113 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from ckpt.live import connections
 from ckpt.live.connections import ConnectionServer
-from ckpt.live.wire import dial
+from ckpt.live.wire import Channel, dial
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+_STRANGER = """
+import resource, socket, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+ports = [("127.0.0.1", int(port)) for port in sys.argv[1:]]
+idle = [socket.create_connection(ports[n % len(ports)], timeout=20) for n in range(300)]
+print("all", flush=True)
+sys.stdin.read()
+"""
+_ENGINE = """
+import sys, torch
+from ckpt.live import Sink
+into = {"w": torch.zeros(5)}
+with Sink(sys.argv[1], into, secret="s", timeout=20) as sink:
+    print(sink.take().step, into["w"].tolist())
+"""
+_TRAINER = """
+import json, os, resource, subprocess, sys, threading
+import torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+import ckpt
+from ckpt.live import Source
+state = {"w": torch.arange(5.0)}
+with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=20) as source:
+    pieces = next(port for host, port in source._server.addresses if host.startswith("127."))
+    before = threading.active_count()
+    stranger = [sys.executable, "-c", sys.argv[2], source.address.split(":")[2].split("/")[0], str(pieces)]
+    with subprocess.Popen(stranger, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as idle:
+        assert idle.stdout.readline() == b"all\\n"
+        open("/etc/passwd").close()
+        ckpt.save(sys.argv[1], {"model": state})
+        source.publish(3).result()
+        took = subprocess.run([sys.executable, "-c", sys.argv[3], source.address], capture_output=True, text=True, timeout=60)
+        print(json.dumps([took.stdout, took.stderr, len(os.listdir("/proc/self/fd")), threading.active_count() - before]))
+        idle.stdin.close()
+"""
+
+
+@pytest.mark.alone
+def test_strangers_who_say_nothing_take_neither_the_files_nor_the_threads_of_a_trainer(tmp_path: Path) -> None:
+    """300 silent connections to a process that may open 256 files: it saves and publishes, and an engine takes what it has published."""
+    command = [sys.executable, "-c", _TRAINER, str(tmp_path / "step-1"), _STRANGER, _ENGINE]
+    trainer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert trainer.returncode == 0, trainer.stderr
+    took, error, files, threads = json.loads(trainer.stdout)
+    assert took == "3 [0.0, 1.0, 2.0, 3.0, 4.0]\n", error
+    assert files < 128 and threads < 10
+
+
+def test_peers_that_prove_themselves_leave_files_to_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    """Those for whom there is no room wait at the port, and are served once others have gone."""
+    port, served = socket.create_server(("127.0.0.1", 0)), list[str]()
+
+    def serve(channel: Channel) -> None:
+        served.append(channel.peer)
+        channel.await_next()
+
+    server = ConnectionServer([port], b"secret", 10.0, purpose="test", name="test", serve=serve)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    peers, last = list[Channel](), threading.Thread(target=lambda: peers.append(reach()))
+
+    def reach() -> Channel:
+        return dial([port.getsockname()], b"secret", 20.0, peer="server", purpose="test")
+
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, 2 * len(os.listdir("/proc/self/fd"))), limits[1]))
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
+        connections._PART, before = 8, connections._PART
+        peers += [reach() for _ in range(most)]
+        wait_until(lambda: len(server) == most)
+        last.start()
+        time.sleep(0.5)
+        assert len(served) == most and "others wait to be served" in caplog.text
+        peers.pop(0).close()
+        last.join(20)
+        assert len(peers) == most
+    finally:
+        connections._PART = before
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for peer in peers:
+            peer.close()
+        server.close()
 
 
 def test_waiting_for_files_costs_nothing_and_ends_when_there_are_some() -> None:
@@ -57,9 +153,9 @@ def test_a_process_out_of_threads_goes_on_serving(monkeypatch: pytest.MonkeyPatc
         original(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with socket.create_connection(port.getsockname()) as refused:
-        refused.settimeout(10)
-        assert refused.recv(1) == b"" and len(server) == 0
+    dial([port.getsockname()], b"secret", 10.0, peer="server", purpose="test").close()
+    wait_until(lambda: not left and not len(server))
+    assert not served.is_set()
     dial([port.getsockname()], b"secret", 10.0, peer="server", purpose="test").close()
     assert served.wait(10)
     server.close()

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ckpt.coordination.liveness_links import LivenessLinks
 from ckpt.errors import CkptError
 from ckpt.live import Sink, Source, reshard
 from tests.distributed.ranks import Lost, Ranks
-from tests.live.jobs import Job, leave, wait_for
+from tests.live.jobs import Job, leave, until, wait_for
 
 TIMEOUT = 60.0
 """Of all that takes part: nobody is found by his silence."""
@@ -40,15 +40,6 @@ def die(folder: Path) -> None:
 
 def seconds_since(folder: Path) -> float:
     return time.monotonic() - float(wait_for(folder / "struck"))
-
-
-def until(what: Callable[[], Any]) -> Any:
-    """What it gives, as soon as that is something."""
-    end = time.monotonic() + 20
-    while not (value := what()):
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
-    return value
 
 
 def trainer(folder: Path, at: str) -> Any:

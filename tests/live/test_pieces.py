@@ -169,7 +169,7 @@ def test_a_version_that_is_not_sealed_in_time_is_said() -> None:
 
 
 def test_who_sends_a_byte_now_and_then_is_dropped(servers: list[PieceServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.live.wire.GREETING_SECONDS", 1.0)
+    monkeypatch.setattr("ckpt.transport.listener.GREETING_SECONDS", 1.0)
     with socket.create_connection(_near(servers[0])) as sock:
         sock.settimeout(0.3)
         began = time.monotonic()

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,13 +22,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.errors import AccessError, ConsistencyError, CorruptError, DeadlineError, MismatchError, NotFoundError, UsageError
+from ckpt.errors import AccessError, CkptError, ConsistencyError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
-from ckpt.live.source_connection import SourceConnection, check_holders
+from ckpt.live.source_connection import SourceConnection
 from ckpt.live.takes.puller import Puller
 from ckpt.rng import Generators
 from tests.distributed.ranks import Ranks
-from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, wait_for
+from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, until, wait_for
 
 TIMEOUT = 20.0
 
@@ -411,6 +412,11 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for address in ("actor", "tcp://host/x", "http://h:1/x", "tcp://h:99999/x"):
         with pytest.raises(UsageError, match="is no address of a source"):
             Source(address, state)
+    for make in (Source, Sink):
+        with pytest.raises(UsageError, match=r"'tcp://127.0.0.1:4000/' has no name"):
+            make("tcp://127.0.0.1:4000/", state)
+    with pytest.raises(UsageError, match="the state of the source is empty on all ranks"):
+        Source("tcp://127.0.0.1:0/a", {}, timeout=2)
     with Source("tcp://127.0.0.1:0/a", state, timeout=2, secret="right") as source:
         with pytest.raises(AccessError, match="no secret is known"):
             Sink(source.address, state)
@@ -483,29 +489,6 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
             Source("tcp://127.0.0.1:0/a", state, timeout=2)
 
 
-ROW = {"rank": 0, "addresses": [["127.0.0.1", 9]], "network": "n", "machine": "m", "pid": 1, "at": [3, "token"]}
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        {},
-        None,
-        [None],
-        [{}],
-        *([ROW | {key: None}] for key in ROW),
-        [ROW | {"at": [3]}],
-        [ROW | {"addresses": [["h"]]}],
-        [ROW | {"pid": "1"}],
-    ],
-    ids=str,
-)
-def test_rows_of_a_source_that_make_no_sense_are_corrupt(rows: Any) -> None:
-    check_holders([ROW], "tcp://s")
-    with pytest.raises(CorruptError, match="where the ranks of the source are"):
-        check_holders(rows, "tcp://s")
-
-
 def test_values_of_single_ranks_and_tied_tensors_come_along() -> None:
     import ckpt
 
@@ -549,3 +532,49 @@ def test_a_forked_process_can_neither_publish_nor_end_the_source(tmp_path: Path,
         with Sink(source.address, target, timeout=TIMEOUT) as sink:  # by the secret of the file, which is still there
             assert sink.take().step == 2
         assert torch.equal(target["x"], state["x"])
+
+
+def test_an_engine_that_polls_and_is_closed_has_left() -> None:
+    """A take that found nothing newer in time has not ended its connection; and one that broke off is made up for."""
+    state = {"t": torch.arange(3.0)}
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
+        source.publish(1).result()
+        for breaks in (False, True):
+            sink = Sink(source.address, {"t": torch.zeros(3)}, timeout=TIMEOUT)
+            version = sink.take()
+            with pytest.raises(DeadlineError, match="no version newer"):
+                sink.take(newer_than=version, timeout=0.2)
+            assert source.report().sinks[-1].state == "waiting"
+            if breaks:
+                assert sink._source._client is not None
+                sink._source._client.close()
+                until(lambda: source.report().sinks[-1].state == "lost")
+            sink.close()
+            until(lambda: source.report().sinks[-1].state == "left")
+
+
+def test_an_engine_that_starts_before_its_trainer_waits_for_it() -> None:
+    """For as long as it was told to, and not where the trainer was there before: that one has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}/a"
+    into = {"t": torch.zeros(3)}
+    began, started = time.monotonic(), list[Source]()
+    with Sink(address, into, secret="s", timeout=TIMEOUT) as sink:
+        with pytest.raises(DeadlineError, match="cannot be reached"):
+            sink.take(timeout=1.5)
+        assert time.monotonic() - began >= 1.5
+
+        def start() -> None:
+            time.sleep(1.5)  # by then, a connection that was refused was given up before
+            started.append(Source(address, {"t": torch.arange(3.0)}, secret="s", timeout=TIMEOUT))
+            started[0].publish(1).result()
+
+        trainer = threading.Thread(target=start)
+        trainer.start()
+        assert sink.take(timeout=60).step == 1
+        trainer.join()
+        started[0].close()
+        began = time.monotonic()
+        with pytest.raises(CkptError):
+            sink.take(timeout=300)
+        assert time.monotonic() - began < 60

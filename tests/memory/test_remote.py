@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from functools import partial
 
 import pytest
 
@@ -52,11 +51,3 @@ def test_a_host_that_no_name_can_be_is_gone(host: str) -> None:
         RemoteMemory(f"{host}:80", "secret").hello()
     with pytest.raises(UsageError):
         RemoteMemory("host:²", "secret")
-
-
-def test_an_answer_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RemoteMemory, "_ask", lambda *_, **__: {"object": ["run/f", "large"]})
-    memory = RemoteMemory("host:80", "secret")
-    for question in (memory.hello, partial(memory.stat, "run/f"), partial(memory.list, "")):
-        with pytest.raises(FormatError, match="answer cannot be read"):
-            question()

@@ -19,8 +19,7 @@ from __future__ import annotations
 import json
 import struct
 
-from ckpt import errors
-from ckpt.errors import CkptError, FormatError, GroupError, error_to_json
+from ckpt.errors import CkptError, FormatError, GroupError, error_from_json, error_to_json
 from ckpt.live.wire import Channel
 from ckpt.settings import limits
 from ckpt.transport.framing import RECORD
@@ -59,9 +58,11 @@ def receive_error(channel: Channel, length: int) -> CkptError:
         raise FormatError(f"an error message of {length} bytes", where=channel.peer)
     try:
         data = json.loads(channel.receive(length))
-        kind, message, hint = getattr(errors, data["type"], None), str(data["message"]), data["hint"]
-    except (ValueError, KeyError, TypeError) as err:
+    except (ValueError, RecursionError) as err:
         raise FormatError(f"an error message that cannot be read: {err}", where=channel.peer) from err
-    if not (isinstance(kind, type) and issubclass(kind, CkptError)):
-        return GroupError(f"{channel.peer} raised {data['type']}: {message}")
-    return kind(f"{channel.peer}: {message}", where=data["where"], hint=hint if isinstance(hint, str) else None)
+    error = error_from_json(data)
+    if type(error) is CkptError:  # what is none of ours there is a failure of that rank
+        kind = data.get("type") if isinstance(data, dict) else None
+        return GroupError(f"{channel.peer} raised {kind!s:.80}: {error.message}", where=error.where, hint=error.hint)
+    error.message = f"{channel.peer}: {error.message}"
+    return error

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt import settings
 from ckpt.coordination.rows import Row
-from ckpt.errors import FormatError, NotFoundError
+from ckpt.errors import NotFoundError
 from ckpt.live.client import Holder
 from ckpt.live.server import PieceServer
+from ckpt.transport.members import ADDRESSES, Either
 from ckpt.transport.shm_pool import machine
 
 from .relayed import RelayedVersion
+
+RELAY = {"at": str, "wanted": str, "machine": str, "domain": Either(str, None), "network": str, "addresses": ADDRESSES}
+"""Where a rank of a sink gives what it takes (``Relay.row``)."""
 
 
 class Relay:
@@ -69,15 +72,10 @@ class RelayOffer:
     addresses: tuple[tuple[str, int], ...]
 
     @classmethod
-    def from_json(cls, row: Any) -> RelayOffer:
-        """Raises:
-        FormatError: it is something else.
-        """
-        try:
-            texts = {name: str(row[name] or "") for name in ("sink", "at", "wanted", "machine", "domain", "network")}
-            return cls(**texts, addresses=tuple((str(host), int(port)) for host, port in row["addresses"]))
-        except (KeyError, TypeError, ValueError) as err:
-            raise FormatError(f"what came does not say where a relay is: {err!r}") from err
+    def of(cls, row: Row) -> RelayOffer:
+        """Of a ``RELAY`` with its ``sink``."""
+        texts = {name: row[name] or "" for name in ("sink", "at", "wanted", "machine", "domain", "network")}
+        return cls(**texts, addresses=tuple((host, port) for host, port in row["addresses"]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
