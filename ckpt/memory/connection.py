@@ -107,7 +107,7 @@ def try_to_connect(folder: Path, seconds: float = TIMEOUT) -> DaemonConnection |
         raise AccessError(f"this memory is another account's: {err}", where=str(folder), hint="see CKPT_MEMORY_DIR") from err
     except OSError as err:
         if err.errno in EXHAUSTED:
-            raise exhausted("connection to the memory daemon", err) from err
+            raise exhausted("no connection to the memory daemon can be made", err) from err
         raise gone(folder, str(err)) from err
     try:
         return DaemonConnection(sock, folder, seconds)

@@ -72,7 +72,7 @@ def receive(sock: socket.socket) -> Packet | None:
         if flags & socket.MSG_TRUNC:
             raise FormatError("a message that is too long")
         if flags & socket.MSG_CTRUNC:  # the kernel gives fewer files than were sent where this process can open no more
-            raise exhausted("descriptor for a file of the memory daemon", OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            raise exhausted("no descriptor for a file of the memory daemon can be made", OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
         text = data[1:]
         if data[:1] == _IN_FILE and files:
             carrier, *files = files

@@ -45,7 +45,7 @@ def listen(store: str | None, port: int = 0) -> list[socket.socket]:
     except OSError as err:
         for sock in sockets:
             sock.close()
-        raise exhausted("connection between ranks", err) from err
+        raise exhausted("no connection between ranks can be made", err) from err
 
 
 def _listening(host: str, port: int) -> list[socket.socket]:
@@ -63,9 +63,9 @@ def _listening(host: str, port: int) -> list[socket.socket]:
 
 
 def exhausted(what: str, err: OSError) -> CkptError:
-    """The error where ``what`` cannot be made since there are too many files."""
+    """The error that says ``what`` cannot be, since there are too many files."""
     return CkptError(
-        f"no {what} can be made: {err}",
+        f"{what}: {err}",
         hint="raise the limit of open files (`ulimit -n`), and look what this process has open (/proc/PID/fd)",
     )
 

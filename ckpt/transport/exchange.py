@@ -93,7 +93,7 @@ class Exchange:
             self.selector = selectors.DefaultSelector()
             self.woken, self.waker = socket.socketpair()
         except OSError as err:
-            raise exhausted("connection between ranks", err) from err
+            raise exhausted("no connection between ranks can be made", err) from err
         self.dialer = Dialer(self.selector, port.timeout)
         for sock in (self.woken, self.waker):
             sock.setblocking(False)

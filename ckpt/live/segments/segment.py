@@ -255,7 +255,7 @@ def file_size(capacity: int) -> int:
 
 def _no_memory(size: int, err: Exception) -> CkptError:
     if isinstance(err, OSError) and err.errno in EXHAUSTED[:2]:
-        return exhausted(f"shared memory of {size:,} bytes", err)
+        return exhausted(f"no shared memory of {size:,} bytes can be made", err)
     return CkptError(
         f"there is no shared memory for {size:,} bytes, which a published version of this rank's state needs: {err}",
         hint="publish a smaller state, or keep fewer versions (keep=)",
