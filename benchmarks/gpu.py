@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt
@@ -126,8 +127,6 @@ class Trainer:
 
 def measure(rank: Rank, *, directory: str, size: int, repeat: int, device: str) -> dict[str, float]:
     """Seconds, each the median of so many repetitions after one that does not count; and the bytes of the state."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # newer than torch 2.6
-
     trainer = Trainer(size, device)
     pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device == "cuda") for t in trainer.tensors]
     on_gpu = device == "cuda"

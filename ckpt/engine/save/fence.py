@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FuturesTimeoutError
 from functools import cache
 from typing import Any, TypeVar
 
@@ -42,7 +43,10 @@ class Outcome(Future[R]):
 
     def error(self, timeout: float | None = None) -> BaseException | None:
         """The error, for code that reports it to nobody."""
-        return super().exception(timeout)
+        try:
+            return super().exception(timeout)
+        except FuturesTimeoutError as err:  # a class of its own before Python 3.11
+            raise TimeoutError(str(err)) from None
 
 
 class CaptureFence:
