@@ -90,6 +90,14 @@ def test_samples_are_the_bytes_at_their_places_in_memory_of_any_strides(dtype: t
             assert samples._lines_at(tensor.data_ptr(), len(given)) == expected.tobytes()
 
 
+def test_nan_is_what_it_was() -> None:
+    """Bytes are compared: as numbers of the dtype that 16 bytes are moved as, a NaN would have changed."""
+    weight = nn.Parameter(torch.full((64, 64), complex("nan"), dtype=torch.complex128).t())
+    model = nn.ParameterDict({"weight": weight})
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    assert ckpt.save_async(URL, state).result().tensor_bytes == weight.nbytes
+
+
 def test_places_that_are_sampled_are_of_all_columns() -> None:
     """A column of a matrix whose rows have a power of two of elements is sampled in some row."""
     for columns in (256, 1024, 4096, 8192):

@@ -38,7 +38,7 @@ _MEMORY = ctypes.c_char * (1 << 62)  # one type for all lengths: making one take
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sample:
-    """Of one piece of memory, where it lies: ``lines`` of it, and on a device the ``sum`` of all."""
+    """Of one piece of memory, where it lies: bytes of ``lines`` of it, and on a device the ``sum`` of all."""
 
     lines: torch.Tensor
     sum: torch.Tensor | None
@@ -121,7 +121,7 @@ def _sample(raw: torch.Tensor) -> _Sample:
         else:
             places = (torch.arange(count, device=raw.device)[:, None] * step + torch.arange(line, device=raw.device)).view(-1)
             lines = raw[torch.unravel_index(places, raw.shape)]
-    return _Sample(lines, _sum(raw) if _summed(raw) else None)
+    return _Sample(lines.view(torch.uint8), _sum(raw) if _summed(raw) else None)  # bytes, since no NaN equals itself
 
 
 def _summed(raw: torch.Tensor) -> bool:
