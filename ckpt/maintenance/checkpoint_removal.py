@@ -148,10 +148,18 @@ def _hide(backend: Backend, hidden: list[_Going], seen: _Going) -> None:
 
 
 def _restore(backend: Backend, hidden: Iterable[_Going]) -> None:
+    """Put their records back, each of them whatever becomes of the others."""
+    failed: CkptError | None = None
     for seen in hidden:
-        if seen.data is not None:
-            with suppress(ConflictError):  # another save is committed there by now, or the record never went
+        try:
+            if seen.data is not None:
                 backend.put_if(seen.removal.within + COMMIT_PATH, seen.data, expected=None)
+        except ConflictError:
+            continue  # another save is committed there by now, or the record never went
+        except CkptError as err:
+            failed = failed or err
+    if failed is not None:
+        raise failed
 
 
 def _without_used(removals: Sequence[Removal], going: Iterable[_Going]) -> list[_Going]:

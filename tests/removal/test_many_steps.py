@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.errors import StorageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
@@ -73,6 +74,27 @@ def test_a_record_that_comes_back_brings_what_it_refers_to(tmp_path: Path, monke
     assert [s.number for s in gone] == [3] and len(relists) == 2
     assert [s.number for s in list_steps(root) if s.committed] == [0, 1, 2]
     ckpt.load(root / "step-2", {"frozen": torch.zeros(3000, dtype=torch.int64), "x": torch.zeros(2)})
+
+
+def test_a_record_that_cannot_come_back_keeps_no_other_from_it(tmp_path: Path) -> None:
+    """Nobody can say what refers to the steps any more, and one of them has no place to come back to."""
+    root = tmp_path / "run"
+    run_of(root, 4)
+    going = list_steps(root)[3:0:-1]
+    relists: list[int] = []
+
+    def relist() -> list[ckpt.Step]:
+        relists.append(1)
+        if len(relists) == 1:
+            return list_steps(root)
+        (root / "step-3").rename(tmp_path / "aside")
+        (root / "step-3").write_bytes(b"")
+        raise StorageError("gone")
+
+    with pytest.raises(StorageError):
+        remove_steps(str(root), going, {1: (2,), 2: (3,), 3: ()}, relist=relist)
+    assert len(relists) == 2
+    assert [s.number for s in list_steps(root) if s.committed] == [0, 1, 2]
 
 
 def test_what_somebody_else_has_removed_and_saved_again_stays(tmp_path: Path) -> None:
