@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import VIRTUAL, CommitRecord
@@ -31,11 +31,8 @@ def stored_sizes(steps: Sequence[Step]) -> dict[str, int]:
     Raises:
         StorageError: the storage cannot be read.
     """
-    if not steps:
-        return {}
-    with ThreadPoolExecutor(min(len(steps), _THREADS), thread_name_prefix="ckpt-sizes") as pool:
-        sizes = pool.map(_size_of, steps)
-        return {step.url: size for step, size in zip(steps, sizes, strict=True) if size is not None}
+    sizes = map_tasks(_size_of, steps, _THREADS, "ckpt-sizes")
+    return {step.url: size for step, size in zip(steps, sizes, strict=True) if size is not None}
 
 
 def _size_of(step: Step) -> int | None:

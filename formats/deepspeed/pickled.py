@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.pickles.stand_ins import Made
 from ckpt.formats.pickles.stored import Size, StoredView, counts
@@ -92,8 +92,7 @@ def open_files(backend: Backend, paths: Iterable[str]) -> list[PickledFile]:
         NotFoundError, FormatError, CorruptError: a file is missing, no archive, or damaged.
     """
     numbered = list(enumerate(paths))
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-        return list(pool.map(lambda n: PickledFile(open_archive(backend, n[1]), n[1], n[0]), numbered))
+    return map_tasks(lambda n: PickledFile(open_archive(backend, n[1]), n[1], n[0]), numbered, _THREADS, "ckpt-open")
 
 
 def _kind(value: Any) -> str:

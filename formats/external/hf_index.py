@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import path_problem
 from ckpt.settings import limits
@@ -67,8 +67,7 @@ def sizes_of(backend: Backend, paths: Sequence[str]) -> list[int]:
         except NotFoundError:
             return None
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-        sizes = list(pool.map(size_of, paths))
+    sizes = map_tasks(size_of, paths, _THREADS, "ckpt-open")
     missing = [path for path, size in zip(paths, sizes, strict=True) if size is None]
     if missing:
         hint = "copy the directory again"

@@ -5,10 +5,10 @@ directory without an index. Shards that ``torch.distributed.checkpoint`` wrote s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import Extent, TensorEntry
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError
 from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid
 from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
@@ -58,8 +58,7 @@ def open_safetensors(backend: Backend) -> ExternalCatalog:
     if index is None:
         check_all_there(backend, paths)
     files = [ExternalFile(path, size) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-        headers = list(pool.map(lambda file: read_header(backend, file.path, file.size), files))
+    headers = map_tasks(lambda file: read_header(backend, file.path, file.size), files, _THREADS, "ckpt-open")
     if index is not None:
         check_index(index, _owners(headers, paths, backend.url), f"{backend.url.rstrip('/')}/{index_path}")
     tensors = _TensorSpans(backend.url, files, headers)

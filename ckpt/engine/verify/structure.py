@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from ckpt import tree
 from ckpt.catalog import Catalog, DataFile
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file, read_record
 from ckpt.formats.native.coding.codecs import CODECS
@@ -158,8 +158,7 @@ def check_native_files(catalog: NativeCatalog, problems: list[Problem]) -> froze
             return Problem(kind="header", file=file.path, message=err.message), False
         return None, len(header.chunks) != expected[row] and not is_reference(file.path)  # others may need the rest of a file of theirs
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        results = list(pool.map(check, range(len(catalog.files))))
+    results = map_tasks(check, range(len(catalog.files)), _THREADS, "ckpt-headers")
     broken = frozenset(row for row, (problem, _) in enumerate(results) if problem is not None)
     problems += [_with_loss(problem, expected[row]) for row, (problem, _) in enumerate(results) if problem is not None]
     uneven = {row for row, (_, differs) in enumerate(results) if differs}

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ExternalFile
 from ckpt.formats.external.hf_index import sizes_of
@@ -79,13 +79,11 @@ def open_legacy(backend: Backend, names: Sequence[str]) -> MegatronCatalog:
 class _Legacy:
     def __init__(self, backend: Backend, directories: Sequence[str]) -> None:
         self.backend = backend
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-            beside = dict(zip(directories, pool.map(backend.list_dir, directories), strict=True))
+        beside = dict(zip(directories, map_tasks(backend.list_dir, directories, _THREADS, "ckpt-open"), strict=True))
         paths = [d + FILE for d in directories]
         extra = [d + OPTIMIZER_FILE for d in directories if OPTIMIZER_FILE in beside[d]]
         files = [ExternalFile(p, size) for p, size in zip(paths + extra, sizes_of(backend, paths + extra), strict=True)]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-open") as pool:
-            archives = list(pool.map(lambda file: open_archive(backend, file.path), files))
+        archives = map_tasks(lambda file: open_archive(backend, file.path), files, _THREADS, "ckpt-open")
         optimizers = {p.removesuffix(OPTIMIZER_FILE): len(paths) + i for i, p in enumerate(extra)}
         self.unread = sorted({n for names in beside.values() for n in names} - {FILE, OPTIMIZER_FILE})
         self.table = PieceTable(backend, files, archives, range(len(files)))
