@@ -382,7 +382,8 @@ class RecordedSave:
                     stale.setdefault(save, []).append(path)
             if stale:  # what others refer to is no orphan
                 stale = {save: [*kept] for save, paths in stale.items() if (kept := without_referred(backend, paths))}
-            backend.delete_many(without_referred(backend, replaced) if replaced else ())
+            if replaced:
+                backend.delete_many(without_referred(backend, replaced))
             for save, paths in stale.items():
                 clear(backend, save, "", paths, partial(committed_id, backend))
             if self.opened.first or self.longest > backend.io_hints.single_put_size:  # else no save of this job leaves any
