@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from ckpt.concurrency.imap_unordered import imap_unordered
+from ckpt.concurrency.patience import patience
+from ckpt.concurrency.rounds import Rounds
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
@@ -266,3 +268,24 @@ def test_jobs_are_taken_as_threads_come_free() -> None:
     assert len(taken) < 20
     assert not [t for t in threading.enumerate() if t.name.startswith("test")]
     assert sorted(imap_unordered((lambda n=n: n for n in range(50)), 4, "test")) == list(range(50))
+    before = patience.set(7.0)
+    try:
+        assert list(imap_unordered([patience.get] * 3, 2, "test")) == [7.0] * 3
+    finally:
+        patience.reset(before)
+
+
+def test_who_asks_after_a_thread_could_not_be_started_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    rounds = Rounds(done.set, "test-rounds")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", lambda self: _raise(RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError):
+            rounds.ask()
+    assert rounds.wait(0)
+    rounds.ask()
+    assert rounds.wait(30) and done.is_set()
+
+
+def _raise(error: Exception) -> None:
+    raise error

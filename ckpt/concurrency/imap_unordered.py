@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from contextvars import copy_context
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -48,7 +49,7 @@ class _Workers(Generic[R]):
         self._todo.put(job)
         self.unread += 1
         if len(self._threads) < threads:
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}")
+            thread = threading.Thread(target=copy_context().run, args=(self._work,), name=f"{self._name}-{len(self._threads)}")
             thread.start()
             self._threads.append(thread)
 

@@ -6,4 +6,4 @@ import math
 from contextvars import ContextVar
 
 patience: ContextVar[float] = ContextVar("patience", default=math.inf)
-"""Seconds. Threads of ``run_tasks`` and ``Pending`` have that of whoever began them."""
+"""Seconds. Threads of ``run_tasks``, ``imap_unordered`` and ``Pending`` have that of whoever began them."""

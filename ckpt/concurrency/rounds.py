@@ -24,8 +24,9 @@ class Rounds:
         with self._lock:
             self._asked = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name)
+                thread.start()  # first: where that fails, the next one who asks tries again
+                self._thread = thread
             thread = self._thread
         if program_ends():
             thread.join()
