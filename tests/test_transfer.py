@@ -13,6 +13,7 @@ import pytest
 from ckpt.concurrency.imap_unordered import imap_unordered
 from ckpt.concurrency.patience import patience
 from ckpt.concurrency.rounds import Rounds
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
@@ -273,6 +274,17 @@ def test_jobs_are_taken_as_threads_come_free() -> None:
         assert list(imap_unordered([patience.get] * 3, 2, "test")) == [7.0] * 3
     finally:
         patience.reset(before)
+
+
+def test_tasks_that_get_fewer_threads_are_all_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        start(self) if self.name == "test-1" else _raise(RuntimeError("can't start new thread"))
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    assert map_tasks(lambda n: n * n, range(20), 4, "test") == [n * n for n in range(20)]
+    assert not [t for t in threading.enumerate() if t.name.startswith("test")]
 
 
 def test_who_asks_after_a_thread_could_not_be_started_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

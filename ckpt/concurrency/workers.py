@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Generic, TypeVar
@@ -43,10 +44,13 @@ class _Run:
 
     def run(self, threads: int, name: str) -> None:
         others = [threading.Thread(target=copy_context().run, args=(self.work,), name=f"{name}-{i}") for i in range(1, threads)]
-        for thread in others:
-            thread.start()
+        started: list[threading.Thread] = []
+        with suppress(RuntimeError):  # no more threads can be started: those that run, and this one, do all of the work
+            for thread in others:
+                thread.start()
+                started.append(thread)
         self.work()
-        for thread in others:
+        for thread in started:
             thread.join()
         if self.error is not None:
             raise self.error
