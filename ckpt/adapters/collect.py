@@ -22,7 +22,6 @@ from .deepspeed import refuse_zero
 from .dtensor import dtensor_types
 from .fenced import fencing, seen
 from .fsdp1 import FlatPart
-from .in_place import is_stateful, state_of
 from .modules import ModuleTensors, copies_of, frozen_beside, tensors_of
 from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, state_path
 from .part import LEFT_OUT, PartTaker, is_frozen
@@ -31,6 +30,7 @@ from .shard_cache import ShardCache
 from .shard_table import ShardTable
 from .sharded import Sharded
 from .state_scan import scan_state
+from .stateful import is_stateful, state_of
 from .tensors import LocalTensor
 
 log = logging.getLogger("ckpt")

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.errors import ShapeError
 from ckpt.tree import Node
 
-from .in_place import restore_in_place
+from .stateful import restore_in_place
 
 Reshard = Callable[[Sequence[Any], int, int], Any]
 """``reshard(values, rank, world_size) -> value``: the value for a rank, made of the values that all ranks saved, in their order."""

@@ -19,6 +19,7 @@ import numpy as np
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
+from ckpt.layout.stage_rules import stage_rule
 from ckpt.layout.stated_boxes import joined_layout, states_boxes
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
 from ckpt.text.json_reader import parse_json
@@ -243,10 +244,12 @@ def _report_difference(
             return
     if boxes:
         return
+    layouts = [*dict.fromkeys(t.layout for _, table in tables for t in table.tensors if t.name == other.name)]
+    names = {t.name for _, table in tables for t in table.tensors}
+    everyone = sorted({rank for ranks, _ in tables for rank in ranks})
     raise CoverageError(
         f"{ranks_text(mine)} and {ranks_text(theirs)} both claim tensor {other.name} {Box.whole(other.shape)}: stored twice",
-        hint='if it lives on several pipeline stages, say so in the layout: Stage("pp", (0, -1)), also of DTensors (with the names that '
-        "their meshes' dimensions have); if the ranks have different values, use ckpt.PerRank",
+        hint=f"{stage_rule(other.name, layouts, names, everyone)}; if the ranks have different values, use ckpt.PerRank",
     )
 
 

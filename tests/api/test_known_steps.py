@@ -222,8 +222,14 @@ def test_a_save_reads_as_many_records_however_many_steps_there_are(tmp_path: Pat
         for n in range(1, count):
             copied(tmp_path, n)
         with ckpt.Checkpointer(str(tmp_path), save=EverySteps(1), keep=Latest(1000)) as checkpointer:
-            checkpointer.save(1000 + count, {"x": 1}).wait()
-            _, counts[count] = read(lambda: checkpointer.save(2000 + count, {"x": 1}).wait())  # noqa: B023
+            checkpointer.save(1000 + count, {"x": 1})
+            checkpointer.wait()
+
+            def save(to: ckpt.Checkpointer = checkpointer, step: int = 2000 + count) -> None:
+                to.save(step, {"x": 1})
+                to.wait()
+
+            _, counts[count] = read(save)
     assert len(counts[64]) == len(counts[8]) <= 2
 
 

@@ -99,6 +99,8 @@ def test_ls_json(run_root: Path) -> None:
         "part",
         "mixed_steps",
         "references_unknown",
+        "branches",
+        "abandoned",
         "reusable",
     }
     for step in found["steps"]:

@@ -80,8 +80,9 @@ def test_a_defect_that_is_no_error_of_ours_is_raised_too(directory: str, monkeyp
         raise ZeroDivisionError("my own defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Capture, "_fill", broken)
-        handle = ckpt.save_async(directory, state(1.0))
+        patch.setattr(Capture, "_fill", broken)  # captures in the background what an optimizer steps
+        model = torch.nn.Linear(2, 2)
+        handle = ckpt.save_async(directory, {"model": model, "optimizer": torch.optim.SGD(model.parameters())})
         handle.wait(30)
     with pytest.raises(ZeroDivisionError, match="my own defect"):
         ckpt.save(directory, state(1.0))

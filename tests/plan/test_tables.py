@@ -204,6 +204,43 @@ def test_two_stages_that_claim_one_tensor_are_named() -> None:
         join_tables(said)
 
 
+ROWS = (Shard(0, "dp"),)
+PAIRS = [TensorLayout(Mesh(("dp",), (2,), ranks), ROWS) for ranks in ((0, 1), (2, 3), (4, 5))]
+COLUMNS = [TensorLayout(Mesh(("dp",), (2,), ranks), ROWS) for ranks in ((0, 2), (1, 3))]
+EXPERT = [TensorLayout(Mesh.of({"ep": 2, "pp": 2}), (), (("ep", (i,)), ("pp", (i,)))) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts", "hint"),
+    [
+        ("emb", STAGE, 'add ckpt.Stage("pp", (0, 1)) to the placements of its rule'),
+        ("emb", PAIRS[:2], 'ckpt.Layout({"pp": 2, "dp": 2}, rules=[("emb", ckpt.Stage("pp", (0, 1))), ("*", ckpt.Replicate())])'),
+        ("emb", PAIRS, 'ckpt.Layout({"pp": 3, "dp": 2}, rules=[("emb", ckpt.Stage("pp", (0, 1, 2))), ("*"'),
+        ("emb", PAIRS[::2], 'ckpt.Layout({"pp": 3, "dp": 2}, rules=[("emb", ckpt.Stage("pp", (0, 2))), ("*"'),
+        ("emb", COLUMNS, 'ckpt.Layout({"dp": 2, "pp": 2}, rules=[("emb", ckpt.Stage("pp", (0, 1))), ("*"'),
+        ("aa.state.other.exp_avg", PAIRS[:2], 'rules=[("other", ckpt.Stage("pp", (0, 1)))'),
+        ("emb", [PAIRS[0], TensorLayout(PAIRS[1].mesh)], "same placements and mesh dimensions on each of them, which this one has not"),
+        ("emb", [PAIRS[0], TensorLayout(Mesh(("dp",), (2,), (3, 2)), ROWS)], "with the names that its meshes' dimensions have"),
+        (
+            "emb",
+            [PAIRS[0], TensorLayout(Mesh(("dp",), (2,), (1, 2)), ROWS)],
+            'a layout with a rule such as ckpt.Stage("pp", (0, -1)) says so',
+        ),
+        ("emb", EXPERT, 'a layout with a rule such as ckpt.Stage("pp", (0, -1)) says so'),
+    ],
+    ids=["layout", "dtensor", "three", "gap", "columns", "optimizer", "placements", "order", "overlap", "two-dimensions"],
+)
+def test_the_rule_that_makes_one_tensor_of_two_claims_is_named(name: str, layouts: list[TensorLayout], hint: str) -> None:
+    everyone = range(max(r for layout in layouts for r in layout.mesh.ranks) + 1)
+    other = tensor("other", TensorLayout(Mesh.flat(everyone)))
+    said = [(sorted(layout.ranks()), table(tensor(name, layout), other)) for layout in layouts]
+    bystanders = sorted(set(everyone).difference(*(ranks for ranks, _ in said)))
+    with pytest.raises(CoverageError) as err:
+        join_tables([*said, *([(bystanders, table(other))] if bystanders else [])])
+    assert hint in (err.value.hint or "")
+    assert (err.value.hint or "").endswith("if the ranks have different values, use ckpt.PerRank")
+
+
 def test_ranks_that_cut_a_tensor_in_different_ways_are_named() -> None:
     rows, columns = TensorLayout(PP_DP, (Shard(0, "dp"),)), TensorLayout(PP_DP, (Shard(1, "dp"),))
     with pytest.raises(CoverageError, match="rank 0 and ranks 1-3 both claim tensor w"):

@@ -57,8 +57,9 @@ def later(hours: float) -> datetime:
 
 
 @st.composite
-def runs(draw: st.DrawFn, max_size: int = 8) -> list[StepInfo]:
-    """Steps in any order: with ties, clocks that jump, odd metrics, tags, references to any step, some not committed."""
+def runs(draw: st.DrawFn, max_size: int = 8, *, branches: bool = True) -> list[StepInfo]:
+    """Steps in any order: with ties, clocks that jump, odd metrics, tags, references to any step, some not committed; of several
+    ``branches``."""
     numbers = draw(st.lists(st.integers(0, 30), unique=True, max_size=max_size))
     value = st.sampled_from([float("nan"), float("inf"), float("-inf"), 0.0, 1.0, -2.5, 3])
     return [
@@ -70,7 +71,7 @@ def runs(draw: st.DrawFn, max_size: int = 8) -> list[StepInfo]:
             referred_by=tuple(draw(st.lists(st.sampled_from([*numbers, 99]), max_size=2))) if draw(st.booleans()) else (),
             base_of=tuple(draw(st.lists(st.sampled_from(numbers), max_size=2))) if draw(st.integers(0, 4)) == 0 else (),
             committed=draw(st.integers(0, 4)) > 0,
-            abandoned=draw(st.integers(0, 3)) == 0,
+            abandoned=branches and draw(st.integers(0, 3)) == 0,
         )
         for number in numbers
     ]

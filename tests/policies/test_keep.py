@@ -32,13 +32,13 @@ def test_any_keeps_what_one_of_them_keeps(policies: list[KeepPolicy], steps: lis
     assert kept(AnyOf(*policies), steps) == sorted({step for policy in policies for step in kept(policy, steps)})
 
 
-@given(runs(), st.integers(1, 5))
+@given(runs(branches=False), st.integers(1, 5))
 def test_latest(steps: list[StepInfo], n: int) -> None:
     higher = {s.step: sum(o.step > s.step for o in steps if o.committed) for s in steps if s.committed}
     assert kept(Latest(n), steps) == sorted(step for step, above in higher.items() if above < n)
 
 
-@given(runs(max_size=12), st.integers(1, 12), st.integers(0, 9))
+@given(runs(max_size=12, branches=False), st.integers(1, 12), st.integers(0, 9))
 def test_every_steps_keeps_the_first_of_each_stretch(steps: list[StepInfo], n: int, start: int) -> None:
     numbers = [s.step for s in steps if s.committed]
     stretches = ([s for s in numbers if mark <= s < mark + n] for mark in range(start, 40, n) if mark > 0)
@@ -58,7 +58,7 @@ def test_every_steps_keeps_what_skipping_steps_saved() -> None:
     }
 
 
-@given(runs(), st.sampled_from(["min", "max"]), st.integers(1, 4))
+@given(runs(branches=False), st.sampled_from(["min", "max"]), st.integers(1, 4))
 def test_best(steps: list[StepInfo], mode: str, n: int) -> None:
     values = {s.step: s.metrics["loss"] for s in steps if s.committed and "loss" in s.metrics and math.isfinite(s.metrics["loss"])}
 

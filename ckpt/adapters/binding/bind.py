@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ckpt import tree
 from ckpt.adapters.deepspeed import refuse_zero
 from ckpt.adapters.fsdp1 import reshard
-from ckpt.adapters.in_place import is_stateful, restore_in_place, state_of
 from ckpt.adapters.modules import copies_of, frozen_beside, tensors_of
 from ckpt.adapters.optimizers import ParamNames, names_in
 from ckpt.adapters.per_rank import Compound, PerRank
@@ -24,7 +23,7 @@ from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.shard_table import ShardTable, own_name
 from ckpt.adapters.sharded import Sharded
 from ckpt.adapters.state_scan import scan_state
-from ckpt.adapters.stateful import StatefulObject
+from ckpt.adapters.stateful import StatefulObject, is_stateful, restore_in_place, state_of
 from ckpt.catalog import Catalog
 from ckpt.errors import ShapeError, StateError
 from ckpt.layout.layout import Layout

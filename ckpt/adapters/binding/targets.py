@@ -14,13 +14,12 @@ import torch
 
 from ckpt import tree
 from ckpt.adapters.dtensor import is_dtensor
-from ckpt.adapters.in_place import like
 from ckpt.adapters.memory import raw_view
 from ckpt.adapters.optimizers import decode_inline
 from ckpt.adapters.part import is_frozen
 from ckpt.adapters.shard_table import ShardTable
 from ckpt.adapters.sharded import Sharded, is_sharded_tensor
-from ckpt.adapters.stateful import StatefulObject
+from ckpt.adapters.stateful import StatefulObject, like
 from ckpt.adapters.tensors import LocalShard, LocalTensor, torch_dtype
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
