@@ -32,7 +32,7 @@ log = logging.getLogger("ckpt")
 #
 #                         names of the files       the commit                              a killed process leaves
 #   CheckpointJournal     bear the save's id       put checkpoint.json, if it holds        files of an id that no commit record names
-#   (save, cp, import,                             what prepare found
+#   (save, cp, import,                             what prepare found, or nothing
 #    convert to native)
 #   IntentJournal         are in convert.json,     delete convert.json: as long as it is   convert.json and files that it names
 #   (convert, export)     which is put first       there, no reader opens the directory
@@ -120,8 +120,8 @@ class CheckpointJournal(WriteJournal):
         ``committed_id`` has shown that it is not the committed one.
 
         Raises:
-            ConflictError: the commit record is not ``previous``: somebody else committed here, and nothing of theirs is touched. Or the
-                root is a symbolic link.
+            ConflictError: there is a commit record, and not ``previous``: somebody else committed here, and nothing of theirs is touched. Or
+                the root is a symbolic link.
             StorageError: the storage failed, or does not have all files.
         """
         try:
@@ -131,7 +131,7 @@ class CheckpointJournal(WriteJournal):
             self.discard()
             raise
         try:
-            self.backend.put_if(COMMIT_PATH, record, expected=self.previous)
+            self._publish(record)
         except BaseException as err:
             # Three cases after an error of the put, since an error may come after the effect:
             #
@@ -149,6 +149,21 @@ class CheckpointJournal(WriteJournal):
             if self._holds(record) is False:
                 self.discard()
             raise
+
+    def _publish(self, record: bytes) -> None:
+        """Put the record where ``previous`` is, or was: that it is removed meanwhile, by the retention of this very job, is no conflict. It
+        is not there to be committed again then."""
+        expected = self.previous
+        while True:
+            try:
+                self.backend.put_if(COMMIT_PATH, record, expected=expected)
+                self.previous = expected
+                return
+            except ConflictError:
+                there = read_record(self.backend)
+                if there == expected or there not in (None, self.previous):
+                    raise
+                expected = there  # gone, or put back by whoever removed it, as others refer to it
 
     def _holds(self, record: bytes) -> bool | None:
         """Whether the commit record is this one; None if the storage cannot say."""

@@ -89,6 +89,50 @@ def test_contents_that_cannot_be(backend):
     assert paths(backend, "index-") == set()
 
 
+class Removing(FaultyBackend):
+    """Before the first of two puts of the commit record somebody removes the old one, and before the second puts it back, if ``back``."""
+
+    def __init__(self, inner, *, back):
+        super().__init__(inner)
+        self.inner, self.back, self.puts = inner, back, 0
+        self.old = read_record(inner)
+
+    def put_if(self, path, data, *, expected):
+        if path == "checkpoint.json":
+            self.puts += 1
+            if self.puts == 1:
+                self.inner.delete(path)
+            elif self.puts == 2 and self.back:
+                self.inner.put_if(path, self.old, expected=None)
+        super().put_if(path, data, expected=expected)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_what_is_replaced_is_removed_meanwhile(backend, back):
+    """Retention removes in the background, also a step that the run went back before and saves once more."""
+    save(backend, OLD)
+    removing = Removing(backend, back=back)
+    write_index(CheckpointJournal(removing, id=OTHER, previous=removing.old), new_contents(backend), world_size=1)
+    assert committed_id(backend) == OTHER and removing.puts == 2 + back
+    np.testing.assert_array_equal(read(backend, NativeCatalog(backend), "v"), NEW[0].data)
+
+
+def test_what_was_removed_is_not_committed_again(backend):
+    """The save that replaces it turns out to lack a file, right after its commit."""
+    save(backend, OLD)
+    contents, removing = new_contents(backend), Removing(backend, back=False)
+
+    def vanish(path, data, *, expected):
+        Removing.put_if(removing, path, data, expected=expected)
+        if path == "checkpoint.json":
+            backend.delete(contents.files[0].path)
+
+    removing.put_if = vanish
+    with pytest.raises(StorageError, match="files are not there"):
+        write_index(CheckpointJournal(removing, id=OTHER, previous=removing.old), contents, world_size=1)
+    assert read_record(backend) is None
+
+
 @pytest.mark.parametrize("seen", [None, b"something else"])
 def test_somebody_else_committed_first(backend, seen):
     save(backend, OLD)
