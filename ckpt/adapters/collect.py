@@ -323,13 +323,14 @@ class _CollectWalk:
                 if rest:
                     values[self.shard_table.stored_name(name, param)] = rest
             stored = list(dict.fromkeys(self.shard_table.stored_name(name, param) for name, param in complete))
-            if stored or self.taker is None:
+            if stored or self.taker is None or (not group["params"] and self.wants(join(path, "param_groups"))):
                 param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
         node = {"state": mapping_node(list(values.items())), "param_groups": {"$param_groups": param_groups}}
         if self.taker is None:
             return node
         has_state = any(name.startswith(f"{prefix}.") for name in self.shard_table.tensors)
-        return self.taker.decided(node) if param_groups or has_state or len(values) > 1 else LEFT_OUT
+        has_params = any(group["params"] for group in param_groups)
+        return self.taker.decided(node) if has_params or has_state or len(values) > 1 else LEFT_OUT
 
     def param_state(self, state: dict[str, object], param: torch.Tensor, name: str, prefix: str, *, whole: bool) -> dict[str, Node]:
         """Add the tensors of one parameter's state; return the nodes of what is not a tensor. Unless it is wanted ``whole``, each key is

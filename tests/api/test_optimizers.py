@@ -284,6 +284,25 @@ def test_a_parameter_that_no_saved_group_had_is_missing(url: str) -> None:
     assert [g["lr"] for g in late.param_groups] == [0.5, 1.0]
 
 
+@pytest.mark.parametrize("part", [{}, {"trainable": True}, {"only": ["optimizer*"]}], ids=str)
+def test_groups_without_parameters_have_options_of_their_own(url: str, part: dict[str, Any]) -> None:
+    """As the group without weight decay of a model with adapters only: schedules compute its next rate from the one it has."""
+    net = model(0)
+    empty: list[str] = []
+    ckpt.save(url, {"model": net, "optimizer": grouped(net, (empty, {"lr": 0.5}), (WEIGHTS, {"lr": 0.25}), (empty, {"lr": 0.125}))}, **part)
+    late = grouped(net, (WEIGHTS, {}), (empty, {}), (empty, {"tag": 1}))
+    ckpt.load(url, {"model": net, "optimizer": late}, **part)
+    assert [g["lr"] for g in late.param_groups] == [0.25, 0.5, 0.125]
+    for groups in ([(WEIGHTS, {}), (empty, {})], [(WEIGHTS, {})]):  # which of the two it is, nobody can tell
+        late = grouped(net, *groups)
+        ckpt.load(url, {"model": net, "optimizer": late}, **part)
+        assert [g["lr"] for g in late.param_groups] == [0.25, 1.0][: len(groups)]
+    if not part:
+        late = grouped(net, (WEIGHTS, {}), (empty, {}), (empty, {}))
+        ckpt.load(url, {"model": net, "optimizer": late}, only=["model*"])
+        assert [g["lr"] for g in late.param_groups] == [1.0] * 3
+
+
 def test_options_that_the_checkpoint_lacks_are_kept(url: str) -> None:
     net = model(0)
     ckpt.save(url, {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.5)})

@@ -188,8 +188,9 @@ def clones(state: dict[str, Any]) -> dict[str, torch.Tensor]:
         if isinstance(value, nn.Module):
             wanted |= {f"{key}.{n}": t.detach().clone() for n, t in value.state_dict().items()}
         elif isinstance(value, torch.optim.Optimizer):
-            tensors = [t for each in value.state.values() for t in each.values() if isinstance(t, torch.Tensor)]
-            wanted |= {f"{key}.{i}": t.clone() for i, t in enumerate(tensors)}
+            names = {p: f"{key}.state.model.{n}" for n, p in state["model"].named_parameters()}
+            of_params = [(f"{names[p]}.{k}", t) for p, values in value.state.items() for k, t in values.items()]
+            wanted |= {name: t.clone() for name, t in of_params if isinstance(t, torch.Tensor)}
         elif isinstance(value, Partitioned):
             wanted |= {f"{key}.moments.{i}": t.clone() for i, t in enumerate(value.moments)}
         else:
@@ -208,10 +209,8 @@ def outcome(url: str, state: dict[str, Any], change: Change, **options: Any) -> 
         return "error" if "fence()" in str(err) else f"an error that does not help: {err}"
     view = ckpt.open(url)
     stored = {name: view[name].read() for name in view}
-    moments = sorted(name for name in stored if name.startswith("optimizer.state."))
     for name, value in wanted.items():
-        key = moments[int(name.rpartition(".")[2])] if name not in stored else name
-        if not torch.equal(stored[key].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)):
+        if not torch.equal(stored[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)):
             return f"wrong: {name}"
     return "right"
 

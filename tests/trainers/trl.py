@@ -77,10 +77,7 @@ class Trained(Job):
     def digests(self) -> dict[str, str]:
         assert self.trainer is not None
         losses = [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry]
-        optimizer = self.trainer.optimizer.state_dict()
-        # A group without parameters is not stored: the schedule sets its rate at the next step.
-        optimizer["param_groups"] = [group for group in optimizer["param_groups"] if group["params"]]
-        return digests({"model": self.trainer.model, "optimizer": optimizer}) | {"losses": repr(losses)}
+        return digests({"model": self.trainer.model, "optimizer": self.trainer.optimizer}) | {"losses": repr(losses)}
 
 
 def sentence(number: int) -> str:

@@ -67,6 +67,8 @@ class OptimizerBinder:
         options = self.stored_options(groups, prefix, stored)
         if options:
             self.binding.values.append(groups_path)
+        if self.selection.wants(groups_path):
+            self.options_without_parameters(optimizer, groups, groups_path)
         for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
             wanted = []
             for name, placed in named:
@@ -116,15 +118,25 @@ class OptimizerBinder:
                 f"give the optimizer another group for {whose}"
             )
         elif by_text and not absent:
-            (node,) = by_text.values()
-            other = _other_kind(group, _options(node))
-            if other is not None:
-                self.binding.misfits.append(f"{path}: {other}")
-                return
-            target = GroupOptions(group)
-            take = partial(_take_options, group, node)
-            self.binding.options.append(StatefulObject(path=path, target=target, take=take, old=target.state_dict()))
-            self.binding.apply.append(lambda: settle_numbers(optimizer, group))
+            self.take_options(optimizer, group, *by_text.values(), path)
+
+    def options_without_parameters(self, optimizer: Optimizer, groups: Node, path: str) -> None:
+        """Groups that have no parameters, and so no names, go by their order; ranks with other groups may have another number of them."""
+        empty = [group for group in optimizer.param_groups if not group["params"]]
+        stored = [group["options"] for group in groups.get("$param_groups", []) if not group["params"]] if isinstance(groups, dict) else []
+        if len(empty) == len(stored):
+            for group, node in zip(empty, stored, strict=True):
+                self.take_options(optimizer, group, node, path)
+
+    def take_options(self, optimizer: Optimizer, group: dict[str, Any], node: Node, path: str) -> None:
+        other = _other_kind(group, _options(node))
+        if other is not None:
+            self.binding.misfits.append(f"{path}: {other}")
+            return
+        target = GroupOptions(group)
+        take = partial(_take_options, group, node)
+        self.binding.options.append(StatefulObject(path=path, target=target, take=take, old=target.state_dict()))
+        self.binding.apply.append(lambda: settle_numbers(optimizer, group))
 
     def param_state(self, owner: _Param, values: Node) -> None:
         """Bind the state of one parameter; what the optimizer has not created yet is created like the parameter."""
