@@ -20,6 +20,7 @@ EXPECTED = tomllib.loads((Path(__file__).parent / "expected.toml").read_text())
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # of the libraries among themselves
     pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching:UserWarning"),  # of torchao's tensors, by torch
+    pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning"),  # of torchdata, by torch
 ]
 
 
