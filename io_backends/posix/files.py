@@ -59,6 +59,8 @@ def storage_errors(where: str, doing: str, *, reading: bool = False) -> Iterator
     except UnicodeEncodeError as err:
         raise UsageError(f"cannot {doing}: the name cannot be written: {err}", where=ascii(where), hint="check the URL") from err
     except OSError as err:
+        # From Python 3.12 on this generator's frame leads to that of __exit__, which has err: a circle, with the states of all callers.
+        err.__traceback__ = err.__traceback__ and err.__traceback__.tb_next
         raise _mapped(err, where, doing, reading=reading) from err
 
 

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # of the libraries among themselves
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # of torchdata's loader, by torch
     pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching:UserWarning"),  # of torchao's tensors, by torch
+    pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning"),  # of torchdata, by torch
 ]
 
 

@@ -118,7 +118,8 @@ class OptimizerBinder:
                 f"give the optimizer another group for {whose}"
             )
         elif by_text and not absent:
-            self.take_options(optimizer, group, *by_text.values(), path)
+            (node,) = by_text.values()
+            self.take_options(optimizer, group, node, path)
 
     def options_without_parameters(self, optimizer: Optimizer, groups: Node, path: str) -> None:
         """Groups that have no parameters, and so no names, go by their order; ranks with other groups may have another number of them."""
