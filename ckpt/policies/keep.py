@@ -176,10 +176,14 @@ class Best(KeepPolicy):
 
     def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
         """See :meth:`KeepPolicy.explain`."""
-        values = {s.step: s.metrics[self.metric] for s in steps if math.isfinite(s.metrics.get(self.metric, math.nan))}
+        values = {s.step: s.metrics[self.metric] for s in steps if self.metric in s.metrics}
+        return {step: f"{self!r}: {values[step]:g}" for step in self.ranked(values)}
+
+    def ranked(self, values: Mapping[int, float]) -> list[int]:
+        """The steps that have the best of ``values``, which are by step; the best first."""
         sign = 1 if self.mode == "max" else -1
-        best = sorted(values, key=lambda step: (sign * values[step], step), reverse=True)[: self.n]
-        return {step: f"{self!r}: {values[step]:g}" for step in best}
+        finite = [step for step, value in values.items() if math.isfinite(value)]
+        return sorted(finite, key=lambda step: (sign * values[step], step), reverse=True)[: self.n]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -30,7 +30,7 @@ from ckpt.formats.native.paths import step_number
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_url
 from ckpt.plan.redundancy.kinship import RankKinship
-from ckpt.policies import All, Anchor, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy, TrustFrozen
+from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy, TrustFrozen
 from ckpt.policies.arguments import check_arguments
 from ckpt.settings.flags import check_flags
 from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
@@ -512,11 +512,9 @@ class Checkpointer:
         return self._first.latest()
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
-        """The committed step with the lowest or highest ``metric``; None if none has it."""
-        measured = [(s.metrics[metric], s.number) for s in self.steps() if metric in s.metrics and s.metrics[metric] == s.metrics[metric]]
-        if not measured:
-            return None
-        return (min(measured) if mode == "min" else max(measured))[1]
+        """The committed step with the lowest or highest ``metric``, which the policy ``Best`` would keep; None if none has a finite one."""
+        rule = Best(metric, mode=mode)
+        return next(iter(rule.ranked({s.number: s.metrics[metric] for s in self.steps() if metric in s.metrics})), None)
 
     # ---- the end
 

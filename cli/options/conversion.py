@@ -27,13 +27,20 @@ def grouped(group: str, *names: str, **attributes: Any) -> Callable[[Command], C
 def config_options(command: Command) -> Command:
     """``--config``, and ``--no-config``, which the command takes as ``require_config``."""
     one = grouped(
-        "Output", "--config", metavar="PATH", type=URL, help="For hf: a config.json, or a model's directory with it and tokenizer."
+        "Output",
+        "--config",
+        metavar="PATH",
+        type=URL,
+        is_eager=True,
+        help="For hf: a config.json, or a model's directory with it and tokenizer.",
     )
     none = grouped("Output", "--no-config", "require_config", is_flag=True, callback=_inverted, help="For hf: a config.json is not needed.")
     return one(none(command))
 
 
 def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) -> bool:  # noqa: FBT001 - click's arguments
+    if flag and context.params.get("config") is not None:
+        raise click.UsageError("--config names a configuration, and --no-config says that none is needed: give one of them")
     return not flag
 
 

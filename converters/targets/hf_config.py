@@ -45,7 +45,10 @@ def read_configuration(given: str | os.PathLike[str] | Mapping[str, Any] | Model
     if isinstance(given, os.PathLike):
         given = url_text(given)
     if not isinstance(given, str):
-        files = {CONFIG: json.dumps(_content(given), indent=2, sort_keys=True).encode() + b"\n"}
+        try:
+            files = {CONFIG: json.dumps(_content(given), indent=2, sort_keys=True).encode() + b"\n"}
+        except (ValueError, TypeError) as err:
+            raise UsageError(f"this configuration cannot be written as JSON: {err}", hint="config=model.config, or plain values") from err
     elif given.endswith(".json"):
         root, name = parent_and_name(given)
         files = {CONFIG: open_backend(root).read_whole(name, limits.SIDE_FILE)}

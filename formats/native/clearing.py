@@ -62,7 +62,7 @@ def check_free(backend: Backend, what: str) -> None:
     """
     others = others_files(backend)
     if others:
-        hint = f"{what} to another URL, or remove what is there"
+        hint = f"{what} to another URL, such as a new directory in this one"
         raise ConflictError(f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=hint)
 
 

@@ -107,6 +107,15 @@ def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> No
         c.restore({"model": torch.nn.Linear(6, 3)})
 
 
+def test_best_takes_the_later_of_equals_and_nothing_infinite(tmp_path: Path) -> None:
+    state = Job().state()
+    with ckpt.Checkpointer(str(tmp_path), save=EverySteps(1)) as c:
+        for n, score in (1, 5.0), (2, 5.0), (3, float("inf")), (4, -float("inf")), (5, float("nan")):
+            c.save(n, state, metrics={"score": score})
+        c.wait()
+        assert c.best("score", mode="max") == 2 and c.best("score", mode="min") == 2
+
+
 def test_what_is_kept(tmp_path: Path) -> None:
     job = Job()
     with ckpt.Checkpointer(str(tmp_path), save=EverySteps(1), keep=Latest(2) | Best("score", mode="max") | Tagged("keep*")) as c:
@@ -118,6 +127,8 @@ def test_what_is_kept(tmp_path: Path) -> None:
                 set_tags(open_backend(c.url(2)), ["keep me"])
         assert [s.number for s in c.steps()] == [2, 3, 6, 7]
         assert c.best("score", mode="max") == 3 and c.best("score", mode="min") == 2 and c.latest == 7
+        with pytest.raises(UsageError, match='"max" or "min", not \'low\''):
+            c.best("score", mode="low")  # type: ignore[arg-type]
         assert c.steps()[0].tags == ("keep me",) and c.steps()[1].metrics == {"score": 100.0}
     left = {p.relative_to(tmp_path).parts[0] for p in tmp_path.rglob("*") if p.is_file()}
     assert left == {f"step-{n:08d}" for n in (2, 3, 6, 7)}

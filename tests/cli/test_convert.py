@@ -85,6 +85,8 @@ def test_what_an_export_lacks(tmp_path: Path) -> None:
     assert run("convert", "--to", "torch_dist", "--names", "llama", "--convention", "megatron", str(HF / "llama"), megatron).exit_code == 0
     found = run("convert", "--to", "hf", megatron, str(tmp_path / "named"))
     assert found.exit_code == 2 and "needs a config.json" in found.stderr and not (tmp_path / "named").exists()
+    found = run("convert", "--to", "hf", "--no-config", "--config", str(HF / "llama"), megatron, str(tmp_path / "named"))
+    assert found.exit_code == 2 and "give one of them" in found.stderr and not (tmp_path / "named").exists()
     found = run("convert", "--to", "hf", "--no-config", megatron, str(tmp_path / "named"))
     assert found.exit_code == 0 and "the tensors still have Megatron's names" in found.stderr
     found = run("convert", "--to", "hf", str(HF / "llama"), str(tmp_path / "whole"))

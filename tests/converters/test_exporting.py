@@ -68,6 +68,8 @@ def test_what_is_at_hand_in_a_training_script(tmp_path: Path) -> None:
         export(path, wrong)
     with pytest.raises(UsageError, match="a configuration is a mapping"):
         export(path, weights, config=wrong)
+    with pytest.raises(UsageError, match="cannot be written as JSON: Object of type dtype"):
+        export(path, weights, config={"dtype": torch.bfloat16})
     assert not path.exists()
 
 
