@@ -31,7 +31,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_memory_that_is_freed_before_it_was_captured(tmp_path: Path, gate: threading.Event) -> None:
-    model = torch.nn.Linear(1024, 1024)
+    model = torch.nn.Linear(1024, 1024, bias=False)  # what is small is captured in the call
     handle = ckpt.save_async(str(tmp_path / "a"), {"model": model, "optimizer": torch.optim.SGD(model.parameters())})
     model.weight.untyped_storage().resize_(0)
     gate.set()
@@ -43,7 +43,7 @@ def test_memory_that_is_freed_before_it_was_captured(tmp_path: Path, gate: threa
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path, gate: threading.Event) -> None:
-    model = torch.nn.Linear(4, 4)
+    model = torch.nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ckpt.save_async(str(tmp_path / "a"), {"model": model, "optimizer": optimizer})
     child = os.fork()

@@ -90,6 +90,21 @@ def test_samples_are_the_bytes_at_their_places_in_memory_of_any_strides(dtype: t
             assert samples._lines_at(tensor.data_ptr(), len(given)) == expected.tobytes()
 
 
+def test_what_is_smaller_than_its_sample_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fill = nn.Linear(4, 4), Capture._fill
+    before = model.weight.detach().clone()
+
+    def written(self: Capture, *args: Any) -> None:
+        model.weight.data.add_(1)
+        fill(self, *args)
+
+    monkeypatch.setattr(Capture, "_fill", written)
+    ckpt.save_async(URL, {"model": model, "optimizer": torch.optim.SGD(model.parameters())}).result()
+    loaded = {"model": {"weight": torch.zeros(4, 4)}}
+    ckpt.load(URL, loaded, strict=False)
+    assert torch.equal(loaded["model"]["weight"], before)
+
+
 def test_nan_is_what_it_was() -> None:
     """Bytes are compared: as numbers of the dtype that 16 bytes are moved as, a NaN would have changed."""
     weight = nn.Parameter(torch.full((64, 64), complex("nan"), dtype=torch.complex128).t())

@@ -81,7 +81,7 @@ def test_a_defect_that_is_no_error_of_ours_is_raised_too(directory: str, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Capture, "_fill", broken)  # captures in the background what an optimizer steps
-        model = torch.nn.Linear(2, 2)
+        model = torch.nn.Linear(64, 64)
         handle = ckpt.save_async(directory, {"model": model, "optimizer": torch.optim.SGD(model.parameters())})
         handle.wait(30)
     with pytest.raises(ZeroDivisionError, match="my own defect"):

@@ -37,7 +37,7 @@ from .flat_merge import FragmentExchange
 from .meter import SaveMeter
 from .plan import Batch, RankPlan
 from .replicas import Replicas
-from .samples import Samples
+from .samples import WHOLE, Samples
 from .staging import StagedBatches
 from .tensor_source import FENCE, ChunkSource
 from .writer import MANY
@@ -109,18 +109,27 @@ class Capture:
         return [batch for batches in self.plan.batches for batch in batches]
 
     def _unfenced(self) -> set[str]:
-        """What nothing waits for before it changes. Of the rest, what has no version counter, or is not in memory as it reads."""
+        """What nothing waits for before it changes. Of the rest, what has no version counter, or is not in memory as it reads; and what
+        is so small that its sample would be all of it, where that costs no clone."""
         tensors, fenced = self.shard_table.tensors, self.shard_table.fenced
+        small = 0 if self._streams or self._is_short else WHOLE
         return {
             name
             for name, local in tensors.items()
-            if name not in fenced or any(p.memory.is_inference() or reads_otherwise(p.memory) for p in local.parts)
+            if name not in fenced
+            or sum([p.memory.nbytes for p in local.parts]) <= small
+            or any(p.memory.is_inference() or reads_otherwise(p.memory) for p in local.parts)
         }
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether the stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
+        return any(segment.waits_for is not None for segment in self.stage.segments)
 
     def _direct(self, names: AbstractSet[str]) -> AbstractSet[str]:
         """Those that are captured where they belong. Others need a clone: in a stage smaller than the state the first would wait for the
         writing of an earlier segment."""
-        if any(segment.waits_for is not None for segment in self.stage.segments):
+        if self._is_short:
             return frozenset()
         if not self._streams:
             return names
@@ -196,8 +205,7 @@ class Capture:
                     self.fragments.settle()
             # Several threads capture only where every batch has a place of its own. In a stage of two halves the
             # order of segments is what keeps capturing and writing from waiting for each other in a circle.
-            apart = all(s.waits_for is None for s in self.stage.segments)
-            self._share(self._batches(), threads if apart else 1, lambda few: self.stage.capture(few, self._fill))
+            self._share(self._batches(), 1 if self._is_short else threads, lambda few: self.stage.capture(few, self._fill))
             if self.replicas is not None:
                 with self.spans.span("hash"), self._aside():
                     self.replicas.hash(threads if not self._streams else 1, beat)
