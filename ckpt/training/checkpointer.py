@@ -514,7 +514,8 @@ class Checkpointer:
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
         """The committed step with the lowest or highest ``metric``, which the policy ``Best`` would keep; None if none has a finite one."""
         rule = Best(metric, mode=mode)
-        return next(iter(rule.ranked({s.number: s.metrics[metric] for s in self.steps() if metric in s.metrics})), None)
+        values = {s.number: s.metrics[metric] for s in self.steps() if s.number is not None and metric in s.metrics}
+        return next(iter(rule.ranked(values)), None)
 
     # ---- the end
 
