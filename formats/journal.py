@@ -120,8 +120,8 @@ class CheckpointJournal(WriteJournal):
         ``committed_id`` has shown that it is not the committed one.
 
         Raises:
-            ConflictError: there is a commit record, and not ``previous``: somebody else committed here, and nothing of theirs is touched. Or
-                the root is a symbolic link.
+            ConflictError: there is a commit record, and not ``previous``: somebody else committed here, and nothing of theirs is touched.
+                Or the root is a symbolic link.
             StorageError: the storage failed, or does not have all files.
         """
         try:
