@@ -71,6 +71,8 @@ class Tiers:
         """Id of the local checkpoint that is being published, and must stay meanwhile; under ``lock``."""
         self.removed: Callable[[int, str, str | None], object] = lambda step, url, id: None
         """Told of each checkpoint that was removed."""
+        self.base: Callable[[], str | None] = lambda: None
+        """Gives the URL of what the next save may refer to: it stays, since removals in the background run beside saves."""
         self.lock = threading.Lock()
         self.damaged: set[str] = set()
         """Ids of local checkpoints that cannot be published, since they are damaged."""
@@ -312,7 +314,9 @@ class Tiers:
 
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
-        _remove(self.root, self._known_root, self.keep, None, self.removed)
+        base = self.base()
+        busy = next((s.id for s in self._known_root.list() if s.url == base), None) if base is not None and self.keep != All() else None
+        _remove(self.root, self._known_root, self.keep, busy, self.removed)
 
     def retain_in_background(self, *, root: bool = False) -> None:
         """As :meth:`retain`, and with ``root`` as :meth:`retain_root`: no save, and no step of training, waits for thousands of deletes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -354,3 +355,22 @@ def test_an_anchor_every_so_many_saves_is_a_number() -> None:
     for wrong in (0, -1, True, 2.5):
         with pytest.raises(CkptError, match="every="):
             Anchor(every=wrong)  # type: ignore[arg-type]
+
+
+def test_the_anchor_that_the_next_save_may_refer_to_stays(tmp_path: Path) -> None:
+    """Removals run beside saves: what no difference needs by now may be the base of a save that goes on."""
+    frozen = torch.nn.Parameter(torch.ones(3000), requires_grad=False)
+
+    def there(n: int) -> bool:
+        return (tmp_path / f"step-{n:08d}/checkpoint.json").exists()
+
+    with ckpt.Checkpointer(tmp_path, save=EverySteps(1), keep=Latest(1), anchor=Anchor(4)) as c:
+        for n in range(1, 10):
+            c.step(n, {"w": torch.randint(256, (9000,), dtype=torch.uint8), "frozen": frozen})  # no difference of this is smaller
+            c.wait()
+            end = time.monotonic() + 30
+            while n in (7, 8) and there(n - 1) and time.monotonic() < end:
+                time.sleep(0.01)
+            assert n not in (7, 8) or (there(5) and not there(n - 1))  # what is frozen is in step 1
+    record = CommitRecord.from_bytes((tmp_path / "step-00000009/checkpoint.json").read_bytes(), "")
+    assert "references" in record.features
