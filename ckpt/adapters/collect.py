@@ -241,7 +241,8 @@ class _CollectWalk:
                 self.fenced.add(self.names.plain[id(param)])
             self.fenced.update(name for name, _ in self.names.flat.get(id(param), {}).values())
         stored = self.shard_table.names
-        return {stored[name] for name in self.fenced if name in stored} - {s for name, s in stored.items() if name not in self.fenced}
+        unfenced = {s for name, s in stored.items() if name not in self.fenced} | self.shard_table.forward_mutable
+        return {stored[name] for name in self.fenced if name in stored} - unfenced
 
     def wants(self, path: str, value: object = None) -> bool:
         """Whether what is at ``path`` is saved."""
@@ -287,8 +288,11 @@ class _CollectWalk:
         _warn_of_copies(module, parts, path, tensors)
         for name, tensor in tensors.items():
             stored = shard_table.add(join(path, name), tensor).info.name
-            (shard_table.optimizer_updated if isinstance(tensor, torch.nn.Parameter) else shard_table.forward_mutable).add(stored)
+            # Buffers, and embeddings with max_norm, whose rows that are looked up are scaled in the forward pass.
+            if not isinstance(tensor, torch.nn.Parameter) or getattr(parts.owners[name], "max_norm", None) is not None:
+                shard_table.forward_mutable.add(stored)
             if isinstance(tensor, torch.nn.Parameter):
+                shard_table.optimizer_updated.add(stored)
                 (shard_table.trainable if tensor.requires_grad else shard_table.frozen).add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:

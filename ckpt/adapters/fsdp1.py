@@ -178,7 +178,8 @@ def _mesh(wrapper: Any, handle: Any) -> Mesh:
     from torch.distributed import get_process_group_ranks
 
     shards = get_process_group_ranks(handle.process_group)
-    if not wrapper.sharding_strategy.name.lstrip("_").startswith("HYBRID"):
+    grid = wrapper._device_mesh is not None and wrapper._device_mesh.ndim == 2  # of parts of one rank FSDP says NO_SHARD
+    if not grid and not wrapper.sharding_strategy.name.lstrip("_").startswith("HYBRID"):
         return Mesh((SHARD,), (len(shards),), tuple(shards))
     if wrapper._device_mesh is not None:
         return Mesh((COPIES, SHARD), tuple(wrapper._device_mesh.shape), mesh_of(wrapper._device_mesh).ranks)

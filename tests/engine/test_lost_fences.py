@@ -166,3 +166,24 @@ def test_whose_step_runs_no_hooks_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     loop.optimizer = Wrapped(loop.optimizer)
     monkeypatch.setattr("ckpt.adapters.fenced.seen", set())
     assert outcome(URL, loop.state(), loop.optimizer.step) == "right"
+
+
+def test_an_embedding_that_its_forward_pass_scales_is_captured_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``max_norm`` renormalises the rows that are looked up, in place, although an optimizer steps the weight."""
+    over, fill = threading.Event(), Capture._fill
+
+    def late(self: Capture, *args: Any) -> None:
+        over.wait(30)
+        fill(self, *args)
+
+    monkeypatch.setattr(Capture, "_fill", late)
+    model = torch.nn.Sequential(torch.nn.Embedding(3000, 64, max_norm=0.5), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(10)).sum().backward()
+    optimizer.step()
+
+    def forward() -> None:
+        model(torch.arange(3000))
+        over.set()
+
+    assert outcome(URL, {"model": model, "optimizer": optimizer}, forward) == "right"

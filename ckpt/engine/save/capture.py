@@ -244,8 +244,8 @@ def _refuse(changed: Sequence[str]) -> None:
     """Raise if a tensor has changed too early."""
     names = list(dict.fromkeys(changed))
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise ConsistencyError(f"tensor {names[0]}{more} was changed before it was captured", hint=FENCE)
+        others = f", and so were {len(names) - 1} others" if len(names) > 1 else ""
+        raise ConsistencyError(f"tensor {names[0]} was changed before it was captured{others}", hint=FENCE)
 
 
 def _side_streams(shard_table: ShardTable) -> list[torch.cuda.Stream]:
