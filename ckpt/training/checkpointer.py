@@ -246,6 +246,8 @@ class Checkpointer:
         def check() -> Row:
             nonlocal origin
             check_state(state)
+            if step is not None:
+                check_step(step)
             origin = _origin(step, begin_from, options)
             return {}
 
