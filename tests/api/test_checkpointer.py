@@ -287,10 +287,10 @@ def test_what_is_no_step(root: str, n: Any) -> None:
         for call in (c.step, c.save):
             with pytest.raises(UsageError, match="a step is a whole number of at least 0"):
                 call(n, Job().state())
-    assert not os.path.exists(root) or not os.listdir(root)
         if n is not None:
             with pytest.raises(UsageError, match="a step is a whole number of at least 0"):
-                c.restore({"x": 1}, step=n)
+                c.restore(Job().state(), step=n)
+    assert not os.path.exists(root) or not os.listdir(root)
 
 
 @pytest.mark.parametrize("nodes", [False, True])
