@@ -194,7 +194,8 @@ class Checkpointer:
         self._lineage = Lineage(self._first.look)
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None and memory is None, run_log=run_log)
         self._tiers.removed = self._reporter.removed
-        self._tiers.base = lambda: self._bases.base.url if self._bases.base is not None else None
+        if anchor is not None:  # else the base is the newest checkpoint, which always stays
+            self._tiers.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if self._spread is not None:
             self._spread.copied = self._reporter.copied
         if self._uploader is not None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt import Flat, GlobalShape, Layout
 from ckpt.coordination.group import current_group
+from ckpt.engine.save import capture as capture_module
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.job import save_cache
 from ckpt.errors import CkptError
@@ -36,6 +37,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._open = threading.Event()
+        capture_module.WHOLE = 0  # else small tensors are captured in the call
         fill = Capture._fill
 
         def held(capture: Capture, *args: Any) -> None:
