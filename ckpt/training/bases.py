@@ -11,11 +11,14 @@ yet, so the next one refers to nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ckpt.catalog import Catalog
 from ckpt.engine.save.base.base_chunks import SaveBase
 from ckpt.engine.save.job import SaveOptions
 from ckpt.errors import UsageError
+from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
 from ckpt.formats.native.coding.xor_planes import XOR_PLANES
 from ckpt.policies.anchor import Anchor
@@ -43,9 +46,11 @@ class Bases:
         # An anchor refers to the one before for what has not changed. All else is whole, so differences are one read away from it.
         return replace(options, base=base, codec=WITHOUT_ANCHOR.get(options.codec or "", options.codec))
 
-    def restored(self, url: str | None) -> None:
-        """A run goes on from ``url``; None: from elsewhere, or saves refer to nothing."""
-        self.base = None if url is None else SaveBase(url=url, required=False)
+    def restored(self, url: str | None, opened: Sequence[Catalog] = ()) -> None:
+        """A run goes on from ``url``; None: from elsewhere, or saves refer to nothing. ``opened``: what was read of it."""
+        catalog = next((c for c in opened if isinstance(c, NativeCatalog)), None)
+        id = None if catalog is None else catalog.record.id
+        self.base = None if url is None else SaveBase(url=url, id=id, required=False, catalog=catalog)
         self.since = self.anchor.every if self.anchor is not None else 0  # what was restored may be a difference itself
 
     def ended(self, saved: SaveBase | None) -> None:

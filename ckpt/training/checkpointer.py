@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.adapters.state_scan import check_state
 from ckpt.api import load
+from ckpt.catalog import Catalog
 from ckpt.coordination.group import current_group, warn_if_others_are_missing
-from ckpt.engine.load.load import recorded
+from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base.base_chunks import SaveBase
 from ckpt.engine.save.job import SaveOptions, check_capture
@@ -261,7 +262,8 @@ class Checkpointer:
             nonlocal nbytes
             nbytes = load(url, state, process_group=self._process_group, **{**given, **more}).bytes_needed
 
-        wanted = recorded.set(spans)
+        catalogs: list[Catalog] = []
+        wanted, taken = recorded.set(spans), opened.set(catalogs if self._options.reusable else None)
         for spread in self._spreads:
             spread.forget_sources()
         try:
@@ -278,6 +280,7 @@ class Checkpointer:
             raise
         finally:
             recorded.reset(wanted)
+            opened.reset(taken)
         if own is None:
             self._lineage.restored(None)
         else:
@@ -288,7 +291,7 @@ class Checkpointer:
                 self._memory.resumed(restored.step, saved=own is not None)
             sources = merged_sources([spread.sources() for spread in self._spreads])
             self.restored_from = RestoredFrom(step=restored.step, url=restored.lasting, sources=sources)
-            self._bases.restored(restored.url if own is not None and self._options.reusable else None)
+            self._bases.restored(restored.url if own is not None and self._options.reusable else None, catalogs)
             self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, nbytes, spans=spans)
         for spread in self._spreads:
             spread.add()

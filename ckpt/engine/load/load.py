@@ -86,6 +86,9 @@ _shards: WeakKeyDictionary[Members, ShardCache] = WeakKeyDictionary()
 recorded: ContextVar[dict[int, Row] | None] = ContextVar("recorded", default=None)
 """Takes, on the leader, what each rank was busy with in a load, where somebody wants that; the same on all ranks."""
 
+opened: ContextVar[list[Catalog] | None] = ContextVar("opened", default=None)
+"""Takes what a load has opened, where somebody wants that."""
+
 _TRIES = 5
 """How often ranks open a checkpoint that is replaced between the first rank and the last."""
 
@@ -110,6 +113,8 @@ def match(job: LoadJob, state: object) -> Matched:
                 row = row_of_match(job, catalog, binding, sharing)
             decision = job.agree(row, partial(verdict_of, job, catalog))
         if "replaced" not in decision:
+            if (taken := opened.get()) is not None:
+                taken[:] = [catalog]
             return Matched(
                 job=job,
                 catalog=catalog,

@@ -37,7 +37,7 @@ from ckpt.plan.values import join_values
 from ckpt.settings import limits
 from ckpt.text.json_reader import parse_json
 
-from .base.reference_rows import ReferenceRows, join_references
+from .base.reference_rows import NO_REFERENCES, ReferenceRows, join_references
 from .index_rows import chunks_apart, index_rows
 from .replicas import compare_mirrors, compare_replicas
 
@@ -304,6 +304,8 @@ class OpenSave:
     def _references(self, rows: Mapping[int, Row]) -> ReferenceRows:
         """Chunks of all ranks that lie in other checkpoints; those of the save before if ranks refer to the same ones."""
         digests = tuple(dict.fromkeys(row["references"] for row in rows.values() if "references" in row))
+        if not digests:
+            return NO_REFERENCES
         if digests not in self.tables.references:
             self.leader.call.fetch_all(digests)
             self.tables.references.clear()

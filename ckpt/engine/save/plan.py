@@ -86,6 +86,10 @@ class RankPlan:
     mirrored: int = 0
     """Of ``files`` the last so many are those of other ranks, which this one writes, too (``plan.redundancy.mirrors``)."""
 
+    def whole_number(self, number: int) -> int:
+        """The number of a chunk in the whole plan."""
+        return self.numbers[number] if self.numbers else number
+
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks, before coding."""
@@ -126,9 +130,9 @@ class Plans:
             self.shards.known.clear()  # of states that are not saved any more
         # The key has values, not objects: a training loop builds its state dictionary anew for each save, and equal
         # specs mean an equal plan. Limits are part of it, since tests change them.
-        options = rank, position, merge_flat_shards, codec, mirrors, limits.CHUNK, limits.UNDIVIDED
+        options = rank, position, merge_flat_shards, mirrors, limits.CHUNK, limits.UNDIVIDED
         infos = (t.info for t in shard_table.tensors.values())
-        key = _Key(tuple(infos), dict(shard_table.aliases), frozenset(shard_table.own), options)
+        key = _Key(tuple(infos), dict(shard_table.aliases), frozenset(shard_table.own), options, codec)
         for i, kept in enumerate(self._kept):
             if kept.key.same(key):
                 self.hits += 1
@@ -164,8 +168,13 @@ class _Key:
     aliases: dict[str, str]
     own: frozenset[str]
     options: tuple[object, ...]
+    codec: str | None = None
 
     def same(self, other: _Key) -> bool:
+        return self.codec == other.codec and self.same_chunks(other)
+
+    def same_chunks(self, other: _Key) -> bool:
+        """Whether the rank writes the same chunks, in whatever files."""
         return (
             len(self.infos) == len(other.infos)
             and all(a is b or a == b for a, b in zip(self.infos, other.infos, strict=True))

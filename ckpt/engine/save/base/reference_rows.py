@@ -32,6 +32,8 @@ class ReferenceRows:
     """Digests of the ranks' rows that this was made of."""
 
 
+NO_REFERENCES = ReferenceRows()
+
 References = Iterable[tuple[Chunk, DataFile]]
 """Chunks, and the file that has each, or its anchor."""
 
