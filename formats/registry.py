@@ -57,32 +57,28 @@ def open_catalog(
     *,
     sources: Sequence[str | os.PathLike[str]] | None = None,
     read: Reading | None = None,
-    mixed_steps: bool = False,
 ) -> Catalog:
     """Open the checkpoint at ``url``, whatever known format it is in.
 
     Args:
         sources: where the files may lie that a virtual checkpoint or a delta points into; by default as ``CKPT_SOURCES`` says.
         read: gives the files of the index of a checkpoint of ours, in place of ``read_index``.
-        mixed_steps: open it also if some of its tensors are of an earlier step than the others (docs/format.md §16).
 
     Raises:
         NotFoundError: nothing is there.
         NotCommittedError: a save was there, but it did not finish.
         FormatError: what is there is no checkpoint that we know; the message names what was found.
         CorruptError: it is one, and damaged.
-        ConsistencyError: its tensors are of several steps, and nobody asked for that.
     """
     url = url_text(url)
     from ckpt.io_backends.registry import open_backend
 
-    from .mixed_steps import allowed
     from .native.catalog import open_native, read_index, read_record
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
         roots = None if sources is None else tuple(map(url_text, sources))
-        return allowed(open_native(native, record, roots, read or read_index), mixed_steps=mixed_steps)
+        return open_native(native, record, roots, read or read_index)
     backend, names = _look(url)
     open_it = partial(_open_foreign, url, backend, names, sources)
     return read_checked(_Files(url, backend, names), "", open_it, faults=(CorruptError, FormatError))

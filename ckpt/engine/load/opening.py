@@ -20,7 +20,6 @@ import xxhash
 from ckpt.catalog import Catalog
 from ckpt.coordination.call import Call
 from ckpt.errors import CkptError
-from ckpt.formats.mixed_steps import allowed
 from ckpt.formats.native.catalog import open_native, read_index, read_index_file
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.paths import INDEX_LIMIT
@@ -41,15 +40,15 @@ PATIENCE = 30.0
 log = logging.getLogger("ckpt")
 
 
-def open_together(call: Call, sources: Sequence[str] | None, name: str, *, mixed_steps: bool = False) -> Catalog:
+def open_together(call: Call, sources: Sequence[str] | None, name: str) -> Catalog:
     """The checkpoint of a call, which all its ranks open; ``name`` tells this time from others in the same call. File systems are read by
-    each rank: the ranks of a machine share what its memory has of them. ``mixed_steps``: see ``open_catalog``.
+    each rank: the ranks of a machine share what its memory has of them.
 
     Raises:
         as ``open_catalog``.
     """
     if call.group.size == 1 or is_file_system(call.url):
-        return open_catalog(call.url, sources=sources, mixed_steps=mixed_steps)
+        return open_catalog(call.url, sources=sources)
     node = _Node.of(call)
     peers: Peers | None = None
     try:
@@ -62,7 +61,7 @@ def open_together(call: Call, sources: Sequence[str] | None, name: str, *, mixed
     finally:
         if peers is not None:
             peers.close()
-    return allowed(node.catalog if node.catalog is not None else node.opened(sources), mixed_steps=mixed_steps)
+    return node.catalog if node.catalog is not None else node.opened(sources)
 
 
 @dataclass(eq=False)
@@ -110,7 +109,7 @@ class _Node:
             files[name] = read_index(backend, record, name)
             return files[name]
 
-        self.catalog = open_catalog(self.call.url, sources=sources, read=read, mixed_steps=True)
+        self.catalog = open_catalog(self.call.url, sources=sources, read=read)
         if isinstance(self.catalog.record, CommitRecord):
             self.bundle = pack(self.call.url, self.catalog.record, files)  # but rows of single ranks, of which each reads its own
 
@@ -118,7 +117,7 @@ class _Node:
         """With what was handed on, as far as it is right."""
         handed = unpack(bytes(self.bundle), self.call.url)
         if handed is None:
-            return open_catalog(self.call.url, sources=sources, mixed_steps=True)
+            return open_catalog(self.call.url, sources=sources)
         record, files = handed
 
         def read(backend: Backend, record: CommitRecord, name: str) -> bytes:
@@ -132,7 +131,7 @@ class _Node:
             log.warning(
                 "rank %d: the index of %s is read again, as what was handed on is wrong: %s", self.call.group.rank, self.call.url, err
             )
-            return open_catalog(self.call.url, sources=sources, mixed_steps=True)
+            return open_catalog(self.call.url, sources=sources)
 
     def hand_on(self) -> None:
         for feed in self.feeds.values():
