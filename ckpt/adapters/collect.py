@@ -235,7 +235,8 @@ class _CollectWalk:
 
     def fenced_names(self) -> set[str]:
         """Stored names of what is fenced: of what several names of the state make up, only if all of them are."""
-        for param in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]):
+        for param in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            # Not the frozen ones, as a forward pass may write a momentum encoder or a codebook that the optimizer was given, too.
             # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
             if id(param) in self.names.plain:
                 self.fenced.add(self.names.plain[id(param)])
