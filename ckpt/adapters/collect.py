@@ -122,7 +122,8 @@ def _check_memory(tensors: Iterable[LocalTensor]) -> None:
                 raise StateError(
                     "a tensor on the meta device, or one whose memory was freed, has no values to save",
                     where=f"tensor {tensor.state_name}",
-                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
+                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it; if accelerate "
+                    "offloads the module, accelerate.hooks.remove_hook_from_submodules brings its values back",
                 )
 
 
