@@ -30,6 +30,7 @@ _BUILTIN = (
     "ckpt.formats.megatron.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:UNFINISHED",
     "ckpt.formats.dcp.catalog:FORMAT",
+    "ckpt.formats.dcp.catalog:UNFINISHED",
     "ckpt.formats.deepspeed.catalog:FORMAT",
     "ckpt.formats.deltas.catalog:FORMAT",
     "ckpt.formats.safetensors.catalog:FORMAT",
@@ -38,7 +39,6 @@ _BUILTIN = (
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
-DATA_SUFFIX = ".distcp"
 _SHOWN = 8
 _EVICTED = 1024
 
@@ -106,9 +106,6 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     if CONVERTING in names:
         message = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
-    if len(names) == 1 and names[0].endswith(DATA_SUFFIX):
-        message = "this is a data file of torch.distributed.checkpoint, which says nothing without .metadata beside it"
-        raise FormatError(message, where=url, hint="name the directory that has both")
     _check_no_data(url, backend, names)
     known = []
     for candidate in formats():

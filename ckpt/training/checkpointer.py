@@ -29,7 +29,6 @@ from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_url
-from ckpt.plan.redundancy.kinship import RankKinship
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, SavePolicy, TrustFrozen
 from ckpt.policies.arguments import check_arguments
 from ckpt.settings.flags import check_flags
@@ -47,7 +46,6 @@ from .preemption import SIGNALS
 from .restore_order import load_nearest, load_origin
 from .restored_from import RestoredFrom, merged_sources
 from .save_schedule import SaveSchedule, check_step
-from .state_kinship import state_kinship
 from .tiers import Tiers
 from .uploader import Uploader
 
@@ -378,12 +376,10 @@ class Checkpointer:
             self._memory.begun(n)
         durable: Future[Any] | None = None
         try:
-            placement = self._spread.placement(partial(self._kinship, ready)) if self._spread is not None else None
             if isinstance(ready, BaseException):
                 self.group.call("save", self._place(n), self.timeout).fail("begin", ready)
                 raise ready
             made, options = ready
-            options = replace(options, placement=placement)
             first = self._stage.tiers if self._stage is not None else self._tiers
             handle = start_save(self._place(n), made, self.group, options, self.capture, then=first.retain_after_save)
             self.handle, durable = handle, handle.durable
@@ -411,15 +407,11 @@ class Checkpointer:
             metrics=metric_values(metrics),
             earlier=partial(self._first.earlier, n) if self._tiers.local is not None else None,
             branches=partial(self._lineage.of, n),
+            placement=self._spread.placement if self._spread is not None else None,
             progress=callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}"),
         )
         wait_for_pending_save(self.group)
         return made, options
-
-    def _kinship(self, ready: tuple[State, SaveOptions] | BaseException) -> RankKinship:
-        if isinstance(ready, BaseException):
-            raise ready
-        return state_kinship(ready[0], self.group, ready[1])
 
     def _place(self, n: int) -> str:
         """Where step ``n`` is committed first."""

@@ -106,7 +106,7 @@ def match(job: LoadJob, state: object) -> Matched:
     for attempt in range(1, _TRIES + 1):
         with job.call.phase("match"):
             with job.span("open"):
-                catalog = open_together(job.call, job.options.sources, f"index{attempt}")
+                catalog = open_together(job.call, job.call.url, job.options.sources, f"index{attempt}")
             with replacement_noticed(catalog):
                 binding = _bind(job, state, catalog)
                 sharing = _sharing(job, catalog, binding)

@@ -169,10 +169,7 @@ class Leader:
         """The tables of all ranks, joined; those of an earlier save if they are the same."""
         # Rows carry digests of tables, not tables. The leader asks for each different one once, and for none at all
         # if this set of digests is the one of an earlier save.
-        shared: dict[str, list[int]] = {}
-        for digests, ranks in grouped(rows, "table"):
-            for digest in digests.split():
-                shared.setdefault(digest, []).extend(ranks)
+        shared = grouped_parts(rows)
         positions = self.positions
         own = {positions[rank]: row["own"] for rank, row in rows.items() if "own" in row}
         key = (
@@ -399,3 +396,12 @@ def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
     for rank, row in rows.items():
         ranks_of.setdefault(row[key], []).append(rank)
     return list(ranks_of.items())
+
+
+def grouped_parts(rows: Mapping[int, Row]) -> dict[str, list[int]]:
+    """The ranks by digest, for each different part of the ranks' tables."""
+    ranks_of: dict[str, list[int]] = {}
+    for digests, ranks in grouped(rows, "table"):
+        for digest in digests.split():
+            ranks_of.setdefault(digest, []).extend(ranks)
+    return ranks_of
