@@ -33,6 +33,7 @@ FLOORS = (
     ("adapters", "coordination", "formats"),
     ("byte_source",),
     ("converters.mapping", "converters.select", "data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
+    ("engine.opening",),
     ("engine.load", "engine.save", "observe"),
     ("engine.dry_run", "events", "live", "view"),
     ("api", "converters", "ema", "monitors", "spread"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine.load.opening import Opening
+from ckpt.engine.opening import Opening
 from tests.distributed.ranks import Lost, Ranks
 
 
@@ -23,7 +23,7 @@ def save(url: str) -> None:
 def count_reads(*, fan: int) -> Counter[str]:
     """From now on this process takes paths for object storage, and counts what it asks for by kind of file."""
     from ckpt.coordination import broadcast_tree
-    from ckpt.engine.load import opening
+    from ckpt.engine import opening
     from ckpt.io_backends.posix.backend import PosixBackend
 
     opening.is_file_system = lambda url: False
@@ -45,7 +45,7 @@ def count_reads(*, fan: int) -> Counter[str]:
 def load(url: str, case: str) -> tuple[int, list[float]]:
     """How often a rank asked for anything but data, and what it loaded."""
     asked, rank = count_reads(fan=2), dist.get_rank()
-    from ckpt.engine.load import opening
+    from ckpt.engine import opening
 
     if case == "damaged by the leader" and rank == 0:
         pack = opening.pack

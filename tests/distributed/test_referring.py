@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
+from ckpt.engine import opening
 from ckpt.engine.save.base import reuse
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.faulty import FaultyBackend
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import Anchor, EverySteps, Latest, TrustFrozen
 from tests.distributed.gathered import Full, differences, full_state
 from tests.distributed.models import Trained, fsdp, mesh_of, tensor_parallel, trained, whole_model
@@ -220,6 +226,56 @@ def test_differences_of_several_ranks_load_into_any_layout(ranks: Ranks, tmp_pat
             assert differences(state, wanted) == []
             read[way] += bytes_read
     assert read[1] < 0.7 * read[0]  # together each chunk and its anchor are read once
+
+
+def save_and_count(root: str) -> list[tuple[int, Counter[str]]]:
+    """Three saves by ranks that know nothing of their first base. Of each, bytes that were referred to, and what this rank read of other
+    checkpoints, on storage that is no file system."""
+    opening.is_file_system = lambda url: False
+    reads: list[tuple[str, str]] = []
+
+    class CountedBackend(FaultyBackend):
+        def __init__(self, inner: Backend) -> None:
+            super().__init__(inner)
+            process = self.process
+
+            def operate(what: str, effect: Callable[[], Any], half: Any = None) -> Any:
+                if what.startswith(("read", "size")):
+                    reads.append((self.url.rpartition("/")[2], what.split()[1]))
+                return effect()
+
+            process.operate = operate  # type: ignore[method-assign]
+
+    mesh, saves = mesh_of(all=dist.get_world_size()), []
+    rows, same = distribute_tensor(torch.arange(800.0).reshape(80, 10), mesh, [Shard(0)]), torch.arange(9000.0)
+    with wrap_backends(CountedBackend):
+        for step in (2, 3, 4):
+            reads.clear()
+            state = {"rows": rows, "same": same, "step": step}
+            report = ckpt.save_async(f"{root}/step-{step}", state, base=f"{root}/step-{step - 1}").result()
+            kinds = Counter(path.rpartition("/")[2].partition(".")[2] for url, path in reads if url != f"step-{step}")
+            saves.append((report.reused_bytes, kinds))
+            dist.barrier()
+    return saves
+
+
+def test_one_rank_opens_a_base_that_none_knows_and_none_opens_one_that_they_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, save_first, str(tmp_path / "step-1"))
+    results = ranks.run(4, save_and_count, str(tmp_path))
+    for saves in zip(*results, strict=True):
+        assert sum(reused for reused, _ in saves) == 3200 + 36_000
+    for rank, (first, *others) in enumerate(results):
+        index = first[1]["arrow"] + (first[1]["json"] if rank else 0)  # the leader's commit reads the record as well
+        assert (index > 0, first[1]["safetensors"]) == (rank == 0, 2)  # of one file the size, and the header
+        assert [kinds.total() - (kinds["json"] if rank == 0 else 0) for _, kinds in others] == [0, 0], rank
+    for step in (2, 3, 4):
+        holds(tmp_path / f"step-{step}", {"rows": torch.arange(800.0).reshape(80, 10), "same": torch.arange(9000.0)})
+
+
+def save_first(url: str) -> None:
+    mesh = mesh_of(all=dist.get_world_size())
+    rows = distribute_tensor(torch.arange(800.0).reshape(80, 10), mesh, [Shard(0)])
+    ckpt.save(url, {"rows": rows, "same": torch.arange(9000.0), "step": 1}, reusable=True)
 
 
 def save_replicas(url: str, base: str | None = None) -> int:

@@ -31,6 +31,7 @@ from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
+from ckpt.engine.opening import open_together
 from ckpt.errors import ConflictError, ConsistencyError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
@@ -41,7 +42,6 @@ from ckpt.transport.peers import peers_of
 
 from .fitting import renamed, row_of_match, verdict_of
 from .job import LoadJob, StateWrites, tells_whether_written
-from .opening import open_together
 from .options import LoadOptions, LoadReport
 from .phases import Divided, Filled, Matched
 from .read_exchange import ReadExchange

@@ -249,8 +249,10 @@ class OpenSave:
         call, backend, positions = self.leader.call, self.leader.backend, self.leader.positions
         # Everything that can fail comes before ``write_index``, whose last act is the commit. What follows the commit
         # (spans, removing what was replaced) may fail without harm and is only logged.
-        compare_replicas(call, rows)
-        compare_mirrors(call, rows)
+        if any(row["replicas"] for row in rows.values()):
+            compare_replicas(call, rows)
+        if self.leader.mirrors is not None:
+            compare_mirrors(call, rows)
         call.fetch_all(row["own_blob"] for row in self.rows.values() if "own_blob" in row)  # one by one would take ranks times as long
         own_rows = {positions[rank]: self._own_row(row) for rank, row in self.rows.items() if "own_bytes" in row}
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]

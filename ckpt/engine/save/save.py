@@ -12,7 +12,8 @@ Nothing is readable before the commit record is there, which one atomic operatio
 then. An error on any rank ends the save on all of them (``coordination/call.py``), and every rank removes the files that it made. Only a
 rank that does not know what the leader decided leaves them: a leader that is slow, not dead, may still commit, and needs them.
 
-Invariant: ``prepare`` and ``stage`` talk to no other rank, and are all that has to happen in the caller's thread. A save in the background
+Invariant: ``prepare`` and ``stage`` talk to no other rank, but to open a base of which the job knows nothing, and are all that has to
+happen in the caller's thread. A save in the background
 (``background.py``) runs the other phases in a thread of its own, while a ``Capture`` copies the state.
 """
 
@@ -22,6 +23,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from ckpt import tree
 from ckpt.adapters.collect import collect
@@ -30,6 +32,7 @@ from ckpt.concurrency.workers import Pending, program_ends
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
+from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError
 from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
 from ckpt.formats.native.datafiles.references import split_url
@@ -43,7 +46,7 @@ from ckpt.tracing.progress import HASH, WRITE
 from ckpt.transport.peers import peers_of
 
 from .base.anchors import AnchorChunks
-from .base.base_chunks import WrittenChunks
+from .base.base_chunks import BaseLookup, WrittenChunks
 from .base.reference_rows import encode_references
 from .base.reuse import find_reuse
 from .base.trusted import Trust
@@ -110,7 +113,7 @@ def write_and_commit(begun: Begun) -> Committed:
 
 
 def prepare(job: SaveJob, state: object) -> Prepared:
-    """Collect the state and plan what this rank writes. Talks to no other rank.
+    """Collect the state and plan what this rank writes.
 
     Raises:
         StateError, LayoutError, UsageError: as for ``ckpt.save``.
@@ -141,7 +144,13 @@ def prepare(job: SaveJob, state: object) -> Prepared:
             seen, trust = job.cache.seen, None
             if options.trust is not None:
                 trust = Trust.of(options.trust, seen.trusted, collected.shard_table, asked, seen.versions)
-            reuse = find_reuse(options.base, backend, job.cache.bases, plan, source, asked, seen, options.threads, trust)
+            lookup = BaseLookup(
+                base=options.base,
+                backend=backend,
+                remembered=job.cache.bases,
+                open_together=partial(open_together, job.call, sources=None, name="base"),
+            )
+            reuse = find_reuse(lookup, plan, source, asked, seen, options.threads, trust)
         has_128 = bool(reuse.digests)
         if reuse.references or has_128:
             remaining = reuse.remaining()

@@ -4,7 +4,7 @@
                  │ no
     a load has just opened it? ──yes──► OpenedBase   headers of the files that are asked about, read by threads
                  │ no
-    its index is opened ──────────────► OpenedBase
+    its index is opened ──────────────► OpenedBase   by one rank for all, if no rank knows the base
 
 Nobody looks here whether the base is still what it was. Whoever commits does (``formats.native.clearing``): references are published only
 where the record of the base is there, with the id by which all ranks know it.
@@ -13,13 +13,13 @@ where the record of the base is there, with the id by which all ranks know it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 from ckpt.byte_source.storage import StorageSource
-from ckpt.catalog import DataFile, Extent, TensorEntry, job_tensors
+from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry, job_tensors
 from ckpt.concurrency.workers import run_tasks
 from ckpt.engine.save.plan import RankPlan
 from ckpt.errors import ConflictError, FormatError, UsageError
@@ -154,14 +154,14 @@ class RememberedBase:
 class OpenedBase:
     """A base whose index is open."""
 
-    def __init__(self, base: SaveBase, here: Backend) -> None:
-        """
+    def __init__(self, base: SaveBase, here: Backend, catalog: Catalog) -> None:
+        """``here``: where it is.
+
         Raises:
             ConflictError: it is not the save that it should be.
             FormatError: it has no data files.
             CkptError: it cannot be read.
         """
-        catalog = open_native(here) if base.catalog is None else base.catalog
         if not isinstance(catalog, NativeCatalog):
             raise FormatError("a virtual checkpoint has no data files to refer to", where=base.url, hint="name another base")
         if base.id is not None and catalog.record.id != base.id:
@@ -260,27 +260,42 @@ class OpenedBase:
 Base: TypeAlias = RememberedBase | OpenedBase
 
 
-def find_base(base: SaveBase, backend: Backend, plan: RankPlan, remembered: Sequence[RememberedBase]) -> Base:
-    """The base of a save with this plan to ``backend``.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BaseLookup:
+    """Where one save looks for its base. ``backend``: where it is saved; ``remembered``: what this process saved before; ``open_together``
+    opens a checkpoint on all ranks."""
 
-    Raises:
-        UsageError: it is no neighbour of what is saved.
-        ConflictError: it is not the save that it should be.
-        FormatError: it has no data files.
-        CkptError: it cannot be read.
-    """
-    here = open_backend(base.url)
-    (run, name), (own_run, own_name) = split_url(here), split_url(backend)
-    elsewhere = real_url(run) != real_url(own_run)
-    known = [r for r in remembered if (r.run, r.name) == (real_url(run), name) and base.id in (None, r.id) and r.fits(plan)]
-    is_link = not known and here.link() is not None
-    if elsewhere or name == own_name or is_link:
-        what = f"does not lie in {own_run}" if elsewhere else "is a link" if is_link else "is what this save replaces"
-        hint = "name another step of the same run as base="
-        if elsewhere:
-            hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
-        raise UsageError(f"the base {base.url} {what}", where=backend.url, hint=hint)
-    return known[-1] if known else OpenedBase(base, here)
+    base: SaveBase | None
+    backend: Backend
+    remembered: Sequence[RememberedBase]
+    open_together: Callable[[str], Catalog]
+
+    def find(self, base: SaveBase, plan: RankPlan) -> Base:
+        """The base of a save with this plan.
+
+        Raises:
+            UsageError: it is no neighbour of what is saved.
+            ConflictError: it is not the save that it should be.
+            FormatError: it has no data files.
+            CkptError: it cannot be read.
+        """
+        here = open_backend(base.url)
+        (run, name), (own_run, own_name) = split_url(here), split_url(self.backend)
+        elsewhere = real_url(run) != real_url(own_run)
+        own = [r for r in self.remembered if (r.run, r.name) == (real_url(run), name) and base.id in (None, r.id)]
+        is_link = not own and here.link() is not None
+        if elsewhere or name == own_name or is_link:
+            what = f"does not lie in {own_run}" if elsewhere else "is a link" if is_link else "is what this save replaces"
+            hint = "name another step of the same run as base="
+            if elsewhere:
+                hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
+            raise UsageError(f"the base {base.url} {what}", where=self.backend.url, hint=hint)
+        if own and own[-1].fits(plan):
+            return own[-1]
+        if base.catalog is not None:
+            return OpenedBase(base, here, base.catalog)
+        # The other ranks may have the state that they had then, and need nothing: so this one opens the base alone.
+        return OpenedBase(base, here, open_native(here) if own else self.open_together(base.url))
 
 
 def _same(a: Sequence[int], b: Sequence[int]) -> bool:

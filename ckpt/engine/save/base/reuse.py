@@ -38,7 +38,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.text import units
 
-from .base_chunks import Base, Referable, RememberedBase, SaveBase, WrittenChunks, find_base
+from .base_chunks import Base, BaseLookup, Referable, RememberedBase, SaveBase, WrittenChunks
 from .trusted import Trust, TrustedDigests
 
 log = logging.getLogger("ckpt")
@@ -133,9 +133,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def find_reuse(
-    base: SaveBase | None,
-    backend: Backend,
-    remembered: Sequence[RememberedBase],
+    lookup: BaseLookup,
     plan: RankPlan,
     source: ChunkSource,
     asked: Mapping[str, bool],
@@ -143,17 +141,17 @@ def find_reuse(
     threads: int,
     trust: Trust | None = None,
 ) -> Reuse:
-    """What of a plan is in the base. ``remembered``: saves of this process; ``asked``: the candidates (``SeenVersions``); ``trust``: whose
-    digests need not be taken.
+    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``trust``: whose digests need not be taken.
 
     Raises:
         CkptError: the base is required, and it cannot be read, is none, or has nothing of this state.
     """
     numbers = [n for n, c in enumerate(plan.chunks) if c.name in asked and c.box.numel and not plan.assignments[c.name].merged]
+    base, backend = lookup.base, lookup.backend
     chunks, alike = None, dict[int, Referable]()
     try:
         if base is not None:
-            chunks = find_base(base, backend, plan, remembered)
+            chunks = lookup.find(base, plan)
             alike = chunks.shared(plan, numbers, max(threads, backend.io_hints.concurrency))
             check_not_replaced({chunk.file.path for chunk in alike.values()}, chunks.name, split_url(backend)[1])
             if base.required and plan.chunks and not chunks.has_any(plan):
