@@ -14,6 +14,7 @@ import xxhash
 
 from ckpt import settings
 from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
+from ckpt.concurrency.workers import map_tasks
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
@@ -347,7 +348,10 @@ def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
 
 
 def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents:
-    files = {n: read(backend, record, n) for n in record.index if n != RANK_ROWS}  # which few read all of
+    names = [n for n in record.index if n != RANK_ROWS]  # which few read all of
+    # What the record repeats is no request, and where reads take no time, threads do.
+    requests = sum(n not in record.inline for n in names) if backend.io_hints.concurrency > 1 else 1
+    files = dict(zip(names, map_tasks(partial(read, backend, record), names, max(1, requests), "ckpt-index"), strict=True))
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     try:
         contents = decode_index(files, where, anchored=ANCHORS in record.features)
