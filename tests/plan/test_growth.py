@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,6 +25,9 @@ from benchmarks.played import Played
 from benchmarks.scale_calls import Calls, missing_copies_seconds
 from benchmarks.scale_commands import Run, Tensors, Values, seconds
 from ckpt.cli.main import COMMANDS
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.placements import Flat, Interleaved, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import flat, flat_fragments, ownership
 from tests.api.checked import empty_directory
 
@@ -85,8 +89,8 @@ def forget() -> None:
 class Operation:
     """One row. ``covers``: the public names and commands that it is. ``play`` is run at each of ``sizes``, which are numbers of ``over``.
 
-    ``messages`` of the leader and of another rank, ``requests`` of the two, exactly; those of a run depend on how old its records are. ``put`` and ``got``: most bytes of another rank into
-    the store and out of it; ``leader``: most bytes for each rank that the leader gets.
+    ``messages`` of the leader and of another rank, ``requests`` of the two, exactly; those of a run depend on how old its records are.
+    ``put`` and ``got``: most bytes of another rank into the store and out of it; ``leader``: most bytes for each rank that the leader gets.
     ``why``: something of this row grows with the square of the ranks, over all of them, or has an exponent in ``known``.
     """
 
@@ -115,6 +119,28 @@ def plan(kind: Callable[..., scale_jobs.Job], layers: int = 4) -> Callable[[Mode
     return play
 
 
+def plan_of_tensors(models: Models, layers: int) -> Cost:
+    """Of a mixture of experts, 256 of them in each layer: a rank that has all, and the leader of groups that have some."""
+    forget()
+    led = scale_save.lead(scale_jobs.experts(512, layers, ep=8), spans=1)
+    forget()
+    return {"rank": scale_save.plan(scale_jobs.every_expert(512, layers))["first"], "leader": led["all_0"], "leader, next": led["all_1"]}
+
+
+def tiling(*splits: Split) -> Callable[[Models, int], Cost]:
+    """How a layout cuts a tensor, where ranks are listed one by one."""
+
+    def play(models: Models, ranks: int) -> Cost:
+        forget()
+        layout = TensorLayout(Mesh(("dp", "tp"), (ranks // 8, 8), tuple(range(0, 2 * ranks, 2))), splits)
+        began = time.process_time()
+        layout.tiling((53_248, 16_384))
+        assert len(layout.pieces((53_248, 16_384), ranks)) > 0
+        return {"rank": time.process_time() - began}
+
+    return play
+
+
 def lead(kind: Callable[..., scale_jobs.Job], layers: int = 4, **options: int) -> Callable[[Models, int], Cost]:
     """The leader's part of the first two saves: checks, index, commit and spans."""
 
@@ -137,9 +163,9 @@ def command(*words: str, exit_code: int = 0) -> Callable[[Models, int], Cost]:
     return lambda models, tensors: {"command": models.get(Tensors, tensors).run(*words, exit_code=exit_code)}
 
 
-def in_blocks(leader: int, other: int) -> Callable[[int], tuple[int, int]]:
-    """Messages of which the leader has two more for each 256 ranks, to see that what they have of their own is there, and to get it."""
-    return lambda ranks: (leader + 2 * (ranks // 256), other)
+def in_blocks(leader: int, other: int, each: int = 2) -> Callable[[int], tuple[int, int]]:
+    """Messages of which the leader has some more for each 256 ranks, to see that what they have of their own is there, and to get it."""
+    return lambda ranks: (leader + each * (ranks // 256), other)
 
 
 def of_a_save(*words: str) -> Callable[[Models, int], Cost]:
@@ -291,23 +317,23 @@ OPERATIONS = [
         name="reshard, again",
         covers=("live.reshard", "live.ReshardReport", "live.Traffic"),
         play=again(Calls.reshard),
-        messages=(30, 26),
+        messages=(27, 20),
         requests=0,
-        put=1200,
-        got=lambda ranks: 2000 + 175 * ranks,
+        put=1300,
+        got=lambda ranks: 1000 + 27 * ranks,
         leader=1300,
-        why="each rank gets the addresses of all",
+        why="each rank gets the bytes that each rank has moved, for its report",
     ),
     Operation(
         name="reshard, first, tensors of each rank's own",
         covers=("live.reshard",),
         play=lambda models, ranks: Calls(ranks, f"{models.folder}/first", experts=True).reshard(),
-        messages=lambda ranks: (36 + ranks + 4 * (ranks // 256), 33 + 2 * ranks),
+        messages=in_blocks(41, 33, 4),
         requests=0,
         put=2600,
-        got=lambda ranks: 2000 + 750 * ranks,
+        got=lambda ranks: 2000 + 70 * ranks,
         leader=2300,
-        why="each rank gets each table by itself",
+        why="the same, and each rank gets the digest of each table",
     ),
     Operation(
         name="publish",
@@ -323,12 +349,11 @@ OPERATIONS = [
         name="take",
         covers=("live.Sink", "Sink.take", "Sink.tensors", "Sink.run_on_all", "Sink.close", "Sink.version", "live.TakeReport"),
         play=take,
-        messages=(23, 20),
+        messages=(23, 16),
         requests=0,
         put=900,
-        got=lambda ranks: 2000 + 410 * ranks,
+        got=350,
         leader=900,
-        why="each rank gets the addresses of all ranks of the source",
     ),
     Operation(
         name="machines of a tier meet",
@@ -341,17 +366,6 @@ OPERATIONS = [
         leader=650,
         why="each rank gets the addresses of all machines",
     ),
-    Operation(
-        name="copies find their places",
-        covers=("NodeLocal", "Memory"),
-        play=lambda models, ranks: models.calls(ranks).place_copies(),
-        messages=(6, 4),
-        requests=0,
-        put=300,
-        got=lambda ranks: 200 + 2 * ranks,
-        leader=300,
-        why="each rank gets the groups of all machines",
-    ),
     # ---- plans: one rank's work, and the leader's
     *(
         Operation(name=f"plan of a save, {name}", covers=SAVED, play=plan(kind, layers))
@@ -363,6 +377,11 @@ OPERATIONS = [
             ("3-D", scale_jobs.three_d, 16),
             ("EP64", scale_jobs.experts, 4),
         )
+    ),
+    Operation(name="plan of a save, experts", covers=SAVED, over="layers with 256 experts", sizes=(4, 7, 16), play=plan_of_tensors),
+    *(
+        Operation(name=f"tiling, {splits}", covers=SAVED, play=tiling(*splits))
+        for splits in ((Flat("dp"),), (Shard(0, "tp"), Flat("dp")), (Interleaved(0, "tp", 2), Shard(0, "dp")))
     ),
     Operation(name="leader of a save, 3-D", covers=SAVED, play=lead(scale_jobs.three_d, 16)),
     Operation(name="leader of a save, flat", covers=SAVED, play=lead(scale_jobs.zero)),
