@@ -75,11 +75,12 @@ def models() -> Iterator[Models]:
 
 def forget() -> None:
     """The next plan pays for everything again."""
-    for cache in (ownership._assignment, ownership._assignment_of_rows, flat_fragments._moves, flat_fragments._place):
-        cache.cache_clear()
-    for cache in (layout_module.flat_blocks, flat.whole_grid, flat.row_grid):
-        cache.cache_clear()
-    for cache in (layout_module._axes, layout_module._tiling, layout_module._pieces):
+    caches: tuple[Any, ...] = (
+        *(ownership._assignment, ownership._assignment_of_rows, flat_fragments._moves, flat_fragments._place),
+        *(layout_module.flat_blocks, flat.whole_grid, flat.row_grid),
+        *(layout_module._axes, layout_module._tiling, layout_module._pieces),
+    )
+    for cache in caches:
         cache.cache_clear()
     gc.collect()
 
