@@ -180,6 +180,10 @@ def of_a_save(*words: str) -> Callable[[Models, int], Cost]:
     return lambda models, ranks: {"command": seconds(words[0], models.calls(ranks).saved, *words[1:])}
 
 
+def of_a_run(ask: Callable[[Run], float]) -> Callable[[Models, int], Cost]:
+    return lambda models, steps: {"one process": ask(models.get(Run, steps))}
+
+
 def first_save(models: Models, ranks: int) -> Played:
     return Calls(ranks, f"{models.folder}/first").save()
 
@@ -421,7 +425,7 @@ OPERATIONS = [
             covers=covers,
             over="steps",
             sizes=sizes,
-            play=lambda models, steps, ask=ask: {"one process": ask(models.get(Run, steps))},
+            play=of_a_run(ask),
         )
         for name, covers, ask, sizes in (
             ("retention", ("Checkpointer",), Run.retention, SIZES),
