@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,20 +18,25 @@ import torch
 import ckpt
 from ckpt.coordination.group import current_group
 from ckpt.coordination.rows import Row
-from ckpt.engine.save.job import SaveOptions
 from ckpt.live import Sink, Source, reshard
 from ckpt.plan.redundancy.copies import missing_copies
 from ckpt.plan.tables import Table
 from ckpt.policies import EverySteps, Latest
 from ckpt.spread.tier import SpreadTier
-from ckpt.training.state_kinship import state_kinship
 from ckpt.transport.endpoints import network
 
+from .findings import Finding, at_most
 from .measure import cpu_seconds
+from .places import Place
 from .played import Played, PlayedJob, Share
+from .pool import Pool, Rank
+from .scenarios import Settings, Tell
 
+CALLS = ("save", "save_async", "load", "references", "reshard", "step", "restore", "publish", "take")
 TENSORS = 8
 TIMEOUT = 600.0
+MESSAGES = 40
+"""Most messages of a rank in a call."""
 MACHINE = 8
 """Ranks of one machine."""
 
@@ -192,15 +197,47 @@ class Calls:
 
         return self.job.play(connect, _on_machines)
 
-    def place_copies(self) -> Played:
-        """The machines, which have just met, find out who keeps whose copies."""
-        self.meet()
-        options = SaveOptions.of(layout=self.layout)
 
-        def place(rank: int) -> None:
-            self.tiers[rank].placement(lambda: state_kinship(self.states[rank], current_group(), options))
+def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
+    """Each call for the second time, at a sixteenth, a quarter and all of ``settings.scale_ranks``."""
+    ranks = settings.scale_ranks
+    sizes = sorted({max(n, 128) for n in (ranks // 16, ranks // 4, ranks)})
+    found = {n: pool.run(measure, on=1, directory=place.fresh("calls"), ranks=n)[0] for n in sizes}
+    place.fresh("calls")
+    rows = []
+    for name in CALLS:
+        for n in sizes:
+            played = found[n][name]
+            rows.append((name, f"{n:,}", *(f"{leader:,}, {other:,}" for leader, other in (played.messages, played.put, played.got))))
+            rows[-1] = (*rows[-1], str(played.requests), f"{played.cpu:.2f}")
+        tell(f"scale, calls, {name}: " + "; ".join(f"{n:,} ranks: {found[n][name].messages} messages" for n in sizes))
+    most = found[sizes[-1]]
+    return [
+        Finding(
+            scenario="scale",
+            title="whole calls, two ranks of them real: the leader's, another rank's",
+            columns=("call", "ranks", "messages", "bytes put", "bytes got", "requests of both", "CPU s of both"),
+            rows=rows,
+            figures={str(n): {name: asdict(played) for name, played in calls.items()} for n, calls in found.items()},
+            checks=[at_most(f"messages of a rank, {name}, {sizes[-1]:,} ranks", most[name].messages[1], MESSAGES) for name in CALLS],
+        )
+    ]
 
-        return self.job.play(place)
+
+def measure(rank: Rank, *, directory: str, ranks: int) -> dict[str, Played]:
+    """Each of ``CALLS``, the second time."""
+    del rank
+    calls = Calls(ranks, directory)
+    found: dict[str, Played] = {}
+    with calls.source():
+        calls.publish()
+        calls.checkpointer(layout=calls.layout)
+        take = calls.sink()
+        for name in CALLS:
+            play: Callable[[], Played] = take if name == "take" else getattr(calls, name)
+            play()
+            found[name] = replace(play(), results=(None, None))
+    return found
 
 
 def missing_copies_seconds(ranks: int) -> float:

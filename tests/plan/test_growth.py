@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,10 +25,17 @@ from benchmarks.played import Played
 from benchmarks.scale_calls import Calls, missing_copies_seconds
 from benchmarks.scale_commands import Run, Tensors, Values, seconds
 from ckpt.cli.main import COMMANDS
+from ckpt.layout.mesh import Mesh
+from ckpt.layout.placements import Flat, Interleaved, Shard, Split
+from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import flat, flat_fragments, ownership
 from tests.api.checked import empty_directory
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""Connections of ranks are open until their process ends, which these ranks share."""
 SIZES = (256, 1024, 4096)
+FEW = (256, 1024)
+"""Sizes of what takes seconds at 4,096."""
 GROWTH = 1.1
 """Most exponent with which CPU seconds may grow from one size to the next."""
 FLOOR = 0.02
@@ -67,11 +75,12 @@ def models() -> Iterator[Models]:
 
 def forget() -> None:
     """The next plan pays for everything again."""
-    for cache in (ownership._assignment, ownership._assignment_of_rows, flat_fragments._moves, flat_fragments._place):
-        cache.cache_clear()
-    for cache in (layout_module.flat_blocks, flat.whole_grid, flat.row_grid):
-        cache.cache_clear()
-    for cache in (layout_module._axes, layout_module._tiling, layout_module._pieces):
+    caches: tuple[Any, ...] = (
+        *(ownership._assignment, ownership._assignment_of_rows, flat_fragments._moves, flat_fragments._place),
+        *(layout_module.flat_blocks, flat.whole_grid, flat.row_grid),
+        *(layout_module._axes, layout_module._tiling, layout_module._pieces),
+    )
+    for cache in caches:
         cache.cache_clear()
     gc.collect()
 
@@ -83,9 +92,9 @@ def forget() -> None:
 class Operation:
     """One row. ``covers``: the public names and commands that it is. ``play`` is run at each of ``sizes``, which are numbers of ``over``.
 
-    ``messages`` of the leader and of another rank, ``requests`` of the two, exactly. ``put`` and ``got``: most bytes of another rank into
-    the store and out of it; ``leader``: most bytes for each rank that the leader gets.
-    ``known``: exponents that are above the marks, by who has them, and ``got`` as a function of the ranks; with ``why``.
+    ``messages`` of the leader and of another rank, ``requests`` of the two, exactly; those of a run depend on how old its records are.
+    ``put`` and ``got``: most bytes of another rank into the store and out of it; ``leader``: most bytes for each rank that the leader gets.
+    ``why``: something of this row grows with the square of the ranks, over all of them, or has an exponent in ``known``.
     """
 
     name: str
@@ -94,7 +103,7 @@ class Operation:
     over: str = "ranks"
     sizes: tuple[int, ...] = SIZES
     messages: Callable[[int], tuple[int, int]] | tuple[int, int] | None = None
-    requests: int | None = None
+    requests: int | range | None = None
     put: int = 0
     got: Callable[[int], float] | int = 0
     leader: int = 0
@@ -109,6 +118,32 @@ def plan(kind: Callable[..., scale_jobs.Job], layers: int = 4) -> Callable[[Mode
         forget()
         found = scale_save.plan(kind(ranks, layers))
         return {"rank, first": found["first"], "rank, next": found["second"]}
+
+    return play
+
+
+def plan_of_tensors(models: Models, layers: int) -> Cost:
+    """Of a mixture of experts in all layers but the first three: a rank that has all, and the leader of groups that have some."""
+    forget()
+    led = scale_save.lead(scale_jobs.experts(512, layers + 3, ep=8), spans=1)
+    forget()
+    return {
+        "rank": scale_save.plan(scale_jobs.every_expert(512, layers + 3))["first"],
+        "leader": led["all_0"],
+        "leader, next": led["all_1"],
+    }
+
+
+def tiling(*splits: Split) -> Callable[[Models, int], Cost]:
+    """How a layout cuts a tensor, where ranks are listed one by one."""
+
+    def play(models: Models, ranks: int) -> Cost:
+        forget()
+        layout = TensorLayout(Mesh(("dp", "tp"), (ranks // 8, 8), tuple(range(0, 2 * ranks, 2))), splits)
+        began = time.process_time()
+        layout.tiling((53_248, 16_384))
+        assert len(layout.pieces((53_248, 16_384), ranks)) > 0
+        return {"rank": time.process_time() - began}
 
     return play
 
@@ -135,14 +170,18 @@ def command(*words: str, exit_code: int = 0) -> Callable[[Models, int], Cost]:
     return lambda models, tensors: {"command": models.get(Tensors, tensors).run(*words, exit_code=exit_code)}
 
 
-def in_blocks(leader: int, other: int) -> Callable[[int], tuple[int, int]]:
-    """Messages of which the leader has two more for each 256 ranks, to see that what they have of their own is there, and to get it."""
-    return lambda ranks: (leader + 2 * (ranks // 256), other)
+def in_blocks(leader: int, other: int, each: int = 2) -> Callable[[int], tuple[int, int]]:
+    """Messages of which the leader has some more for each 256 ranks, to see that what they have of their own is there, and to get it."""
+    return lambda ranks: (leader + each * (ranks // 256), other)
 
 
 def of_a_save(*words: str) -> Callable[[Models, int], Cost]:
     """A command on a checkpoint of so many ranks."""
     return lambda models, ranks: {"command": seconds(words[0], models.calls(ranks).saved, *words[1:])}
+
+
+def of_a_run(ask: Callable[[Run], float]) -> Callable[[Models, int], Cost]:
+    return lambda models, steps: {"one process": ask(models.get(Run, steps))}
 
 
 def first_save(models: Models, ranks: int) -> Played:
@@ -204,10 +243,11 @@ LOADED = ("load", "LoadReport")
 SAVED = ("save", "SaveReport")
 OPERATIONS = [
     # ---- collective calls, whole: of two real ranks among so many
-    Operation(name="first save", covers=SAVED, play=first_save, messages=(11, 8), requests=37, put=1300, got=120, leader=1300),
+    Operation(name="first save", covers=SAVED, play=first_save, messages=(11, 8), requests=37, put=1300, got=120, leader=1500),
     Operation(
         name="first save, tensors of each rank's own",
         covers=SAVED,
+        sizes=(512, 2048),
         play=lambda models, ranks: Calls(ranks, f"{models.folder}/first", experts=True).save(),
         messages=in_blocks(15, 12),
         requests=37,
@@ -223,7 +263,7 @@ OPERATIONS = [
         requests=37,
         put=1300,
         got=120,
-        leader=1300,
+        leader=1500,
     ),
     Operation(
         name="async save",
@@ -233,17 +273,17 @@ OPERATIONS = [
         requests=37,
         put=1500,
         got=120,
-        leader=1300,
+        leader=1500,
     ),
     Operation(
         name="save of a run, with retention",
         covers=("Checkpointer", "Checkpointer.step", "Checkpointer.save", "Checkpointer.wait"),
         play=step,
         messages=(11, 8),
-        requests=59,
+        requests=range(54, 62),
         put=1500,
         got=120,
-        leader=1300,
+        leader=1500,
     ),
     Operation(
         name="save that refers to another",
@@ -253,7 +293,7 @@ OPERATIONS = [
         requests=32,
         put=1300,
         got=120,
-        leader=1300,
+        leader=1500,
     ),
     Operation(
         name="load",
@@ -268,19 +308,20 @@ OPERATIONS = [
     Operation(
         name="load, tensors of each rank's own",
         covers=LOADED,
+        sizes=(512, 2048),
         play=again(Calls.load, experts=True),
         messages=in_blocks(17, 14),
         requests=26,
         put=1100,
         got=280,
-        leader=1300,
+        leader=1500,
     ),
     Operation(
         name="restore",
         covers=("Checkpointer.restore", "RestoredFrom"),
         play=again(restore),
         messages=(26, 20),
-        requests=32,
+        requests=range(26, 36),
         put=1500,
         got=260,
         leader=1400,
@@ -289,23 +330,24 @@ OPERATIONS = [
         name="reshard, again",
         covers=("live.reshard", "live.ReshardReport", "live.Traffic"),
         play=again(Calls.reshard),
-        messages=(30, 26),
+        messages=(27, 20),
         requests=0,
-        put=1200,
-        got=lambda ranks: 2000 + 175 * ranks,
-        leader=1300,
-        why="each rank gets the addresses of all",
+        put=1300,
+        got=lambda ranks: 1000 + 27 * ranks,
+        leader=1500,
+        why="each rank gets the bytes that each rank has moved, for its report",
     ),
     Operation(
         name="reshard, first, tensors of each rank's own",
         covers=("live.reshard",),
+        sizes=(512, 2048),
         play=lambda models, ranks: Calls(ranks, f"{models.folder}/first", experts=True).reshard(),
-        messages=lambda ranks: (52 + ranks, 33 + 2 * ranks),
+        messages=in_blocks(41, 33, 4),
         requests=0,
         put=2600,
-        got=lambda ranks: 2000 + 750 * ranks,
+        got=lambda ranks: 2000 + 70 * ranks,
         leader=2300,
-        why="each rank gets each table by itself",
+        why="the same, and each rank gets the digest of each table",
     ),
     Operation(
         name="publish",
@@ -321,12 +363,11 @@ OPERATIONS = [
         name="take",
         covers=("live.Sink", "Sink.take", "Sink.tensors", "Sink.run_on_all", "Sink.close", "Sink.version", "live.TakeReport"),
         play=take,
-        messages=(30, 28),
+        messages=(23, 16),
         requests=0,
         put=900,
-        got=lambda ranks: 2000 + 410 * ranks,
+        got=350,
         leader=900,
-        why="each rank gets the addresses of all ranks of the source",
     ),
     Operation(
         name="machines of a tier meet",
@@ -339,17 +380,6 @@ OPERATIONS = [
         leader=650,
         why="each rank gets the addresses of all machines",
     ),
-    Operation(
-        name="copies find their places",
-        covers=("NodeLocal", "Memory"),
-        play=lambda models, ranks: models.calls(ranks).place_copies(),
-        messages=(6, 4),
-        requests=0,
-        put=300,
-        got=lambda ranks: 200 + 2 * ranks,
-        leader=300,
-        why="each rank gets the groups of all machines",
-    ),
     # ---- plans: one rank's work, and the leader's
     *(
         Operation(name=f"plan of a save, {name}", covers=SAVED, play=plan(kind, layers))
@@ -361,6 +391,11 @@ OPERATIONS = [
             ("3-D", scale_jobs.three_d, 16),
             ("EP64", scale_jobs.experts, 4),
         )
+    ),
+    Operation(name="plan of a save, experts", covers=SAVED, over="layers with 256 experts", sizes=(2, 8), play=plan_of_tensors),
+    *(
+        Operation(name=f"tiling, {splits}", covers=SAVED, play=tiling(*splits))
+        for splits in ((Flat("dp"),), (Shard(0, "tp"), Flat("dp")), (Interleaved(0, "tp", 2), Shard(0, "dp")))
     ),
     Operation(name="leader of a save, 3-D", covers=SAVED, play=lead(scale_jobs.three_d, 16)),
     Operation(name="leader of a save, flat", covers=SAVED, play=lead(scale_jobs.zero)),
@@ -385,12 +420,18 @@ OPERATIONS = [
     ),
     # ---- a run
     *(
-        Operation(name=name, covers=covers, over="steps", play=lambda models, steps, ask=ask: {"one process": ask(models.get(Run, steps))})
-        for name, covers, ask in (
-            ("retention", ("Checkpointer",), Run.retention),
-            ("gc", ("ckpt gc",), Run.gc),
-            ("ls", ("ckpt ls", "list_steps", "Checkpointer.steps", "Checkpointer.latest", "Checkpointer.best"), Run.ls),
-            ("restore: what is there", ("Checkpointer.restore",), Run.restore),
+        Operation(
+            name=name,
+            covers=covers,
+            over="steps",
+            sizes=sizes,
+            play=of_a_run(ask),
+        )
+        for name, covers, ask, sizes in (
+            ("retention", ("Checkpointer",), Run.retention, SIZES),
+            ("gc", ("ckpt gc",), Run.gc, FEW),
+            ("ls", ("ckpt ls", "list_steps", "Checkpointer.steps", "Checkpointer.latest", "Checkpointer.best"), Run.ls, FEW),
+            ("restore: what is there", ("Checkpointer.restore",), Run.restore, SIZES),
         )
     ),
     # ---- one checkpoint
@@ -405,7 +446,7 @@ OPERATIONS = [
         name="load, one rank", covers=LOADED, over="tensors", play=lambda models, tensors: {"rank": models.get(Tensors, tensors).load()}
     ),
     *(
-        Operation(name=" ".join(words[:1]), covers=covers, over="tensors", play=command(*words, exit_code=code))
+        Operation(name=words[0], covers=covers, over="tensors", sizes=FEW, play=command(*words, exit_code=code))
         for words, covers, code in (
             (("verify", "URL"), ("ckpt verify", "verify", "VerifyReport"), 0),
             (("diff", "URL", "OTHER"), ("ckpt diff",), 3),
@@ -492,10 +533,9 @@ def check_counts(operation: Operation, ranks: int, played: Played) -> None:
     print(f"{ranks:,} {operation.over}: {played.messages} messages, {played.put} put, {played.got} got, {played.requests} requests")
     messages = operation.messages(ranks) if callable(operation.messages) else operation.messages
     assert played.messages == messages
-    assert played.requests == operation.requests
+    assert played.requests == operation.requests or (isinstance(operation.requests, range) and played.requests in operation.requests)
     got = operation.got(ranks) if callable(operation.got) else operation.got
-    assert (played.put[1], played.got[1]) <= (operation.put, math.inf) and played.got[1] <= got
-    assert played.got[0] <= operation.leader * ranks
+    assert played.put[1] <= operation.put and played.got[1] <= got and played.got[0] <= operation.leader * ranks
 
 
 def test_every_public_operation_is_in_the_table() -> None:
@@ -507,4 +547,4 @@ def test_every_public_operation_is_in_the_table() -> None:
     assert not covered & constant
     assert names - covered - constant == set(), "give the operation a row in OPERATIONS, or say in CONSTANT why its cost does not grow"
     assert covered | constant <= names
-    assert {operation.name for operation in OPERATIONS if operation.known} <= {operation.name for operation in OPERATIONS if operation.why}
+    assert all(operation.why for operation in OPERATIONS if operation.known or callable(operation.got))
