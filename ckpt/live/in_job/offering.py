@@ -38,7 +38,7 @@ from ckpt.plan.values import join_values
 from ckpt.text.json_reader import parse_json
 from ckpt.transport.shm_pool import machine
 
-from .reshard_phases import Meeting, Offered
+from .reshard_phases import Meeting, Offered, OldMemory
 
 if TYPE_CHECKING:
     from ckpt.layout.layout import Layout
@@ -145,11 +145,10 @@ def offer(
         rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
         for rank, addresses, network in parse_json(call.fetch(agreed["holders"]))
     }
-    parts = [(name, part.memory) for name, tensor in local.items() for part in tensor.parts if not part.memory.is_inference()]
     return Offered(
         meeting=meeting,
         local=local,
-        written=[(name, memory, memory._version) for name, memory in parts],
+        before=[(name, OldMemory(part.memory)) for name, tensor in local.items() for part in tensor.parts],
         catalog=_catalog(call, meeting, agreed, cache),
         holders=holders,
     )
