@@ -68,11 +68,11 @@ def test_a_sparse_write_on_a_device_is_summed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ckpt.engine.save.tensor_source.ChunkSource.address", lambda self, number: 0)
     for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.uint8):
         raw = torch.ones(300, 300, dtype=dtype)
-        before = samples._sample(samples.raw_view(raw))
-        assert before.same(samples._sample(samples.raw_view(raw)))
+        before = samples.sample_of(samples.raw_view(raw))
+        assert before.same(samples.sample_of(samples.raw_view(raw)))
         raw[150, 150] = 3  # no sample has it
-        assert torch.equal(before.lines, samples._sample(samples.raw_view(raw)).lines)
-        assert not before.same(samples._sample(samples.raw_view(raw)))
+        assert torch.equal(before.lines, samples.sample_of(samples.raw_view(raw)).lines)
+        assert not before.same(samples.sample_of(samples.raw_view(raw)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex128])
@@ -84,7 +84,7 @@ def test_samples_are_the_bytes_at_their_places_in_memory_of_any_strides(dtype: t
             expected = given
         else:
             expected = np.concatenate([given[at : at + 128] for at in range(0, len(given) - 127, 257 * 128)])
-        lines = samples._sample(samples.raw_view(tensor)).lines
+        lines = samples.sample_of(samples.raw_view(tensor)).lines
         assert lines.contiguous().view(torch.uint8).numpy().tobytes() == expected.tobytes()
         if tensor.is_contiguous() and len(given):
             assert samples._lines_at(tensor.data_ptr(), len(given)) == expected.tobytes()
@@ -117,10 +117,10 @@ def test_places_that_are_sampled_are_of_all_columns() -> None:
     """A column of a matrix whose rows have a power of two of elements is sampled in some row."""
     for columns in (256, 1024, 4096, 8192):
         matrix = torch.zeros(16 << 20 >> 2, dtype=torch.float32).view(-1, columns)
-        before = samples._sample(matrix.view(torch.int32))
+        before = samples.sample_of(matrix.view(torch.int32))
         for column in (0, 63, columns // 2 + 1, columns - 1):
             matrix[:, column] = 1
-            assert not before.same(samples._sample(matrix.view(torch.int32))), (columns, column)
+            assert not before.same(samples.sample_of(matrix.view(torch.int32))), (columns, column)
             matrix[:, column] = 0
 
 

@@ -6,7 +6,7 @@ The ranks' parts are cut from numbered arrays by the oracle of the plan's tests,
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -321,21 +321,33 @@ def test_one_process_alone() -> None:
     assert all(torch.equal(into[name], tensor) for name, tensor in odd.items())
 
 
-def test_an_old_state_that_is_written_to_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda old: old.add_(1),
+        lambda old: old.data.add_(1),
+        lambda old: np.add(old.numpy(), 1, out=old.numpy()),
+        lambda old: setattr(old, "data", torch.ones(2)),
+    ],
+)
+def test_an_old_state_that_is_written_to_meanwhile_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[torch.Tensor], Any]
+) -> None:
     from ckpt.live.filling import Filling
 
     kept = torch.ones(3)
-    old = {"w": torch.zeros(8), "kept": kept}
+    old = {"w": torch.zeros(8), "odd": torch.zeros(2, dtype=torch.complex64).conj(), "kept": kept}
     copy_own = Filling.copy_own
 
     def copy_and_write(*args: Any) -> None:
         copy_own(*args)
-        old["w"].add_(1)
+        write(old["w"])
 
     monkeypatch.setattr(Filling, "copy_own", copy_and_write)
     with pytest.raises(ConsistencyError, match="tensor w of the old state was changed while it was resharded"):
-        live.reshard(old, {"w": torch.ones(8), "kept": kept})
+        live.reshard(old, {"w": torch.ones(8), "odd": torch.ones(2, dtype=torch.complex64), "kept": kept})
     monkeypatch.undo()
-    into = {"w": torch.zeros(8), "kept": kept}
+    old["w"] = torch.ones(8)
+    into = {"w": torch.zeros(8), "odd": torch.ones(2, dtype=torch.complex64), "kept": kept}
     live.reshard(old, into)  # memory of both states is no change
     assert bool((into["w"] == 1).all())

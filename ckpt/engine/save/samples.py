@@ -37,13 +37,13 @@ _MEMORY = ctypes.c_char * (1 << 62)  # one type for all lengths: making one take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sample:
+class Sample:
     """Of one piece of memory, where it lies: bytes of ``lines`` of it, and on a device the ``sum`` of all."""
 
     lines: torch.Tensor
     sum: torch.Tensor | None
 
-    def same(self, other: _Sample) -> bool:
+    def same(self, other: Sample) -> bool:
         """Whether both are of the same bytes; ``other`` may lie elsewhere."""
         both = self.sum is not None and other.sum is not None
         return torch.equal(self.lines.cpu(), other.lines.cpu()) and not (both and not torch.equal(self.sum, other.sum))  # type: ignore[arg-type]
@@ -54,8 +54,8 @@ class Samples:
 
     def __init__(self, source: ChunkSource) -> None:
         self.source = source
-        self._chunks: dict[int, bytes | list[_Sample]] = {}
-        self._tensors: dict[str, list[_Sample]] = {}
+        self._chunks: dict[int, bytes | list[Sample]] = {}
+        self._tensors: dict[str, list[Sample]] = {}
 
     def take(self, batch: Batch, room: torch.Tensor, names: Container[str]) -> None:
         """Sample those chunks of a batch whose tensors are not among ``names``."""
@@ -64,13 +64,13 @@ class Samples:
             if length and chunks[number].name not in names:
                 address = self.source.address(number)
                 pieces = () if address else self.source.pieces(number, room[at : at + length])
-                self._chunks[number] = _lines_at(address, length) if address else [_sample(memory) for memory, _ in pieces]
+                self._chunks[number] = _lines_at(address, length) if address else [sample_of(memory) for memory, _ in pieces]
             at += length
 
     def take_tensors(self, names: Iterable[str]) -> None:
         """Sample these tensors, as far as this rank has them."""
         for name in names:
-            self._tensors[name] = [_sample(raw_view(part.memory)) for part in self.source.tensor(name).parts if part.memory.numel()]
+            self._tensors[name] = [sample_of(raw_view(part.memory)) for part in self.source.tensor(name).parts if part.memory.numel()]
 
     def changed(self, batch: Batch, room: torch.Tensor) -> list[str]:
         """Names of the tensors that have, or had when the batch was copied to ``room``, other bytes than at the call."""
@@ -83,7 +83,7 @@ class Samples:
             else:
                 pieces = self.source.pieces(number, room[at : at + length]) if taken else ()
                 same = all(
-                    before.same(_sample(copy)) and before.same(_sample(memory))
+                    before.same(sample_of(copy)) and before.same(sample_of(memory))
                     for before, (memory, copy) in zip(taken or (), pieces, strict=True)
                 )
             if not same:
@@ -108,7 +108,7 @@ def _lines_at(address: int, nbytes: int) -> bytes:
     return lines
 
 
-def _sample(raw: torch.Tensor) -> _Sample:
+def sample_of(raw: torch.Tensor) -> Sample:
     """The sample of memory of any strides, on any device, in the order of its elements."""
     size = raw.element_size()
     if raw.numel() * size <= WHOLE:
@@ -121,7 +121,7 @@ def _sample(raw: torch.Tensor) -> _Sample:
         else:
             places = (torch.arange(count, device=raw.device)[:, None] * step + torch.arange(line, device=raw.device)).view(-1)
             lines = raw[torch.unravel_index(places, raw.shape)]
-    return _Sample(lines.view(torch.uint8), _sum(raw) if _summed(raw) else None)  # bytes, since no NaN equals itself
+    return Sample(lines.view(torch.uint8), _sum(raw) if _summed(raw) else None)  # bytes, since no NaN equals itself
 
 
 def _summed(raw: torch.Tensor) -> bool:

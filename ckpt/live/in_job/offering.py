@@ -43,7 +43,7 @@ from ckpt.plan.values import join_values
 from ckpt.text.json_reader import parse_json
 from ckpt.transport.shm_pool import machine
 
-from .reshard_phases import Meeting, Offered
+from .reshard_phases import Meeting, Offered, OldMemory
 
 if TYPE_CHECKING:
     from ckpt.layout.layout import Layout
@@ -157,11 +157,10 @@ def offer(
     if "tables" in agreed:
         _join(call, meeting, cache, agreed["key"], call.fetch(agreed["tables"]), values["own"])
     assert cache.catalog is not None  # of which all ranks have told the key
-    parts = [(name, part.memory) for name, tensor in local.items() for part in tensor.parts if not part.memory.is_inference()]
     return Offered(
         meeting=meeting,
         local=local,
-        written=[(name, memory, memory._version) for name, memory in parts],
+        before=[(name, OldMemory(part.memory)) for name, tensor in local.items() for part in tensor.parts],
         catalog=cache.catalog.with_values(values["state"], {int(place): row["values"] for place, row in values["own"].items()}),
         holders={
             rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
