@@ -13,11 +13,11 @@ from ckpt.catalog import Catalog, identity, job_tensors
 from ckpt.coordination.rows import Row
 from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.native.commit import LABELS
+from ckpt.layout.runs import runs_of
 from ckpt.plan import machines, near_files
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.part import LABEL, part_in
-from ckpt.plan.runs import runs_of
 from ckpt.plan.tables import ranks_text
 from ckpt.text.json_reader import parse_json
 from ckpt.transport.shm_pool import machine
