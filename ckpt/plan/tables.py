@@ -81,7 +81,7 @@ class Table:
             if layout is None:
                 layout = by_layout[id(t.layout)] = layouts.setdefault(t.layout, len(layouts))
             names.append(t.name)
-            kind = (t.dtype.name, t.shape, layout, t.logical, t.rows_apart)
+            kind = (t.dtype.name, t.shape, layout, t.logical)
             numbers.append(kinds.setdefault(kind, len(kinds)))
         data = {
             "layouts": [layout.to_json() for layout in layouts],
@@ -101,8 +101,8 @@ class Table:
         """The parsed bytes of :meth:`to_bytes`."""
         layouts = [_layout(json.dumps(x)) for x in raw["layouts"]]
         kinds = [
-            (dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical), rows_apart)
-            for kind, shape, number, logical, rows_apart in raw["kinds"]
+            (dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical))
+            for kind, shape, number, logical in raw["kinds"]
         ]
         tensors = tuple(TensorSpec(name, *kinds[number]) for name, number in zip(raw["names"], raw["numbers"], strict=True))
         return cls(tensors=tensors, aliases=raw["aliases"])

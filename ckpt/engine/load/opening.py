@@ -19,7 +19,6 @@ import xxhash
 from ckpt.catalog import Catalog
 from ckpt.coordination.call import Call
 from ckpt.errors import CkptError
-from ckpt.formats.mixed_steps import allowed
 from ckpt.formats.native.catalog import open_native, read_index, read_index_file
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.registry import open_catalog
@@ -32,18 +31,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 
-def open_together(call: Call, url: str, sources: Sequence[str] | None, name: str, *, mixed_steps: bool = False) -> Catalog:
+def open_together(call: Call, url: str, sources: Sequence[str] | None, name: str) -> Catalog:
     """The checkpoint at ``url``, which all ranks of a call open; ``name`` tells this time from others in the same call. File systems are
-    read by each rank: the ranks of a machine share what its memory has of them. ``mixed_steps``: see ``open_catalog``.
+    read by each rank: the ranks of a machine share what its memory has of them.
 
     Raises:
         as ``open_catalog``.
     """
     if call.group.size == 1 or is_file_system(url):
-        return open_catalog(url, sources=sources, mixed_steps=mixed_steps)
+        return open_catalog(url, sources=sources)
     opening = Opening(url, sources)
     bundle = call.broadcast(name, opening.read)
-    return allowed(opening.catalog or opening.of(bundle), mixed_steps=mixed_steps)
+    return opening.catalog or opening.of(bundle)
 
 
 @dataclass(eq=False)
@@ -62,7 +61,7 @@ class Opening:
             files[name] = read_index(backend, record, name)
             return files[name]
 
-        self.catalog = open_catalog(self.url, sources=self.sources, read=read, mixed_steps=True)
+        self.catalog = open_catalog(self.url, sources=self.sources, read=read)
         if not isinstance(self.catalog.record, CommitRecord):
             return b""  # of another format: it has none
         return pack(self.url, self.catalog.record, files)  # but rows of single ranks, of which each reads its own
@@ -71,7 +70,7 @@ class Opening:
         """With what was handed on, as far as it is right."""
         handed = unpack(bundle, self.url)
         if handed is None:
-            return open_catalog(self.url, sources=self.sources, mixed_steps=True)
+            return open_catalog(self.url, sources=self.sources)
         record, files = handed
 
         def read(backend: Backend, record: CommitRecord, name: str) -> bytes:
@@ -83,7 +82,7 @@ class Opening:
             return open_native(open_backend(self.url), record, self.sources, read)
         except CkptError as err:
             log.warning("the index of %s is read again, as what was handed on is wrong: %s", self.url, err)
-            return open_catalog(self.url, sources=self.sources, mixed_steps=True)
+            return open_catalog(self.url, sources=self.sources)
 
 
 def pack(url: str, record: CommitRecord, files: Mapping[str, bytes]) -> bytes:

@@ -26,7 +26,7 @@ from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
 from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import ANCHORS, APART, CODED, MIXED, REFERENCED
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
@@ -122,7 +122,7 @@ class Leader:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
             raise ConsistencyError(
                 f"the ranks save with different options: {each}",
-                hint="give merge_flat_shards=, codec=, only=, trainable= and partial_experts= alike on every rank",
+                hint="give merge_flat_shards=, codec=, only= and trainable= alike on every rank",
             )
         idle = set.intersection(*(set(row.get("idle", ())) for row in rows.values()))
         if idle:
@@ -132,9 +132,6 @@ class Leader:
             text = "trainable=True leaves nothing that is trained: no parameter of the state requires a gradient"
             hint = "put the module itself into the state, not its state_dict(), and set requires_grad of what you train; or leave it out"
             raise NamesError(text, where=self.call.url, hint=hint)
-        if all(row.get("without_experts", False) for row in rows.values()):
-            text = "partial_experts= has names of experts, and no tensor of the state has such a name"
-            raise NamesError(text, where=self.call.url, hint=f"compare names= and stacked= with `ckpt inspect`; {_GLOBS}")
         return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
@@ -281,7 +278,6 @@ class OpenSave:
             APART: bool(contents.rows),
             REFERENCED: bool(references.files),
             ANCHORS: bool(references.anchors),
-            MIXED: bool(references.steps),
         }
         listed: list[str] = []
         record = write_index(
@@ -330,7 +326,6 @@ class OpenSave:
                 coded=coded,
                 referred=references.chunks,
                 anchors=references.anchors,
-                steps=references.steps,
                 with_128=with_128,
                 mirrors=mirrors,
             )
