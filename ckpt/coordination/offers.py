@@ -77,9 +77,9 @@ class Offers:
         """Bytes that are here."""
         return self._blobs[digest]
 
-    def keep(self, digest: str, data: bytes) -> None:
-        """Bytes that came another way."""
-        self._blobs[digest] = data
+    def keep(self, blobs: Mapping[str, bytes]) -> None:
+        """Bytes that came another way, by digest."""
+        self._blobs.update(blobs)
 
     def lacking(self, digests: Iterable[str]) -> list[str]:
         """Those, each once, whose bytes are not here."""

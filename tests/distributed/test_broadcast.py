@@ -30,11 +30,11 @@ def count_questions() -> list[tuple[int, str, int]]:
     asked: list[tuple[int, str, int]] = []
     ask = broadcast_tree.BroadcastTree._ask
 
-    def asking(self: Any, position: int, name: str, *args: Any) -> Any:
+    def asking(self: Any, position: int, names: list[str], *args: Any) -> Any:
         here = {*self._values.all()}
-        asked.append((position, name, 0))
-        found = ask(self, position, name, *args)
-        asked[-1] = (position, name, 0 if found.digest in here else len(found.data or b""))
+        found = ask(self, position, names, *args)
+        for name, value in found.items():
+            asked.append((position, name, 0 if value.digest in here else len(value.data or b"")))
         return found
 
     broadcast_tree.BroadcastTree._ask = asking  # type: ignore[method-assign]

@@ -153,6 +153,7 @@ def offer(
         return row
 
     agreed: Row = call.map_reduce("offer", collected, partial(_lead_offer, call, meeting, cache))
+    call.fetch_all(agreed[key] for key in ("values", "tables") if key in agreed)
     values = parse_json(call.fetch(agreed["values"]))
     if "tables" in agreed:
         _join(call, meeting, cache, agreed["key"], call.fetch(agreed["tables"]), values["own"])
