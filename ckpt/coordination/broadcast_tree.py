@@ -41,10 +41,11 @@ BEAT, SILENCE = 0.25, 1.0
 """Seconds between two signs of a rank that is waited for, and without one after which it counts as lost."""
 PATIENCE = 30.0
 """Most seconds until a rank does without the others."""
-KEPT, MOST_KEPT = 32 << 20, 64
-"""Bytes and number of values that a rank keeps after a call, for those below it and so that it need not get them again."""
-_MOST = 1 << 31
-_MOST_REQUEST = 1 << 16
+KEPT, MOST_KEPT = 32 << 20, 4096
+"""Bytes and number of values that a rank keeps, for those below it and so that it need not get them again; the newest one in any case."""
+_SAID = 64
+"""Of so many, the newest, a rank says that it has them."""
+_MOST, _MOST_REQUEST = 1 << 31, 1 << 22
 _PURPOSE = "broadcast"
 
 log = logging.getLogger("ckpt")
@@ -69,17 +70,19 @@ class _Values:
         self._digests: OrderedDict[str, str | None] = OrderedDict()
         """By name; a digest is the name of its bytes, too."""
         self._data: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
 
     def put(self, name: str, value: DigestedBytes) -> None:
         with self._changed:
             self._digests[name] = value.digest
             if value.digest is not None and value.data is not None:
                 self._digests[value.digest] = value.digest
+                self._drop(value.digest)
                 self._data[value.digest] = value.data
-                self._data.move_to_end(value.digest)
-            while len(self._data) > MOST_KEPT or (len(self._data) > 1 and sum(map(len, self._data.values())) > KEPT):
-                self._data.popitem(last=False)
-            while len(self._digests) > 4 * MOST_KEPT:
+                self._bytes += len(value.data)
+            while len(self._data) > MOST_KEPT or (len(self._data) > 1 and self._bytes > KEPT):
+                self._drop(next(iter(self._data)))
+            while len(self._digests) > 2 * MOST_KEPT:
                 self._digests.popitem(last=False)
             self._changed.notify_all()
 
@@ -96,9 +99,12 @@ class _Values:
         with self._changed:
             return dict(self._data)
 
-    def drop(self, digest: str | None) -> None:
+    def drop(self, digest: str) -> None:
         with self._changed:
-            self._data.pop(digest or "", None)
+            self._drop(digest)
+
+    def _drop(self, digest: str) -> None:
+        self._bytes -= len(self._data.pop(digest, b""))
 
 
 class BroadcastTree:
@@ -203,7 +209,7 @@ class BroadcastTree:
         )
         try:
             channel.timeout = SILENCE
-            send(channel, {"names": names, "here": [*here]}, [])
+            send(channel, {"names": names, "here": [*here][-_SAID:]}, [])
             answer, _ = receive_head(channel, _MOST)
             while "values" not in answer:
                 alive()
