@@ -50,6 +50,8 @@ class Job:
     target: int = 128
     layers: int = 61
     experts: int = 384
+    expert_ranks: int = 384
+    """Ranks of a stage, at most, that divide its experts."""
 
     @property
     def receivers(self) -> range:
@@ -62,7 +64,7 @@ class Job:
     def source_tensors(self) -> list[list[TensorSpec]]:
         """By stage: what its ranks have."""
         each = self.source // STAGES
-        parallel = min(each, self.experts)
+        parallel = min(each, self.experts, self.expert_ranks)
         dense = Mesh(("pp", "dp", "tp"), (STAGES, each // 8, 8), range(self.source))
         folded = Mesh(("pp", "edp", "ep"), (STAGES, each // parallel, parallel), range(self.source))
         by_stage: list[list[TensorSpec]] = []

@@ -18,14 +18,14 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import finalize
 
 import xxhash
 
-from ckpt.errors import CkptError, DeadlineError, ExchangeError
+from ckpt.errors import CkptError, DeadlineError
 from ckpt.live.connections import ConnectionServer
 from ckpt.live.wire import Channel, dial, receive, receive_head, send
 from ckpt.plan.machines import ancestors, has_descendants, numbers_of
@@ -41,10 +41,11 @@ BEAT, SILENCE = 0.25, 1.0
 """Seconds between two signs of a rank that is waited for, and without one after which it counts as lost."""
 PATIENCE = 30.0
 """Most seconds until a rank does without the others."""
-KEPT, MOST_KEPT = 32 << 20, 64
-"""Bytes and number of values that a rank keeps after a call, for those below it and so that it need not get them again."""
-_MOST = 1 << 31
-_MOST_REQUEST = 1 << 16
+KEPT, MOST_KEPT = 32 << 20, 4096
+"""Bytes and number of values that a rank keeps, for those below it and so that it need not get them again; the newest one in any case."""
+_SAID = 64
+"""Of so many, the newest, a rank says that it has them."""
+_MOST, _MOST_REQUEST = 1 << 31, 1 << 22
 _PURPOSE = "broadcast"
 
 log = logging.getLogger("ckpt")
@@ -69,17 +70,19 @@ class _Values:
         self._digests: OrderedDict[str, str | None] = OrderedDict()
         """By name; a digest is the name of its bytes, too."""
         self._data: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
 
     def put(self, name: str, value: DigestedBytes) -> None:
         with self._changed:
             self._digests[name] = value.digest
             if value.digest is not None and value.data is not None:
                 self._digests[value.digest] = value.digest
+                self._drop(value.digest)
                 self._data[value.digest] = value.data
-                self._data.move_to_end(value.digest)
-            while len(self._data) > MOST_KEPT or (len(self._data) > 1 and sum(map(len, self._data.values())) > KEPT):
-                self._data.popitem(last=False)
-            while len(self._digests) > 4 * MOST_KEPT:
+                self._bytes += len(value.data)
+            while len(self._data) > MOST_KEPT or (len(self._data) > 1 and self._bytes > KEPT):
+                self._drop(next(iter(self._data)))
+            while len(self._digests) > 2 * MOST_KEPT:
                 self._digests.popitem(last=False)
             self._changed.notify_all()
 
@@ -96,9 +99,12 @@ class _Values:
         with self._changed:
             return dict(self._data)
 
-    def drop(self, digest: str | None) -> None:
+    def drop(self, digest: str) -> None:
         with self._changed:
-            self._data.pop(digest or "", None)
+            self._drop(digest)
+
+    def _drop(self, digest: str) -> None:
+        self._bytes -= len(self._data.pop(digest, b""))
 
 
 class BroadcastTree:
@@ -145,16 +151,18 @@ class BroadcastTree:
         self.join()
         return digest
 
-    def get(self, name: str, alive: Callable[[], None], *, patience: float = PATIENCE, digest: str | None = None) -> bytes | None:
-        """What the leader has put under this name, from here or from a rank above; None if none of them gives it.
+    def get(
+        self, names: Iterable[str], alive: Callable[[], None], *, patience: float = PATIENCE, digests: bool = False
+    ) -> dict[str, bytes]:
+        """What the leader has put under these names, from here or from a rank above; without those that none of them gives.
 
-        Every rank of the group asks for it, at about the same time, since those below this one ask this one. ``digest``, if it is known:
-        then a rank above that does not ask for it holds nobody up for long. ``alive`` is called while nothing comes; its error ends that.
+        Every rank of the group asks for them, at about the same time, since those below this one ask this one. ``digests``: the names are
+        digests; then a rank above that does not ask for them holds nobody up for long. ``alive`` is called while nothing comes; its error
+        ends that.
         """
         self.join()
-        value = self._values.get(name)
-        if value is not None and value.is_right():
-            return value.data
+        values = {name: self._values.get(name) for name in names}
+        lacking = [name for name, value in values.items() if value is None or not value.is_right()]
         broken: list[CkptError] = []
 
         def watched() -> None:
@@ -165,24 +173,29 @@ class BroadcastTree:
                 raise
 
         end = time.monotonic() + patience
-        late = end if digest is None else time.monotonic() + SILENCE + 2 * longest_pause(len(self._ranks))
+        late = time.monotonic() + SILENCE + 2 * longest_pause(len(self._ranks)) if digests else end
         for above in ancestors(self._position, self._machines, FAN):
             try:
-                value = self._ask(above, name, watched, end if above == 0 else min(end, late))
-                if not value.is_right() or digest not in (None, value.digest):
-                    raise ExchangeError("it is damaged, or gone")
+                answers = self._ask(above, lacking, watched, end if above == 0 else min(end, late)) if lacking else {}
             except (CkptError, OSError) as err:
                 if err in broken:
                     break
                 self._where.pop(above, None)
-                log.info("rank %d: %s was not handed on by rank %d: %s", self._ranks[self._position], name, self._ranks[above], err)
+                log.info("rank %d: rank %d hands nothing on: %s", self._ranks[self._position], self._ranks[above], err)
                 continue
-            if value.data is not None:
-                self._values.put(name, value)
-            return value.data
-        return None
+            for name, value in answers.items():
+                if value.is_right() and (value.digest == name or not digests):
+                    lacking.remove(name)
+                    values[name] = value
+                    if value.data is not None:
+                        self._values.put(name, value)
+                else:
+                    log.warning(
+                        "rank %d: what rank %d has of %s is damaged, or gone", self._ranks[self._position], self._ranks[above], name
+                    )
+        return {name: v.data for name, v in values.items() if v is not None and v.data is not None and name not in lacking}
 
-    def _ask(self, position: int, name: str, alive: Callable[[], None], end: float) -> DigestedBytes:
+    def _ask(self, position: int, names: Sequence[str], alive: Callable[[], None], end: float) -> dict[str, DigestedBytes]:
         where, here = self._find(position, alive, end), self._values.all()
         addresses = [(str(host), int(port)) for host, port in where["addresses"]]
         channel = dial(
@@ -196,20 +209,19 @@ class BroadcastTree:
         )
         try:
             channel.timeout = SILENCE
-            send(channel, {"name": name, "here": [*here]}, [])
-            answer, size = receive_head(channel, _MOST)
-            while "digest" not in answer:
+            send(channel, {"names": names, "here": [*here][-_SAID:]}, [])
+            answer, _ = receive_head(channel, _MOST)
+            while "values" not in answer:
                 alive()
                 if time.monotonic() > end:
                     raise DeadlineError("it does not have it yet", where=channel.peer)
-                answer, size = receive_head(channel, _MOST)
-            digest = answer["digest"]
-            if answer["sent"]:
-                return DigestedBytes(digest, channel.receive(size))
-            value = DigestedBytes(digest, here.get(digest))
-            if not value.is_right():  # damaged since it came: it is not said to be here again
-                self._values.drop(digest)
-            return value
+                answer, _ = receive_head(channel, _MOST)
+            values = {}
+            for name, (digest, size) in zip(names, answer["values"], strict=True):
+                values[name] = DigestedBytes(digest, here.get(digest) if size is None else channel.receive(min(int(size), _MOST)))
+                if size is None and not values[name].is_right():  # damaged since it came: it is not said to be here again
+                    self._values.drop(digest)
+            return values
         finally:
             channel.close()
 
@@ -228,9 +240,13 @@ class BroadcastTree:
 
 
 def _serve(values: _Values, channel: Channel) -> None:
-    """Give one rank what it asks for, when it is here."""
+    """Give one rank what it asks for, when all of it is here."""
     request, _ = receive(channel, _MOST_REQUEST)
-    while (value := values.get(str(request.get("name")), BEAT)) is None:
-        send(channel, {"waits": True}, [])
-    sent = value.data is not None and value.digest not in request.get("here", ())
-    send(channel, {"digest": value.digest, "sent": sent}, [value.data] if sent and value.data is not None else [])
+    given: list[DigestedBytes] = []
+    for name in request["names"]:
+        while (value := values.get(str(name), BEAT)) is None:
+            send(channel, {"waits": True}, [])
+        given.append(value)
+    sent = [None if v.data is None or v.digest in request["here"] else v.data for v in given]
+    answer = {"values": [[v.digest, None if data is None else len(data)] for v, data in zip(given, sent, strict=True)]}
+    send(channel, answer, [data for data in sent if data is not None])

@@ -301,7 +301,7 @@ class Call:
         tree, name = self.group.tree, f"{self.number}/{name}"
         if tree is None:
             return load()
-        data = None if self.is_leader else tree.get(name, self.check_failures, patience=self._patience)
+        data = None if self.is_leader else tree.get([name], self.check_failures, patience=self._patience).get(name)
         if data is None:
             try:
                 data = load()
@@ -342,10 +342,7 @@ class Call:
         """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it. Where no rank hands it on, from the store."""
         lacking = self._offers.lacking(digests)
         if self.group.tree is not None and not self.is_leader:
-            for digest in lacking:
-                data = self.group.tree.get(digest, self.check_failures, patience=self._patience, digest=digest)
-                if data is not None:
-                    self._offers.keep(digest, data)
+            self._offers.keep(self.group.tree.get(lacking, self.check_failures, patience=self._patience, digests=True))
         with self._channel():
             self._offers.fetch(lacking, self.check_departed)
 

@@ -67,6 +67,7 @@ def find_newest(
             call.lead(row, hand_on)
         else:
             agreed = call.follow(row)
+            call.fetch_all([agreed["manifest"], *agreed["blobs"], agreed["holders"]])
             data = call.fetch(agreed["manifest"])
             new = {digest: call.fetch(digest) for digest in agreed["blobs"]}
             holders = parse_json(call.fetch(agreed["holders"]))

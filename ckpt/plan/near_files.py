@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ckpt.layout.geometry import IntArray
+from ckpt.layout.runs import Runs
 
 from .machines import numbers_of, spell
-from .runs import Runs
 
 
 def spelled(runs: Sequence[Runs]) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
+from ckpt.layout.runs import numbers_in, runs_of
 from ckpt.layout.stage_rules import stage_rule
 from ckpt.layout.stated_boxes import joined_layout, states_boxes
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
@@ -27,7 +28,6 @@ from ckpt.text.json_reader import parse_json
 
 from .external_assignment import joined_assignment
 from .ownership import ChunkAssignment, TensorSpec, assign
-from .runs import numbers_in, runs_of
 
 _HINT_TILING = (
     "correct the layout; of tensors that state their boxes themselves (global_offsets, __create_chunk_list__) one rank states each, "

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import xxhash
 
+import ckpt
+from ckpt import live
 from ckpt.coordination import broadcast_tree
 from ckpt.coordination.group import current_group
 from tests.distributed.ranks import Lost, Ranks
@@ -30,11 +34,11 @@ def count_questions() -> list[tuple[int, str, int]]:
     asked: list[tuple[int, str, int]] = []
     ask = broadcast_tree.BroadcastTree._ask
 
-    def asking(self: Any, position: int, name: str, *args: Any) -> Any:
+    def asking(self: Any, position: int, names: list[str], *args: Any) -> Any:
         here = {*self._values.all()}
-        asked.append((position, name, 0))
-        found = ask(self, position, name, *args)
-        asked[-1] = (position, name, 0 if found.digest in here else len(found.data or b""))
+        found = ask(self, position, names, *args)
+        for name, value in found.items():
+            asked.append((position, name, 0 if value.digest in here else len(value.data or b"")))
         return found
 
     broadcast_tree.BroadcastTree._ask = asking  # type: ignore[method-assign]
@@ -139,6 +143,37 @@ def test_a_rank_in_the_middle_that_fails_costs_those_below_it_a_moment(ranks: Ra
         assert right, rank
         assert loads == (rank == 0), rank
         assert seconds < broadcast_tree.PATIENCE / 2 / 2, "it waited for the deadline"
+
+
+def reshards() -> list[int]:
+    """How many ranks this one has asked in each of three reshards; the last one is of another shape."""
+    rank, asked, counts = dist.get_rank(), count_questions(), []
+    for rows in (8, 8, 16):
+        old, new = torch.arange(rows * 2.0), torch.zeros(rows * 2)
+        layout = ckpt.Layout({"dp": dist.get_world_size()}, [("*", ckpt.Replicate())])
+        before = len({*asked})
+        live.reshard({"w": old, "rank": ckpt.PerRank(rank)}, {"w": new, "rank": ckpt.PerRank(-1)}, layout=layout, new_layout=layout)
+        assert torch.equal(old, new)
+        counts.append(len({*asked}) - before)
+    return counts
+
+
+def test_tables_of_a_reshard_are_asked_for_once_and_not_again(ranks: Ranks) -> None:
+    """Tables are one value; state, what single ranks have and addresses are another, which is the same each time."""
+    assert ranks.run(4, reshards) == [[0, 0, 0]] + [[2, 0, 1]] * 3
+
+
+def test_what_a_rank_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast_tree, "KEPT", 10_000)
+    values = broadcast_tree._Values()
+    for n in range(50):
+        data = bytes([n]) * 3000
+        values.put(f"{n}/value", broadcast_tree.DigestedBytes(xxhash.xxh3_128_hexdigest(data), data))
+    assert [data[:1] for data in values.all().values()] == [bytes([n]) for n in (47, 48, 49)]
+    values.put("large", broadcast_tree.DigestedBytes("of it", bytes(20_000)))
+    assert [*values.all()] == ["of it"]
+    gone = values.get("48/value")
+    assert gone is not None and not gone.is_right(), "what is gone is not taken for nothing"
 
 
 def fails(folder: str) -> tuple[str, int]:

@@ -13,11 +13,11 @@ from ckpt.catalog import Catalog, identity, job_tensors
 from ckpt.coordination.rows import Row
 from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.native.commit import LABELS
+from ckpt.layout.runs import runs_of
 from ckpt.plan import machines, near_files
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.part import LABEL, part_in
-from ckpt.plan.runs import runs_of
 from ckpt.plan.tables import ranks_text
 from ckpt.text.json_reader import parse_json
 from ckpt.transport.shm_pool import machine
@@ -27,6 +27,8 @@ from .shared_reads import SharedReads, refused
 
 log = logging.getLogger("ckpt")
 
+INLINE = 512
+"""Bytes of what the verdict contains itself; of what is longer it has the digest, and ranks hand it on to each other."""
 _OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
 """Kinds of nodes that stand for tensors: these count by their names."""
 
@@ -73,7 +75,11 @@ def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
     digests = {digest: once(digest) for digest in {row["shares"] for row in rows.values()}}
     ordered = [rows[rank] for rank in call.group.ranks]
     if all("near" in row for row in ordered):
-        verdict["near_files"] = near_files.spelled([tuple(map(tuple, row["near"])) for row in ordered])
+        spelled = near_files.spelled([tuple(map(tuple, row["near"])) for row in ordered])
+        text = json.dumps(spelled).encode()
+        # Where machines changed places there is a row for each of them, which is too much for a verdict that every rank
+        # reads from the store.
+        verdict["near_files"] = spelled if len(text) <= INLINE else call.leave(text)
     return verdict | {
         "refused": refused(digests[row["shares"]] for row in rows.values()),
         "machines": machines.spell([row["machine"] for row in ordered]),

@@ -36,6 +36,7 @@ from ckpt.errors import ConflictError, ConsistencyError
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
 from ckpt.plan.near_files import NearFiles
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress_callback import reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.peers import peers_of
@@ -115,6 +116,8 @@ def match(job: LoadJob, state: object) -> Matched:
         if "replaced" not in decision:
             if (taken := opened.get()) is not None:
                 taken[:] = [catalog]
+            if "machines" in decision and job.call.group.tree is not None:
+                job.call.group.tree.know_machines(decision["machines"])
             return Matched(
                 job=job,
                 catalog=catalog,
@@ -174,7 +177,10 @@ def exchange_of(matched: Matched, reader: Reader) -> ReadExchange | None:
         reader.check_tiling(entry)
     near = machines.neighbours(matched.machines, group.ranks.index(group.rank), group.ranks)
     parts = options.exchange == "parts"
-    near_files = None if matched.near_files is None else NearFiles(matched.near_files, matched.machines, group.ranks)
+    spelled = matched.near_files
+    if isinstance(spelled, str):
+        spelled = parse_json(job.call.fetch(spelled))
+    near_files = None if spelled is None else NearFiles(spelled, matched.machines, group.ranks)
     sharing.divide(matched.refused, near if parts else None, what_is_worth(parts=parts, verify=options.verify), near_files)
     return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), job.call)
 

@@ -20,7 +20,7 @@ from .whole_chunks import TensorLoad
 class Matched:
     """A checkpoint that fits on every rank. ``sharing``: what this rank may share with others; ``refused``: the rank sets that do not
     share after all, None if nobody does; ``machines`` says which ranks are on one machine (``ckpt.plan.machines``), ``near_files`` which
-    have which files near (``ckpt.plan.near_files``), None where a file costs all ranks the same."""
+    have which files near (``ckpt.plan.near_files``) or is a digest of that, None where a file costs all ranks the same."""
 
     job: LoadJob
     catalog: Catalog

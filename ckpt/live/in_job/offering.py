@@ -30,6 +30,7 @@ from ckpt.engine.save.leader import grouped, grouped_parts
 from ckpt.engine.save.plan import replicated_chunks
 from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
+from ckpt.layout.runs import numbers_in, runs_of
 from ckpt.live.catalog import LiveCatalog
 from ckpt.live.client import Holder
 from ckpt.live.filling import PlanCache
@@ -37,7 +38,6 @@ from ckpt.live.server import PieceServer
 from ckpt.live.versions import own_blob
 from ckpt.plan import machines
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.plan.runs import numbers_in, runs_of
 from ckpt.plan.tables import Table, join_tables, split_tables, tables_from_bytes, tables_to_bytes
 from ckpt.plan.values import join_values
 from ckpt.text.json_reader import parse_json
@@ -153,6 +153,7 @@ def offer(
         return row
 
     agreed: Row = call.map_reduce("offer", collected, partial(_lead_offer, call, meeting, cache))
+    call.fetch_all(agreed[key] for key in ("values", "tables") if key in agreed)
     values = parse_json(call.fetch(agreed["values"]))
     if "tables" in agreed:
         _join(call, meeting, cache, agreed["key"], call.fetch(agreed["tables"]), values["own"])

@@ -30,6 +30,8 @@ class ReshardRanks:
         """Where this rank serves, for one reshard: the addresses are those of the reshard before, so the others know them."""
         if not self._ports:
             self._ports = listen(self.group.store.host if self.group.store is not None else None)
+            for port in self._ports:
+                finalize(self, port.close)
         ports = [port.dup() for port in self._ports]
         for port in ports:
             close_when_forked(port)
