@@ -79,7 +79,7 @@ class Tiers:
         self._known_root, self._known_local = KnownSteps(root), KnownSteps(local or root)
         self._removable = local if spread is None else spread.own_url
         """Where steps of the local tier are removed: a spread one is also read from places that it does not write to."""
-        self._known_removable = KnownSteps(self._removable or root)
+        self._known_first = KnownSteps(self._removable) if self._removable is not None else self._known_root
         self._retaining = Rounds(self.retain, "ckpt-retain")
         self._retaining_root = Rounds(self.retain_root, "ckpt-retain-root")
         self._swept = False
@@ -294,7 +294,7 @@ class Tiers:
             self.retain_root()
             return
         with self.lock:
-            _remove(self._removable, self._known_removable, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
+            _remove(self._removable, self._known_first, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
 
     def retain_after_save(self) -> None:
         """As :meth:`retain_in_background`, when a save has ended and none is going on. Once it also frees what earlier lives of the job
@@ -304,32 +304,34 @@ class Tiers:
         if self._swept or self.spread is None or not self.spread.in_memory or self._removable is None:
             return
         try:
-            for step in self._known_removable.list():
+            for step in self._known_first.list():
                 if not step.committed and not step.damaged and step.number is not None and step.link is None:
                     log.info("%s is freed: %s", step.url, step.reason)
-                    remove_step(self._removable, step, self._known_removable.list)
+                    remove_step(self._removable, step, self._known_first.list)
             self._swept = True
         except CkptError as err:
             log.warning("what earlier saves have left in memory stays there: %s", err)
 
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
-        base = self.base()
-        busy = next((s.id for s in self._known_root.list() if s.url == base), None) if base is not None and self.keep != All() else None
-        _remove(self.root, self._known_root, self.keep, busy, self.removed)
+        _remove(self.root, self._known_root, self.keep, self.base(), self.removed)
 
     def retain_in_background(self, *, root: bool = False) -> None:
         """As :meth:`retain`, and with ``root`` as :meth:`retain_root`: no save, and no step of training, waits for thousands of deletes.
-        But memory is freed now, since the next save needs it."""
-        if root and self._removable is not None:
+        But memory is freed now, since the next save needs it. In a run of very many steps it comes after some saves together."""
+        if root and self._removable is not None and self._known_root.due():
             self._retaining_root.ask()
         if open_backend(self._removable or self.root).io_hints.in_memory:
             self.retain()
-        else:
+        elif self._known_first.due():
             self._retaining.ask()
 
-    def settle(self, seconds: float) -> None:
-        """Wait until what was begun in the background is done, if that takes no longer."""
+    def settle(self, seconds: float, *, rest: bool = False) -> None:
+        """Wait until what was begun in the background is done, if that takes no longer. ``rest``: also what waits for further saves."""
+        if rest and self._known_first.waiting:
+            self._retaining.ask()
+        if rest and self._removable is not None and self._known_root.waiting:
+            self._retaining_root.ask()
         end = time.monotonic() + seconds
         if not all(rounds.wait(max(0.0, end - time.monotonic())) for rounds in (self._retaining, self._retaining_root)):
             log.warning("old checkpoints of %s are still being removed after %g s; that goes on in the background", self.root, seconds)

@@ -179,7 +179,10 @@ class _NameFilter:
 def _values(sides: tuple[Side, Side], chosen: _NameFilter, mixed: Set[str]) -> tuple[int, list[ValueDifference]]:
     """How many values there are on either side, but those of the names ``mixed``, and those that differ."""
     # Two states of one program have the same paths in the same order, as far as they go: there a path need not be kept.
-    left, right = (((p, n) for p, n in side.values() if chosen.takes(p) and p not in mixed) for side in sides)
+    left, right = (
+        ((p, n) for p, n in side.values() if chosen.takes(p) and p not in mixed) if chosen.globs or mixed else side.values()
+        for side in sides
+    )
     count, differ = 0, list[ValueDifference]()
     rest: list[dict[str, tree.Node]] = [{}, {}]
     for one, other in zip_longest(left, right):
@@ -199,8 +202,8 @@ def _values(sides: tuple[Side, Side], chosen: _NameFilter, mixed: Set[str]) -> t
 
 def _same(left: tree.Node, right: tree.Node) -> bool:
     """Whether the texts of two nodes are the same: 1, 1.0 and true are not, nor are the two zeros."""
-    if type(left) is type(right) and type(left) in (str, int, bool, type(None)):
-        return bool(left == right)
+    if type(left) is type(right) and type(left) in tree.SCALARS:
+        return bool(left == right) and (type(left) is not float or left != 0 or str(left) == str(right))
     return tree.text(left) == tree.text(right)
 
 

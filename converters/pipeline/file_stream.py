@@ -259,6 +259,14 @@ class _Open:
         if self.kind is not None:
             empty = _DIGESTS[self.kind]().intdigest()
             self.digests = [self._state[i].intdigest() if i in self._state else empty for i in range(len(self.file.items))]
-        for offset, data in self.file.ends(self.digests):
-            self.writer.write(offset, [data])
+        # Archives have very many, of a few bytes, and most follow one another. The last ones come first: each fills the gap behind the last
+        # of the ranges that are written already, and no list of them is moved for it.
+        start, parts, size = 0, list[bytes](), 0
+        for offset, data in [*reversed(self.file.ends(self.digests)), (0, b"")]:
+            if parts and (offset + len(data) != start or not data or size >= limits.CACHE_BLOCK):
+                self.writer.write(start, [b"".join(reversed(parts))])
+                parts, size = [], 0
+            if data:
+                parts.append(data)
+                start, size = offset, size + len(data)
         self.writer.commit()

@@ -27,7 +27,8 @@ from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.layout.geometry import Box
 from ckpt.plan import views
 from ckpt.settings import limits
@@ -285,6 +286,19 @@ def test_the_library_of_the_format_has_the_last_word(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="the safetensors library refuses the file"):
         check_readable(backend, OutputFile(path=path.name, size=len(data), items=items, ends=lambda digests: []))
     assert not path.exists()
+
+
+def test_a_small_tensor_takes_two_writes(tmp_path: Path) -> None:
+    """Its elements, and all of the archives up to the next one's elements."""
+    state = {f"w{n}": torch.full((3,), float(n)) for n in range(60)}
+    ckpt.save(tmp_path / "from", state)
+    process = FaultyProcess()
+    with wrap_backends(process.wrap):
+        convert(tmp_path / "from", tmp_path / "to", to="dcp")
+    assert sum(line.startswith("write") for line in process.log) <= 2 * len(state) + 10
+    loaded = {name: torch.zeros(3) for name in state}
+    ckpt.load(tmp_path / "to", loaded)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
 def test_tensors_that_no_state_names(tmp_path: Path) -> None:
