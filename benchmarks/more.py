@@ -19,6 +19,7 @@ from . import (
     object_store,
     planning_large,
     scale,
+    steady,
     stepping,
     watching,
 )
@@ -35,6 +36,7 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "memory": footprint.run,
     "plan-large": planning_large.run,
     "scale": scale.run,
+    "steady": steady.run,
     "step": stepping.run,
     "watching": watching.run,
     "s3": object_store.run,
