@@ -36,7 +36,6 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "memory": footprint.run,
     "plan-large": planning_large.run,
     "scale": scale.run,
-    "steady": steady.run,
     "step": stepping.run,
     "watching": watching.run,
     "s3": object_store.run,
@@ -45,6 +44,7 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "foreign": foreign.run,
     "live-push": live_push.run,
     "live-bytes": live_bytes.run,
+    "steady": steady.run,
     "gpu": gpu.run,
 }
 """Each gives findings for one place."""

@@ -34,7 +34,6 @@ SCENARIOS = (
     "memory",
     "plan-large",
     "scale",
-    "steady",
     "step",
     "watching",
     "s3",
@@ -43,6 +42,7 @@ SCENARIOS = (
     "foreign",
     "live-push",
     "live-bytes",
+    "steady",
     "gpu",
 )
 ONCE = ("codecs", "plan-large", "scale", "step", "s3", "live-push", "live-bytes")

@@ -51,8 +51,8 @@ class Group(Members):
         return self.store.part(f"own/{self.own_stores}")
 
     def apart(self) -> Group:
-        """The same ranks for calls beside those of this group: of one kind, in one order. Made once, by all ranks in the same order: what
-        its last call has left in the store goes with the next."""
+        """The same ranks, for calls that go on beside those of this group. Made once for each purpose, by all ranks in the same order: what
+        a call leaves in the store is deleted by the next one."""
         return Group(self.rank, self.ranks, self.own_store() if self.store is not None else None, self.served)
 
     def connect(self, call: Call, on_death: Callable[[int], None]) -> None:

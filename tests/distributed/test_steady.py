@@ -17,7 +17,7 @@ from benchmarks.pool import Rank
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
 
-WARM, SAVES = 16, 32
+WARM, SAVES = 12, 24
 LEFT = {"resident": 65536, "heap": 16384, "blocks": 30, "descriptors": 0.3, "threads": 0.3, "keys": 0.3, "daemon": 16384}
 """Most for each save: caches still fill, and allocators keep what was free. A descriptor, a thread or a key for each save is more."""
 
