@@ -19,6 +19,7 @@ from . import (
     object_store,
     planning_large,
     scale,
+    steady,
     stepping,
     watching,
 )
@@ -43,6 +44,7 @@ MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "foreign": foreign.run,
     "live-push": live_push.run,
     "live-bytes": live_bytes.run,
+    "steady": steady.run,
     "gpu": gpu.run,
 }
 """Each gives findings for one place."""

@@ -42,6 +42,7 @@ SCENARIOS = (
     "foreign",
     "live-push",
     "live-bytes",
+    "steady",
     "gpu",
 )
 ONCE = ("codecs", "plan-large", "scale", "step", "s3", "live-push", "live-bytes")
@@ -72,6 +73,7 @@ def default_directories() -> tuple[str, ...]:
 @click.option("--scale-ranks", type=click.IntRange(128), default=16_384, help="Most ranks of a job of the scenario 'scale'.")
 @click.option("--scale-layers", type=click.IntRange(0), default=0, help="Layers of the models of the scenario 'scale'; 0: all.")
 @click.option("--foreign-parts", type=click.IntRange(64), default=4096, help="Stored parts of the checkpoints of the scenario 'foreign'.")
+@click.option("--steady-saves", type=click.IntRange(10), default=2000, help="Saves of each kind of the scenario 'steady'.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not report each measurement as it is made.")
 def main(*, directories: Sequence[str], json_path: str | None, only: Sequence[str], quiet: bool, **given: int) -> None:
     """Compare ckpt with torch's distributed checkpoint (DCP), torch.save, and plain writes and reads of the same bytes."""

@@ -46,6 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
         "scale-ranks": 128,
         "scale-layers": 1,
         "foreign-parts": 64,
+        "steady-saves": 10,
     }
     command = [sys.executable, "-m", "benchmarks", "--dir", str(folder), "--json", str(folder / "out.json"), "-q"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -125,7 +126,8 @@ def test_every_other_scenario_gives_its_findings(run: tuple[Any, dict[str, Any]]
     saves = [("async", 4), ("async", 3), ("background", 2), ("merge", 3), ("codecs", found[4][1]), ("memory", 4)]
     live = [("live-push", 7), ("live-push", 3), ("live-bytes", 13)]
     last = [("convert", 8), ("export", 4), ("export", 4), *[("foreign", 5)] * can_make(), *live]
-    assert found == [*saves, ("plan-large", 6), ("step", 3), ("s3", found[8][1]), *last, ("gpu", 10 if torch.cuda.is_available() else 0)]
+    last += [("steady", 5), ("gpu", 10 if torch.cuda.is_available() else 0)]
+    assert found == [*saves, ("plan-large", 6), ("step", 3), ("s3", found[8][1]), *last]
     assert found[8][1] in (0, 5)  # without Ceph's gateway there is nothing to measure
     merge, large = document["findings"][3]["figures"]["medians"], document["findings"][6]["figures"]
     assert merge["boxes"]["sent"] == 0 < merge["merge"]["sent"] < merge["gather"]["sent"]

@@ -21,7 +21,7 @@ from ckpt.text.json_reader import parse_json
 from .call import Call
 from .liveness_links import LivenessLinks
 from .members import Members
-from .store import group_store
+from .store import Store, group_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +43,17 @@ class Group(Members):
         background, on any rank."""
         self.calls += 1
         return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
+
+    def own_store(self) -> Store:
+        """A part of the job's store that nobody else uses: the ranks of a group make them in the same order."""
+        assert self.store is not None
+        self.own_stores += 1
+        return self.store.part(f"own/{self.own_stores}")
+
+    def apart(self) -> Group:
+        """The same ranks, for calls that go on beside those of this group. Made once for each purpose, by all ranks in the same order: what
+        a call leaves in the store is deleted by the next one."""
+        return Group(self.rank, self.ranks, self.own_store() if self.store is not None else None, self.served)
 
     def connect(self, call: Call, on_death: Callable[[int], None]) -> None:
         """Have the ranks notice at once when one of them dies, in this and all later calls; collective, a phase of ``call``."""

@@ -189,10 +189,3 @@ class StepAgreement:
         with self._lock:  # which is not held while the store is asked: a step of training waits for it
             self._fixed = step
             self._lock.notify_all()
-
-
-def own_store(group: Group) -> Store:
-    """A part of the job's store that nobody else uses: the ranks of a group make them in the same order."""
-    assert group.store is not None
-    group.own_stores += 1
-    return group.store.part(f"own/{group.own_stores}")

@@ -20,9 +20,8 @@ from ckpt import settings
 from ckpt.adapters.state_scan import check_state
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.coordination.call import Call
-from ckpt.coordination.group import Group, current_group
+from ckpt.coordination.group import current_group
 from ckpt.coordination.rows import Row
-from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.load.job import LoadJob, StateWrites
 from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.load.setting import accept
@@ -122,7 +121,7 @@ class Sink:
             timeout=settings.timeout(timeout),
             threads=settings.threads(None),
         )
-        self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
+        self._group = base.apart()
         self._secret = SinkSecret(secret, address)
         self._cache = SinkCache()
         self._blobs: dict[str, bytes] = {}

@@ -25,9 +25,8 @@ from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.state_scan import check_state
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.call import Call
-from ckpt.coordination.group import Group, current_group
+from ckpt.coordination.group import current_group
 from ckpt.coordination.rows import Row
-from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.save.job import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.layout.layout import Layout
@@ -101,7 +100,7 @@ class Source:
         self._threads = settings.threads(None)
         base = current_group(process_group)
         self._check_replicas = check_replicas and base.size > 1
-        self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
+        self._group = base.apart()
         if layout is not None:
             layout.check_ranks(base.ranks)
         self._shards = ShardCache()

@@ -14,7 +14,6 @@ import xxhash
 
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
-from ckpt.coordination.step_agreement import own_store
 from ckpt.errors import CkptError, UsageError
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.maintenance.step_listing import Step
@@ -126,7 +125,7 @@ class SpreadTier:
         self._members = self._copies + 1 if given.parity is None else given.parity
         """Domains of a group."""
         self._pace = given.pace
-        self._group = group
+        self._group, self._finishing = group, group.apart()
         self._timeout = timeout
         if real_url(self._directory) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
@@ -242,11 +241,8 @@ class SpreadTier:
             return ()
         if self._copier is not None and not self._copier.finish(self._timeout):
             log.warning("second copies are still being made after %g s", self._timeout)
-        group = self._group
-        call = Group(group.rank, group.ranks, own_store(group) if group.store is not None else None, group.served)
-        uncopied: list[int] = call.call("copies", self.url, self._timeout).map_reduce(
-            "finish", lambda: {"uncopied": list(self.uncopied)}, _united
-        )
+        call = self._finishing.call("copies", self.url, self._timeout)
+        uncopied: list[int] = call.map_reduce("finish", lambda: {"uncopied": list(self.uncopied)}, _united)
         if self._copier is not None:
             self._copier.report_complete()
         return tuple(uncopied)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckpt.coordination.group import Group
-from ckpt.coordination.step_agreement import Due, StepAgreement, own_store
+from ckpt.coordination.step_agreement import Due, StepAgreement
 from ckpt.errors import UsageError
 from ckpt.policies import Moment, SavePolicy
 
@@ -41,7 +41,7 @@ class SaveSchedule:
         if policy.watches_preemption:
             self._preemption.watch()
         if self._leader_part is not None and group.size > 1:
-            self._agreement = StepAgreement(group, own_store(group), timeout)
+            self._agreement = StepAgreement(group, group.own_store(), timeout)
             self._agreement.start()
 
     @property

@@ -84,7 +84,7 @@ class Tiers:
         self._retaining_root = Rounds(self.retain_root, "ckpt-retain-root")
         self._swept = False
         """Whether what earlier lives of the job have left in memory is freed."""
-        self._published: set[str] = set()
+        self._published: set[str | None] = set()
         self._passed: set[str] = set()
         """Ids of local checkpoints of which was said that the root has a later one of their step."""
         self._last_seen: str | None = None
@@ -263,7 +263,9 @@ class Tiers:
 
     def unconfirmed(self) -> list[Step]:
         """Local checkpoints that are not known to be published, the lowest step first."""
-        return [s for s in self.near() if s.committed and s.id not in self._published | self.damaged]
+        near = self.near()
+        self._published &= {s.id for s in near}  # a job saves millions of steps, and few stay
+        return [s for s in near if s.committed and s.id not in self._published | self.damaged]
 
     def behind(self) -> list[Step]:
         """Local checkpoints that are to be published, the newest first: all that ``keep`` would keep at the root."""

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary, finalize
 from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
-from ckpt.coordination.step_agreement import own_store
 from ckpt.transport.endpoints import listen
 from ckpt.transport.tcp import close_when_forked
 
@@ -52,8 +51,7 @@ def reshard_ranks(base: Group) -> ReshardRanks:
     """Those of a group; made by its first reshard, on all ranks."""
     known = _known.get(base)
     if known is None:
-        store = own_store(base) if base.store is not None else None
-        known = _known[base] = ReshardRanks(Group(base.rank, base.ranks, store, base.served))
+        known = _known[base] = ReshardRanks(base.apart())
     return known
 
 
