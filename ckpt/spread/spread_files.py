@@ -33,7 +33,7 @@ class SpreadFiles:
 
     @classmethod
     def of(cls, url: str, nodes: NodeSet) -> SpreadFiles:
-        backend, catalog = open_backend(url), open_catalog(url, mixed_steps=True)
+        backend, catalog = open_backend(url), open_catalog(url)
         assert isinstance(backend, SpreadBackend) and isinstance(catalog, NativeCatalog)
         id = catalog.record.id
         parity = backend.holders(parity_prefix(id)) if nodes.parity is not None else {}

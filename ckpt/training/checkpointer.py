@@ -26,10 +26,9 @@ from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
-from ckpt.formats.native.paths import step_number
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_url
-from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy, TrustFrozen
+from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, SavePolicy, TrustFrozen
 from ckpt.policies.arguments import check_arguments
 from ckpt.settings.flags import check_flags
 from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
@@ -38,7 +37,7 @@ from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
 from .arguments import State, check_memory, check_signals, metric_values, state_of
-from .bases import Bases, check_experts, codec_of, trust_of
+from .bases import Bases, codec_of, trust_of
 from .begin_from import BeginFrom
 from .lineage import Lineage
 from .memory_stage import MemoryStage
@@ -87,9 +86,6 @@ class Checkpointer:
             torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
         anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
             than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
-        partial_experts: a save writes some of the experts of each layer, in turns, and keeps of the others what an earlier save wrote,
-            although they have changed: smaller, and **not exact** (docs/guides/smaller-saves.md). What reads such a checkpoint needs
-            ``mixed_steps=True``. It has ``reuse`` in it.
         only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is its base, and is loaded whole, at
             every start.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
@@ -112,7 +108,6 @@ class Checkpointer:
         codec: str | None = None,
         reuse: bool | TrustFrozen = False,
         anchor: Anchor | None = None,
-        partial_experts: PartialExperts | None = None,
         timeout: float | None = None,
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -128,7 +123,6 @@ class Checkpointer:
     ) -> None:
         root = url_text(root)
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
-        check_experts(partial_experts, anchor)
         check_memory(memory, local, local_keep)
         check_flags(run_log=run_log)
         signals = check_signals(signals)
@@ -140,12 +134,12 @@ class Checkpointer:
             timeout=timeout,
             threads=threads,
             staging=staging_bytes,
-            reusable=bool(reuse) or anchor is not None or partial_experts is not None,
+            reusable=bool(reuse) or anchor is not None,
             only=only,
             trainable=trainable,
         )
         if options.reusable and (local is not None or memory is not None):
-            what = "anchor=" if anchor is not None else "partial_experts=" if partial_experts is not None else "reuse="
+            what = "anchor=" if anchor is not None else "reuse="
             raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
@@ -154,7 +148,7 @@ class Checkpointer:
         self.keep = keep
         self.capture = capture
         self._process_group = process_group
-        self._bases = Bases(anchor, partial_experts)
+        self._bases = Bases(anchor)
         self._progress = progress
         self._options = replace(options, trust=trust_of(reuse))
         self.timeout = options.timeout
@@ -489,8 +483,7 @@ class Checkpointer:
             self._schedule.failed()
         saved: SaveBase | None = None
         if error is None and self._options.reusable:
-            step = step_number(handle.url.rpartition("/")[2])
-            saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False, step=step)
+            saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
         self._bases.ended(saved)
         return error
 

@@ -15,7 +15,7 @@ from ckpt.engine.save.base import reuse
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
-from ckpt.policies import Anchor, EverySteps, Latest, PartialExperts, TrustFrozen
+from ckpt.policies import Anchor, EverySteps, Latest, TrustFrozen
 from tests.distributed.gathered import Full, differences, full_state
 from tests.distributed.models import Trained, fsdp, mesh_of, tensor_parallel, trained, whole_model
 from tests.distributed.ranks import Ranks
@@ -220,54 +220,6 @@ def test_differences_of_several_ranks_load_into_any_layout(ranks: Ranks, tmp_pat
             assert differences(state, wanted) == []
             read[way] += bytes_read
     assert read[1] < 0.7 * read[0]  # together each chunk and its anchor are read once
-
-
-FLAT = (41, 1200)
-
-
-def save_some_experts(root: str) -> tuple[dict[int, Full], list[int]]:
-    """Experts of which each rank has one, or all have a flat shard that ends in the middle of a row, or all of it. What all ranks together
-    have at each step, and the bytes that this rank sent for the edges of flat shards."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    length = FLAT[0] * FLAT[1] // size
-    state = {
-        "own": {"experts": {"0": {"w": torch.zeros(30, 20)}}},
-        "flat": {"experts": {str(n): {"w": torch.zeros(length)} for n in range(3)}},
-        "same": {"experts": {str(n): {"w": torch.zeros(10, 7)} for n in range(3)}},
-        "shared": torch.zeros(12),
-    }
-    rules = [("flat.*", ckpt.Flat("ep"), ckpt.GlobalShape(FLAT)), ("*", ckpt.Replicate())]
-    layout = ckpt.Layout({"ep": size}, rules, numbered=[ckpt.experts("own.experts.{n}", count=size, ranks=size)])
-    policy, saved, sent = PartialExperts(names="*.experts.{expert}.*", experts=3, per_save=1), {}, []
-    with ckpt.Checkpointer(root, save=EverySteps(1), partial_experts=policy, layout=layout, timeout=60) as checkpointer:
-        for step in (1, 2, 3, 4):
-            for kind in ("own", "flat", "same"):
-                for n, expert in state[kind]["experts"].items():
-                    expert["w"].copy_(
-                        (torch.arange(expert["w"].numel()) + (rank if kind == "own" else int(n)) + step).reshape(expert["w"].shape)
-                    )
-                    expert["w"].add_(rank * length if kind == "flat" else 0)
-            state["shared"].fill_(step)
-            sent.append(checkpointer.save(step, state).result().sent_bytes)
-            saved[step] = {"shared": torch.full((12,), float(step))}
-            shapes = {"own": (30, 20), "flat": FLAT, "same": (10, 7)}
-            for kind, shape in shapes.items():
-                rows = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
-                saved[step] |= {f"{kind}.experts.{n}.w": rows + n + step for n in range(3)}
-    return saved, sent
-
-
-def test_ranks_leave_out_the_same_experts_without_talking(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks.run(3, save_some_experts, str(tmp_path))
-    saved, sent = results[0][0], [sum(column) for column in zip(*(row for _, row in results), strict=True)]
-    for step in (1, 2, 3, 4):
-        url = tmp_path / f"step-{step:08d}"
-        steps = oracle.read_steps(url)
-        holds(url, {name: saved[steps.get(name, step)][name] for name in saved[step]})
-        written = (step - 2) % 3  # of the three experts
-        taken_over = {} if step == 1 else {n: max(1, step - (written - n) % 3) for n in range(3) if n != written}
-        assert steps == {f"{kind}.experts.{n}.w": of for kind in ("own", "flat", "same") for n, of in taken_over.items()}
-    assert sent[0] > 0 and sent[1:] == [sent[0] // 3] * 3
 
 
 def save_replicas(url: str, base: str | None = None) -> int:

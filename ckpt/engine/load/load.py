@@ -32,7 +32,6 @@ from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.errors import ConflictError, ConsistencyError
-from ckpt.formats.mixed_steps import steps_text
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
 from ckpt.plan.near_files import NearFiles
@@ -104,7 +103,7 @@ def match(job: LoadJob, state: object) -> Matched:
     for attempt in range(1, _TRIES + 1):
         with job.call.phase("match"):
             with job.span("open"):
-                catalog = open_together(job.call, job.options.sources, f"index{attempt}", mixed_steps=job.options.mixed_steps)
+                catalog = open_together(job.call, job.call.url, job.options.sources, f"index{attempt}")
             with replacement_noticed(catalog):
                 binding = _bind(job, state, catalog)
                 sharing = _sharing(job, catalog, binding)
@@ -269,8 +268,6 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
     call, reader, binding, exchange = matched.job.call, divided.reader, matched.binding, divided.exchange
     if call.is_leader:
         log.info("loaded %s: %d tensors, %d bytes read here in %.2f s", call.url, len(binding.targets), reader.bytes_read, seconds)
-        if matched.mixed_steps:
-            log.warning("%s: tensors that are of earlier steps than the others: %s", call.url, steps_text(matched.mixed_steps))
     return LoadReport(
         url=call.url,
         tensors=len(binding.targets),
@@ -286,7 +283,6 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
         requests=reader.fetch.requests,
         files=len(reader.fetch.paths),
         memory=reader.fetch.memory + (exchange.pool_bytes if exchange is not None else 0),
-        mixed_steps=matched.mixed_steps,
     )
 
 

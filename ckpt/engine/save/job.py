@@ -20,7 +20,6 @@ from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
 from ckpt.plan.part import StatePart
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
-from ckpt.policies.partial_experts import ExpertTurn
 from ckpt.policies.trust_frozen import TrustFrozen
 from ckpt.settings.flags import check_flags
 from ckpt.tracing.progress_callback import ProgressCallback, reported
@@ -87,8 +86,6 @@ class SaveOptions:
     """What this save may refer to."""
     reusable: bool = False
     """Whether digests of 128 bits are stored of what may stay as it is, so that later saves may refer to it."""
-    experts: ExpertTurn | None = None
-    """Which experts this save writes; None: it knows of none, and writes all that has changed."""
     trust: TrustFrozen | None = None
     """Which frozen tensors are not hashed by every save."""
     placement: MirrorPlacement | None = None

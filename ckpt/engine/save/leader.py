@@ -26,7 +26,7 @@ from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
 from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import ANCHORS, APART, CODED, MIXED, REFERENCED
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
@@ -122,7 +122,7 @@ class Leader:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
             raise ConsistencyError(
                 f"the ranks save with different options: {each}",
-                hint="give merge_flat_shards=, codec=, only=, trainable= and partial_experts= alike on every rank",
+                hint="give merge_flat_shards=, codec=, only= and trainable= alike on every rank",
             )
         idle = set.intersection(*(set(row.get("idle", ())) for row in rows.values()))
         if idle:
@@ -132,9 +132,6 @@ class Leader:
             text = "trainable=True leaves nothing that is trained: no parameter of the state requires a gradient"
             hint = "put the module itself into the state, not its state_dict(), and set requires_grad of what you train; or leave it out"
             raise NamesError(text, where=self.call.url, hint=hint)
-        if all(row.get("without_experts", False) for row in rows.values()):
-            text = "partial_experts= has names of experts, and no tensor of the state has such a name"
-            raise NamesError(text, where=self.call.url, hint=f"compare names= and stacked= with `ckpt inspect`; {_GLOBS}")
         return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
@@ -172,10 +169,7 @@ class Leader:
         """The tables of all ranks, joined; those of an earlier save if they are the same."""
         # Rows carry digests of tables, not tables. The leader asks for each different one once, and for none at all
         # if this set of digests is the one of an earlier save.
-        shared: dict[str, list[int]] = {}
-        for digests, ranks in grouped(rows, "table"):
-            for digest in digests.split():
-                shared.setdefault(digest, []).extend(ranks)
+        shared = grouped_parts(rows)
         positions = self.positions
         own = {positions[rank]: row["own"] for rank, row in rows.items() if "own" in row}
         key = (
@@ -284,7 +278,6 @@ class OpenSave:
             APART: bool(contents.rows),
             REFERENCED: bool(references.files),
             ANCHORS: bool(references.anchors),
-            MIXED: bool(references.steps),
         }
         listed: list[str] = []
         record = write_index(
@@ -333,7 +326,6 @@ class OpenSave:
                 coded=coded,
                 referred=references.chunks,
                 anchors=references.anchors,
-                steps=references.steps,
                 with_128=with_128,
                 mirrors=mirrors,
             )
@@ -402,3 +394,12 @@ def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
     for rank, row in rows.items():
         ranks_of.setdefault(row[key], []).append(rank)
     return list(ranks_of.items())
+
+
+def grouped_parts(rows: Mapping[int, Row]) -> dict[str, list[int]]:
+    """The ranks by digest, for each different part of the ranks' tables."""
+    ranks_of: dict[str, list[int]] = {}
+    for digests, ranks in grouped(rows, "table"):
+        for digest in digests.split():
+            ranks_of.setdefault(digest, []).extend(ranks)
+    return ranks_of

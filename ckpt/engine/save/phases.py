@@ -39,8 +39,6 @@ class Prepared:
     replicas: Replicas | None
     reuse: Reuse = NO_REUSE
     """What this rank refers to in the base; ``plan`` is what is left."""
-    has_experts: bool = False
-    """Whether this rank has tensors that ``SaveOptions.experts`` is about."""
     capture: Capture | None = None
     """Of a save in the background: the copy that is written in place of the state."""
 

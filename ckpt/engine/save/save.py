@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 from ckpt import tree
-from ckpt.adapters.collect import Collected, collect
+from ckpt.adapters.collect import collect
 from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.concurrency.workers import Pending, program_ends
 from ckpt.coordination.group import Group
@@ -38,7 +38,6 @@ from ckpt.io_backends import retries
 from ckpt.io_backends.registry import open_backend
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.mesh import coordinates
-from ckpt.policies.partial_experts import NO_EXPERTS
 from ckpt.tracing.progress import HASH, WRITE
 from ckpt.transport.peers import peers_of
 
@@ -118,7 +117,6 @@ def prepare(job: SaveJob, state: object) -> Prepared:
     backend = open_backend(job.call.url)
     with job.spans.span("collect"):
         collected = collect(state, rank=group.rank, ranks=group.ranks, layout=options.layout, shards=plans.shards, part=options.part)
-        experts = NO_EXPERTS if options.experts is None else options.experts.stale(_shapes(collected))
         values = tree.text(collected.state).encode()
         own_values = json.dumps(collected.own).encode() if collected.own else b""
     with job.spans.span("plan"):
@@ -131,23 +129,21 @@ def prepare(job: SaveJob, state: object) -> Prepared:
             merge_flat_shards=merge_flat_shards,
             codec=options.codec,
             mirrors=options.mirrors,
-            rows_apart=experts.rows.keys(),
         )
         source = ChunkSource(plan, collected.shard_table.tensors)
     reuse = NO_REUSE
     if options.reusable:
         with job.spans.span("hash"):
-            candidates = job.cache.seen.candidates(collected.shard_table)
-            asked = {name: same for name, same in candidates.items() if name not in experts.names}
+            asked = job.cache.seen.candidates(collected.shard_table)
             settle_devices(devices_of(collected.shard_table.tensors[name] for name in asked), job.call.url)
             seen, trust = job.cache.seen, None
             if options.trust is not None:
                 trust = Trust.of(options.trust, seen.trusted, collected.shard_table, asked, seen.versions)
-            reuse = find_reuse(options.base, backend, plan, source, asked, seen, options.threads, experts, trust)
+            reuse = find_reuse(options.base, backend, plan, source, asked, seen, options.threads, trust)
         has_128 = bool(reuse.digests)
-        if reuse.references or has_128 or experts:
+        if reuse.references or has_128:
             remaining = reuse.remaining(len(plan.chunks))
-            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128, stale=experts)
+            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128)
             source = ChunkSource(plan, collected.shard_table.tensors)
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
@@ -164,14 +160,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         if options.check_replicas and group.size > 1
         else None,
         reuse=reuse,
-        has_experts=experts.has_experts,
     )
-
-
-def _shapes(collected: Collected) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors that are not this rank's alone."""
-    shard_table = collected.shard_table
-    return {name: local.info.shape for name, local in shard_table.tensors.items() if name not in shard_table.own}
 
 
 def stage(prepared: Prepared) -> Capture:
@@ -247,10 +236,6 @@ def begin_row(prepared: Prepared) -> Row:
         row["options"] += f" {part.text()}"
         row["idle"] = collected.idle
         row["nothing_trained"] = part.trainable and not collected.trains
-    experts = prepared.job.options.experts
-    if experts is not None:
-        row["options"] += f" {experts.text()}"
-        row["without_experts"] = not prepared.has_experts
     if collected.own and call.group.size > APART:
         own_row = encode_row(plan.own_tensors, collected.own)
         # No two ranks have the same row: most are too small to be worth messages of their own.
@@ -320,9 +305,7 @@ def write(begun: Begun) -> Written:
     anchored = writer.anchored if isinstance(writer, EncodedWriter) else {}
     if prepared.reuse.references or anchored:
         anchors = [(prepared.plan.chunks[n], file) for n, file in sorted(anchored.items())]
-        row["references"] = job.call.share(
-            encode_references(prepared.reuse.rows, anchors, steps=prepared.reuse.steps, coded=prepared.reuse.coded)
-        )
+        row["references"] = job.call.share(encode_references(prepared.reuse.rows, anchors, coded=prepared.reuse.coded))
     if not job.call.is_leader:
         row["spans"] = _row_of_spans(prepared)
     return Written(begun=begun, rank_bytes=sum(f.size for f in files), mirrored_bytes=sum(f.size for f in files[own:]), row=row)

@@ -19,12 +19,11 @@ from ckpt.io_backends.registry import open_backend, real_url
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveBase:
     """The checkpoint whose chunks a save may refer to, a neighbour in the same run. ``id``: only that save of it counts. Not ``required``:
-    if it cannot be read, everything is written. ``step``: the training step that it is of, where that is known."""
+    if it cannot be read, everything is written."""
 
     url: str
     id: str | None = None
     required: bool = True
-    step: int | None = None
 
 
 class BaseChunks:
@@ -111,11 +110,6 @@ class BaseChunks:
             return None
         extent = self.catalog.extents(entry, [chunk])[0]
         return None if extent.anchor is not None else (extent, self._row(entry.grid.file(chunk)))
-
-    def earlier_step(self, entry: TensorEntry, plan: RankPlan, number: int) -> int | None:
-        """The training step that the base's chunk is of, if that is an earlier one than the base's."""
-        chunk = self._number(entry, plan, number)
-        return None if chunk is None else entry.grid.step(chunk)
 
     def _number(self, entry: TensorEntry, plan: RankPlan, number: int) -> int | None:
         """Number of the chunk with the same box. None of those of ranks that state their own boxes: to the leader, which is told of a

@@ -36,11 +36,9 @@ from ckpt.errors import CkptError, MismatchError
 from ckpt.formats.native.datafiles.references import split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
-from ckpt.policies.partial_experts import NO_EXPERTS, StaleExperts
 from ckpt.text import units
 
 from .base_chunks import BaseChunks, SaveBase
-from .partial import StaleChunks, find_stale
 from .trusted import Trust, TrustedDigests
 
 log = logging.getLogger("ckpt")
@@ -66,8 +64,6 @@ class Reuse:
     chunks: BaseChunks | None = None
     """All of the base; None if there is none, or it cannot be read."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    steps: Sequence[tuple[Chunk, int]] = ()
-    """Chunks of which an earlier step's bytes are referred to, and that step."""
     nbytes: int = 0
     """Of the chunks that are referred to."""
 
@@ -129,23 +125,21 @@ def find_reuse(
     asked: Mapping[str, bool],
     seen: SeenVersions,
     threads: int,
-    stale: StaleExperts = NO_EXPERTS,
     trust: Trust | None = None,
 ) -> Reuse:
-    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``stale``: experts that the save does not write;
-    ``trust``: whose digests need not be taken.
+    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``trust``: whose
+    digests need not be taken.
 
     Raises:
-        CkptError: the base is required, and it cannot be read, is none, or has nothing of this state, or not what is ``stale``.
+        CkptError: the base is required, and it cannot be read, is none, or has nothing of this state.
     """
     numbers = [n for n, c in enumerate(plan.chunks) if c.name in asked and c.box.numel and not plan.assignments[c.name].merged]
-    numbers = [n for n in numbers if not stale.covers(plan.chunks[n].name, plan.chunks[n].box.offset)] if stale else numbers
-    chunks, alike, kept = None, dict[int, tuple[str, DataFile, bool]](), StaleChunks()
+    chunks, alike = None, dict[int, tuple[str, DataFile, bool]]()
     try:
         if base is not None:
             chunks = BaseChunks(base, backend)
             alike = {n: stored for n in numbers if (stored := chunks.lookup(plan, n)) is not None}
-            kept = _required(base, chunks, plan, stale)
+            _check_shares(base, chunks, plan)
     except CkptError as err:
         if base is None or base.required:
             raise
@@ -166,27 +160,25 @@ def find_reuse(
         return Reuse(base=split_url(open_backend(base.url))[1], id=base.id or "", digests=digests)
     equal = {n: stored for n, stored in alike.items() if stored[0] == digests[n]}
     _note_unmatched(base, plan, chunks, [n for n in numbers if n not in alike])
-    references = {**{n: row for n, (_, row, _) in equal.items()}, **kept.references}
+    references = {n: row for n, (_, row, _) in equal.items()}
     return Reuse(
         base=chunks.name,
         id=chunks.id,
         references=references,
         rows=[(plan.chunks[n], row) for n, row in references.items()],
-        coded=kept.coded or any(coded for _, _, coded in equal.values()),
+        coded=any(coded for _, _, coded in equal.values()),
         chunks=chunks,
         digests={n: digest for n, digest in digests.items() if n not in equal},
-        steps=[(plan.chunks[n], step) for n, step in kept.steps.items()],
         nbytes=sum(plan.specs[n].nbytes for n in references),
     )
 
 
-def _required(base: SaveBase, chunks: BaseChunks, plan: RankPlan, stale: StaleExperts) -> StaleChunks:
-    """What the base must have."""
+def _check_shares(base: SaveBase, chunks: BaseChunks, plan: RankPlan) -> None:
+    """Raise MismatchError if the base is required, and has no tensor of this state."""
     if base.required and plan.chunks and not any(chunks.entry(plan, n) is not None for n in range(len(plan.chunks))):
         raise MismatchError(
             "the base has none of this state's tensors: another name, dtype or shape each", where=base.url, hint="name another base"
         )
-    return find_stale(base, chunks, plan, stale) if stale else StaleChunks()
 
 
 def _note_unmatched(base: SaveBase, plan: RankPlan, chunks: BaseChunks, numbers: Sequence[int]) -> None:
