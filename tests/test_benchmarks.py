@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
         "plan-tensors": 36,
         "plan-ranks": 8,
         "large-layers": 2,
-        "large-ranks": 64,
+        "large-ranks": 512,
         "scale-ranks": 128,
         "scale-layers": 1,
     }
