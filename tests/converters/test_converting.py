@@ -32,6 +32,7 @@ from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.layout.geometry import Box
 from ckpt.plan import views
 from ckpt.settings import limits
+from tests.pairwise import pairwise
 
 FSDP = Path(__file__).parents[1] / "fixtures" / "fsdp"
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.complex64)
@@ -133,9 +134,10 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
         same(dcp_load(made, {n: torch.zeros_like(t) for n, t in expected.items()}), expected)
 
 
-@pytest.mark.parametrize("source", [hugging_face, torch_file, dcp_directory, native_plain])
-@pytest.mark.parametrize("to", ["native", "hf", "torch", "dcp"])
-@pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.parametrize(
+    ("source", "to", "verified"),
+    pairwise([hugging_face, torch_file, dcp_directory, native_plain], ["native", "hf", "torch", "dcp"], [False, True]),
+)
 def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
     from ckpt.converters.pipeline import file_stream, passthrough
