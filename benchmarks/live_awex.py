@@ -18,9 +18,10 @@ from typing import Any
 import click
 import torch
 
-from .live_plan import SOURCE, TARGET, source_tensors, target_layout
+from .live_plan import Job
 
 RANK = 5
+JOB = Job()
 
 
 @click.command()
@@ -30,15 +31,15 @@ def main(*, peers: str) -> None:
     weights, planner, sharding = _planner(Path(peers, "awex"))
     training, inference = [], []
     for name, shape, cells in _source():
-        training.append(_meta(weights, sharding, name, shape, cells, len(SOURCE)))
-        inference.append(_meta(weights, sharding, name, shape, _target(name, shape), len(TARGET)))
+        training.append(_meta(weights, sharding, name, shape, cells, JOB.source))
+        inference.append(_meta(weights, sharding, name, shape, _target(name, shape), JOB.target))
     packed = pickle.dumps((inference, training))
     gc.collect()
     gc.freeze()
     began = time.process_time()
     inference, training = pickle.loads(packed)
     read = time.process_time() - began
-    builder = planner.TransferPlanBuilder(infer_world_size=len(TARGET), train_world_size=len(SOURCE))
+    builder = planner.TransferPlanBuilder(infer_world_size=JOB.target, train_world_size=JOB.source)
     began = time.process_time()
     plan = builder.build_local_transfer_plan(inference, training, RANK)
     seconds = time.process_time() - began
@@ -54,7 +55,7 @@ Cells = dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]
 
 def _source() -> Any:
     known: dict[Any, Cells] = {}
-    for stage, tensors in enumerate(source_tensors()):
+    for stage, tensors in enumerate(JOB.source_tensors()):
         for tensor in tensors:
             key = id(tensor.layout), tensor.shape
             if key not in known:
@@ -67,12 +68,12 @@ _known: dict[Any, Cells] = {}
 
 def _target(name: str, shape: tuple[int, ...]) -> Cells:
     expert = int(name.split(".")[3]) * 64 // 384 if ".experts." in name else None
-    ranks = TARGET if expert is None else range(TARGET.start + 2 * expert, TARGET.start + 2 * expert + 2)
+    ranks = JOB.receivers if expert is None else range(JOB.source + 2 * expert, JOB.source + 2 * expert + 2)
     key = name.rpartition(".")[2], expert
     if key not in _known:
-        layout = target_layout(name, ranks[0])
+        layout = JOB.target_layout(name, ranks[0])
         assert layout is not None
-        _known[key] = _cells(layout, shape, ranks, TARGET.start)
+        _known[key] = _cells(layout, shape, ranks, JOB.source)
     return _known[key]
 
 

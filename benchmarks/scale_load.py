@@ -240,6 +240,15 @@ def tensor_parallel(ranks: int) -> TensorLayout:
     return TensorLayout(Mesh(("dp", "tp"), (max(ranks // 8, 1), 8)), (Shard(0, "tp"),))
 
 
+def rows(ranks: int) -> TensorLayout:
+    return TensorLayout(Mesh(("dp",), (ranks,)), (Shard(0, "dp"),))
+
+
+def two_d(ranks: int) -> TensorLayout:
+    """Rows in eighths, each in rows over the ranks that have it."""
+    return TensorLayout(Mesh(("dp", "tp"), (max(ranks // 8, 1), 8)), (Shard(0, "tp"), Shard(0, "dp")))
+
+
 def replicated(ranks: int) -> TensorLayout:
     return TensorLayout(Mesh(("dp",), (ranks,)))
 

@@ -122,7 +122,8 @@ def _check_memory(tensors: Iterable[LocalTensor]) -> None:
                 raise StateError(
                     "a tensor on the meta device, or one whose memory was freed, has no values to save",
                     where=f"tensor {tensor.state_name}",
-                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
+                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it; if accelerate "
+                    "offloads the module, accelerate.hooks.remove_hook_from_submodules brings its values back",
                 )
 
 
@@ -235,7 +236,8 @@ class _CollectWalk:
 
     def fenced_names(self) -> set[str]:
         """Stored names of what is fenced: of what several names of the state make up, only if all of them are."""
-        for param in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]):
+        for param in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            # Not the frozen ones, as a forward pass may write a momentum encoder or a codebook that the optimizer was given, too.
             # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
             if id(param) in self.names.plain:
                 self.fenced.add(self.names.plain[id(param)])

@@ -88,8 +88,8 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
         if tensor.is_nested:
             raise StateError("a nested tensor cannot be stored", where=f"tensor {name}", hint="store its values and offsets")
         hint = (
-            "leave it out (only=), or store a plain tensor in its place; an optimizer that makes such tensors by itself has to be "
-            "another one: the states of torch.optim and of bitsandbytes are plain tensors"
+            "leave it out (only=, or trainable=True where it is frozen), or have a plain tensor in its place; an optimizer that makes such "
+            "tensors by itself has to be another one: the states of torch.optim and of bitsandbytes are plain tensors"
         )
         raise StateError(f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored", where=f"tensor {name}", hint=hint)
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))

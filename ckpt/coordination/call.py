@@ -39,6 +39,7 @@ from ckpt.errors import DeadlineError, RankFailedError, error_to_json
 from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress import RankSign, sign_interval
 
+from .broadcast_tree import PATIENCE
 from .channel import ControlChannel, longest_pause, looks
 from .liveness import FailureDetector, silent
 from .members import Members
@@ -285,6 +286,33 @@ class Call:
             pending.wait()  # whatever happened
         return pending.result()
 
+    # ---- bytes for all ranks
+
+    def broadcast(self, name: str, load: Callable[[], bytes]) -> bytes:
+        """What ``load`` gives on the leader, on all ranks: the leader loads it, and the ranks hand it on to each other
+        (``broadcast_tree.py``). For bytes that every rank would else read from the same place, where a read costs something.
+
+            index = call.broadcast("index", lambda: backend.read("index.json"))
+
+        Within a phase, before the rank's row in it or in a later one: then all have it before the call ends. Every rank of the call does
+        it, with a name that is used once in the call. A rank that has the same bytes from an earlier broadcast does not get them again.
+        Where nobody hands it on, a rank loads it itself: if the leader's ``load`` raises, all load, and each raises its own error.
+        """
+        tree, name = self.group.tree, f"{self.number}/{name}"
+        if tree is None:
+            return load()
+        data = None if self.is_leader else tree.get(name, self.check_failures, patience=self._patience)
+        if data is None:
+            try:
+                data = load()
+            finally:  # also that there is nothing, whatever the error: the ranks below wait for it
+                tree.put(name, data)
+        return data
+
+    @property
+    def _patience(self) -> float:
+        return min(self.timeout / 2, PATIENCE)
+
     # ---- bytes under their digests
 
     def share(self, data: bytes) -> str:
@@ -293,10 +321,13 @@ class Call:
         return self._offers.share(data)
 
     def leave(self, data: bytes) -> str:
-        """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks. Gives
-        their digest."""
+        """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks, which
+        then hand them on to each other. Gives their digest."""
         with self._channel():
-            return self._offers.leave(data)
+            digest = self._offers.leave(data)
+        if self.group.tree is not None and self.is_leader:
+            self.group.tree.put(digest, data)
+        return digest
 
     def fetch(self, digest: str) -> bytes:
         """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank.
@@ -304,13 +335,19 @@ class Call:
         Raises:
             DeadlineError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
         """
-        with self._channel():
-            return self._offers.get(digest, self.check_departed)
+        self.fetch_all([digest])
+        return self._offers.get(digest)
 
     def fetch_all(self, digests: Iterable[str]) -> None:
-        """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it."""
+        """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it. Where no rank hands it on, from the store."""
+        lacking = self._offers.lacking(digests)
+        if self.group.tree is not None and not self.is_leader:
+            for digest in lacking:
+                data = self.group.tree.get(digest, self.check_failures, patience=self._patience, digest=digest)
+                if data is not None:
+                    self._offers.keep(digest, data)
         with self._channel():
-            self._offers.fetch(digests, self.check_departed)
+            self._offers.fetch(lacking, self.check_departed)
 
     # ---- the protocol
 

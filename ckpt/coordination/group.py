@@ -5,8 +5,10 @@ Control goes through the job's key-value store only: no collective that training
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ckpt.errors import UsageError
+from ckpt.text.json_reader import parse_json
 
 from .call import Call
 from .liveness_links import LivenessLinks
@@ -49,7 +52,12 @@ class Group(Members):
             position = self.ranks.index(self.rank)
             links = LivenessLinks(position, self.ranks, call.timeout, store=self.store.host, on_death=on_death)
             try:
-                links.connect(call.lead(links.row(), links.word) if call.is_leader else call.follow(links.row()))
+                # In the leader's word, where the heads are would go to every rank; each needs one of them.
+                if where := links.where():
+                    self.store.set(f"liveness/{position}", json.dumps(where).encode())
+                secret = call.lead({}, lambda rows: secrets.token_hex(16)) if call.is_leader else call.follow({})
+                head = self.store.peek(f"liveness/{links.parent}")
+                links.connect(bytes.fromhex(secret), parse_json(head) if head is not None else {"addresses": [], "network": ""})
             except BaseException:  # after Ctrl-C, too: no connection of half of the ranks stays open
                 links.close()
                 raise

@@ -73,9 +73,17 @@ class Offers:
         for digest in asked_of(asks, self.position, self._shared):
             channel.give(digest, self._blobs[digest])
 
-    def get(self, digest: str, alive: Callable[[], None] = lambda: None) -> bytes:
-        self.fetch([digest], alive)
+    def get(self, digest: str) -> bytes:
+        """Bytes that are here."""
         return self._blobs[digest]
+
+    def keep(self, digest: str, data: bytes) -> None:
+        """Bytes that came another way."""
+        self._blobs[digest] = data
+
+    def lacking(self, digests: Iterable[str]) -> list[str]:
+        """Those, each once, whose bytes are not here."""
+        return [digest for digest in dict.fromkeys(digests) if digest not in self._blobs]
 
     def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
         """Have these bytes here. ``alive`` is called while they do not come.
@@ -83,7 +91,7 @@ class Offers:
         Raises:
             NotSentError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
         """
-        lacking = {digest: None for digest in digests if digest not in self._blobs}
+        lacking = dict.fromkeys(self.lacking(digests))
         if not lacking:
             return
         if self.channel is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from ckpt import settings
 from ckpt.errors import AccessError, UsageError
 from ckpt.memory.place import check_private, write_private
+from ckpt.transport.interfaces import interface_addresses, is_loopback
 
 from .control import split_address
 
@@ -68,30 +70,60 @@ def forget_secret(address: str, secret: bytes) -> None:
             path.unlink()
 
 
-def sink_secret(secret: str | bytes | None, address: str) -> bytes:
-    """What the caller says, or what a source on this machine has left.
+class SinkSecret:
+    """What a sink proves that it knows: what the caller says, or what a source on this machine has left. One that starts again leaves
+    another, so it is asked for before each use.
 
     Raises:
-        AccessError: there is none; or others can read or write its file.
+        UsageError: the caller's is none.
     """
-    given = given_secret(secret)
-    if given is not None:
-        return given
-    path = _path(address)
-    try:
-        check_private(path.parent, _REPLACE)
-        check_private(path, _REPLACE)
-        return path.read_bytes()
-    except FileNotFoundError as err:
-        raise AccessError(
-            "no secret is known for this source",
-            where=address,
-            hint="give secret= or CKPT_LIVE_SECRET, the same as for the source; by itself it is found on its machine, in its account",
-        ) from err
-    except AccessError:
-        raise
-    except OSError as err:
-        raise AccessError(f"the source's secret cannot be read: {err}", where=str(path), hint=_HINT) from err
+
+    def __init__(self, secret: str | bytes | None, address: str) -> None:
+        self._given = given_secret(secret)
+        self._address = address
+        self._left: bytes | None = None
+
+    def __call__(self) -> bytes:
+        """The secret; that of the source before, where none is there now.
+
+        Raises:
+            AccessError: there is none; or others can read or write its file.
+        """
+        secret = self.find()
+        if secret is None:
+            raise AccessError(
+                "no secret is known for this source",
+                where=self._address,
+                hint="give secret= or CKPT_LIVE_SECRET, the same as for the source; by itself it is found on its machine, in its account",
+            )
+        return secret
+
+    def find(self) -> bytes | None:
+        """The same, or None if there is none."""
+        if self._given is not None:
+            return self._given
+        path = _path(self._address)
+        try:
+            check_private(path.parent, _REPLACE)
+            check_private(path, _REPLACE)
+            self._left = path.read_bytes()
+        except FileNotFoundError:
+            pass
+        except AccessError:
+            raise
+        except OSError as err:
+            raise AccessError(f"the source's secret cannot be read: {err}", where=str(path), hint=_HINT) from err
+        return self._left
+
+    def may_come(self) -> bool:
+        """Whether a source that has not started yet may still leave one: only on this machine."""
+        host, port, _ = split_address(self._address)
+        try:
+            known = {str(where[0]) for *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        except (OSError, UnicodeError):
+            return False
+        own = {address.host for address in interface_addresses()}
+        return any(is_loopback(each) or each in own for each in known)
 
 
 def _path(address: str) -> Path:

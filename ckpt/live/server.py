@@ -8,10 +8,11 @@ few of them at a time, so one that hangs leaves the others theirs; at the deadli
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -62,10 +63,18 @@ class PieceServer:
     """Serves ``holdings(version)``, which raises NotFoundError where there is no such version. ``addresses`` are where it listens."""
 
     def __init__(
-        self, holdings: Callable[[str], Packable], secret: bytes, timeout: float, *, store: str | None = None, delta: bool = False
+        self,
+        holdings: Callable[[str], Packable],
+        secret: bytes,
+        timeout: float,
+        *,
+        store: str | None = None,
+        ports: Sequence[socket.socket] = (),
+        delta: bool = False,
     ) -> None:
-        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``delta``: who has a version
-        that is still here, and lies on another machine, gets what changed since.
+        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``ports``: where it listens, if
+        not at new ports; it closes them. ``delta``: who has a version that is still here, and lies on another machine, gets what changed
+        since.
 
         Raises:
             UsageError: a setting names no interface.
@@ -80,7 +89,7 @@ class PieceServer:
         self._sent = 0
         self._serving = 0
         self.network = network()
-        ports = listen(store)
+        ports = ports or listen(store)
         self.addresses: list[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
         self._connections = ConnectionServer(ports, secret, timeout, purpose=PURPOSE, name="ckpt-serve", serve=self.serve)
 

@@ -163,23 +163,10 @@ class MemoryClient:
         self._silent = False
 
     def _ask(self, question: Message) -> tuple[Message, Sequence[int]]:
-        # A daemon that is replaced closes its connections, after an answer and before it reads the next question. So if
-        # the connection breaks and the same daemon is there again, it has not heard this one.
         with self._lock:
             connection = self._reached(start=False)
-            try:
-                with self._noting_silence():
-                    return connection.ask(question)
-            except StorageError as err:
-                if connection.is_open() or _is_silence(err):
-                    raise
-                try:
-                    again = self._reached(start=False)
-                except NotFoundError:
-                    raise err from None
-                if again.changes()[0] != connection.changes()[0]:
-                    raise
-                return again.ask(question)
+            with self._noting_silence():
+                return connection.ask(question)
 
     # ---- objects
 
@@ -195,19 +182,7 @@ class MemoryClient:
             NoSpaceError: the daemon's budget does not have so much left.
             StorageError: the daemon is gone.
         """
-        kept = self._idle.take_open()
-        if kept is not None:
-            try:
-                with self._noting_silence():
-                    return Loan(kept, size, self._mappings, self._idle)
-            except StorageError as err:
-                if kept.is_open() or _is_silence(err):  # the daemon refuses, or hangs
-                    kept.close()
-                    raise
-            except BaseException:
-                kept.close()
-                raise
-        connection = self._try_to_connect()  # it may have been replaced just now
+        connection = self._idle.take_open() or self._try_to_connect()
         if connection is None:
             raise gone(self.folder, "nobody listens")
         try:
@@ -292,15 +267,6 @@ class MemoryClient:
             StorageError: it does not end.
         """
         end_daemon(self.folder)
-
-    def replace(self) -> None:
-        """Let the program that is installed now go on in its place, with all objects. For upgrades.
-
-        Raises:
-            BusyError: saves are going on.
-            StorageError: the program that is installed now does not start; the daemon goes on as it was.
-        """
-        self._ask({"ask": "replace"})
 
 
 def _is_silence(err: StorageError) -> bool:

@@ -315,43 +315,6 @@ class MemoryStore:
         words = {"lent": "saves that are going on", "dropped": "dropped, but still read"}
         return "; ".join([*parts, *more, *(f"{words[name]}: {units.size(size)}" for name, size in kinds.items())]) or "nothing is stored"
 
-    # ---- handing over to another program of the same process
-
-    def hand_over(self) -> Message:
-        """What :meth:`taken_over` needs."""
-        with self._lock:
-            self._recycle()
-            while self.free_some():  # who had it may map it, so nobody may have it again
-                pass
-            entries = list(self._entries.values())
-            return {
-                "id": self.id,
-                "budget": self.budget,
-                "changes": [self.changes, self._changed],
-                "number": self._number,
-                "entries": [[e.known.row(), e.capacity, e.file, e.reading] for e in entries],
-                "dropped": [[left.file, left.capacity] for left in self._dropped],
-            }
-
-    @classmethod
-    def taken_over(cls, given: Message) -> MemoryStore:
-        """The store that the program before this one had in this process."""
-        store = cls(int(given["budget"]))
-        os.close(store.changes)
-        store.id, store._number = str(given["id"]), int(given["number"])
-        store.changes, store._changed = given["changes"]
-        for row, capacity, file, reading in given["entries"]:
-            known = MemoryObject.of(row)
-            store._entries[known.path] = ObjectFile(known, capacity, file, reading)
-        store._dropped = [UnusedFile(file, capacity, time.monotonic()) for file, capacity in given["dropped"]]
-        return store
-
-    @staticmethod
-    def files_of(given: Message) -> tuple[int, ...]:
-        """The descriptors that :meth:`hand_over` names."""
-        of_objects = (file for *_, writing, reading in given["entries"] for file in (writing, reading))
-        return given["changes"][0], *of_objects, *(file for file, _ in given["dropped"])
-
     def close(self) -> None:
         """Free everything that nobody reads."""
         with self._lock:

@@ -97,7 +97,7 @@ def _no_record(url: str) -> FormatError:
     """Raises what is wrong, if no checkpoint is there; gives what is wrong with one of another format."""
     from ckpt.formats.registry import open_catalog
 
-    format = open_catalog(url, mixed_steps=True).format
+    format = open_catalog(url).format
     return FormatError(f"a checkpoint of the format {format} has no spans", where=url, hint="only saves of ckpt keep them")
 
 

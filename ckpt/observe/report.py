@@ -266,7 +266,7 @@ def _sizes(url: str, record: CommitRecord, notes: list[str]) -> tuple[tuple[Kind
     from ckpt.formats.registry import open_catalog
 
     try:
-        entries = open_catalog(url, mixed_steps=True).tensors.values()
+        entries = open_catalog(url).tensors.values()
     except CkptError as err:
         notes.append(f"What the save consists of is not known: {err.message}")
         return (), ()

@@ -43,7 +43,7 @@ def loss(url: str) -> str | None:
     """
     backend = open_backend(url)
     try:
-        catalog = open_catalog(url, mixed_steps=True)
+        catalog = open_catalog(url)
     except CkptError as err:
         return f"its index cannot be read: {err.message}"
     if not isinstance(catalog, NativeCatalog) or not isinstance(backend, SpreadBackend):

@@ -58,8 +58,6 @@ class NodeSet:
     """How many domains a parity group has; None for copies."""
     further: Sequence[StorageNode] = ()
     fallback: Callable[[str], Backend] | None = None
-    groups: Sequence[Sequence[str]] | None = None
-    """Of domains, once layouts have said so; else those of ``domain_groups``."""
     read_from: Counter[int] = field(default_factory=Counter)
     """Bytes of data files that this process has read, by the number of the node, ``PARITY`` or ``ROOT``."""
     _away: dict[int, float] = field(default_factory=dict)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +18,9 @@ from ckpt.coordination.step_agreement import own_store
 from ckpt.errors import CkptError, UsageError
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.maintenance.step_listing import Step
-from ckpt.plan.redundancy.domains import backups_in
-from ckpt.plan.redundancy.kinship import RankKinship, groups_by_kinship
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.policies import EverySteps, SavePolicy
 from ckpt.policies.arguments import check_arguments
-from ckpt.text.json_reader import parse_json
 from ckpt.text.printable import show_as
 from ckpt.text.urls import url_text
 
@@ -144,7 +140,9 @@ class SpreadTier:
         self.nodes = self._set(JobNodes(nodes=[own_node(self._directory)], own=0), ())
         self._meeting: JobNodes | None = None
         self._copier: NodeCopier | None = None
-        self._placement: MirrorPlacement | None = None
+        self.placement: MirrorPlacement | None = None
+        """Which replicas make copies unnecessary, once connected; None if there are to be no copies. Parity takes less space than a second
+        copy of what replicas have."""
         self.copied: Completed = lambda step, url, id, seconds: None
         """Told, on the leader, of each step that has all of its second copies (``NodeCopier``)."""
         self._know()
@@ -182,6 +180,9 @@ class SpreadTier:
         self._know()
         if self._members == 1:
             return
+        if self._parity is None and len(self.nodes.nodes) > 1:
+            domain_of = {rank: node.domain for node in self.nodes.nodes for rank in node.ranks}
+            self.placement = MirrorPlacement(domains={rank: domain_of[rank] for rank in self._group.ranks}, copies=self._copies)
         domains = sorted({*self.nodes.domains})
         leads = self._group.rank == self._group.leader
         if leads and len(domains) < self._members:
@@ -196,33 +197,6 @@ class SpreadTier:
             # The leader says when a step has all of its copies; never, if it cannot have them.
             says = leads and len(domains) >= (self._members if self._parity is None else 2)
             self._copier = NodeCopier(self.nodes, self._pace, self._completed if says else None)
-
-    def placement(self, kinship: Callable[[], RankKinship]) -> MirrorPlacement | None:
-        """Where copies belong, and which replicas make them unnecessary; None if there are to be none. Parity needs none: it takes less
-        space than a second copy of what replicas have. ``kinship`` gives what this rank's state says of it, and is called once, when the
-        first save begins. Collective."""
-        if self.nodes.groups is None and self._members > 1 and len(self.nodes.nodes) > 1:
-            nodes = {rank: node for node in self.nodes.nodes for rank in node.ranks}
-            domains = {rank: nodes[rank].domain for rank in self._group.ranks}
-            call = self._group.call("copies", self.url, self._timeout)
-
-            def local() -> Row:
-                return {name: call.share(json.dumps(ranks).encode()) for name, ranks in kinship()._asdict().items()}
-
-            def groups(rows: dict[int, Row]) -> list[Sequence[str]]:
-                digests = {digest for row in rows.values() for digest in row.values()}
-                call.fetch_all(digests)
-                # One value for all ranks that say the same, which are often those of a whole mesh.
-                ranks = {digest: tuple(parse_json(call.fetch(digest))) for digest in digests}
-                of_rank = {rank: RankKinship(**{name: ranks[digest] for name, digest in row.items()}) for rank, row in rows.items()}
-                return list(groups_by_kinship(domains, of_rank, self._members - 1))
-
-            agreed = call.map_reduce("groups", local, groups)
-            call.linger()
-            if self._parity is None:
-                self._placement = MirrorPlacement(domains=domains, copies=self._copies, backups=backups_in(agreed, self._copies))
-            self.nodes.groups = agreed
-        return self._placement
 
     def judged(self, step: Step) -> Step:
         """The same step; as damaged, with the reason, if the nodes that answer and the root lack files of it."""

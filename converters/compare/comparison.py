@@ -149,7 +149,7 @@ def compare(
 
 
 def _sides(left: str, right: str, views: Views | None, rename: Mapping[str, str], root: str | None) -> tuple[Side, Side]:
-    catalogs = open_catalog(left, mixed_steps=True), open_catalog(right, mixed_steps=True)
+    catalogs = open_catalog(left), open_catalog(right)
     about = {path for catalog in catalogs for path in catalog.about_storage}
     return (
         Side(catalogs[0], views, Renaming(rename, left), root, about),

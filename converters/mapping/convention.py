@@ -67,7 +67,7 @@ def numbers_of_files(url: str) -> Dimensions:
     """
     data = _config(url)
     if data is None:
-        catalog = open_catalog(url, mixed_steps=True)
+        catalog = open_catalog(url)
         arguments = catalog.state.get(ARGUMENTS) if isinstance(catalog.state, dict) else None
         if isinstance(arguments, dict) and arguments.keys() >= MEGATRON:
             return of_arguments(arguments)

@@ -14,6 +14,7 @@ import xxhash
 
 from ckpt import settings
 from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
+from ckpt.concurrency.workers import map_tasks
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
@@ -23,7 +24,7 @@ from ckpt.reread import read_checked
 from .checks import find_excess
 from .coding.codec import CHUNK_LIMIT
 from .coding.codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
-from .commit import ANCHORS, CODED, COMMIT_PATH, MIXED, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
+from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
 from .datafiles.header import Header, StoredChunk, parse_header
 from .datafiles.header_rows import Known, Sought, Stretches, find_alike
 from .datafiles.keys import box_text, chunk_key, coded_key
@@ -347,17 +348,18 @@ def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
 
 
 def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents:
-    files = {n: read(backend, record, n) for n in record.index if n != RANK_ROWS}  # which few read all of
+    names = [n for n in record.index if n != RANK_ROWS]  # which few read all of
+    # What the record repeats is no request, and where reads take no time, threads do.
+    requests = sum(n not in record.inline for n in names) if backend.io_hints.concurrency > 1 else 1
+    files = dict(zip(names, map_tasks(partial(read, backend, record), names, max(1, requests), "ckpt-index"), strict=True))
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     try:
-        contents = decode_index(files, where, anchored=ANCHORS in record.features, mixed=MIXED in record.features)
+        contents = decode_index(files, where, anchored=ANCHORS in record.features)
         excess = find_excess(contents)
     except MemoryError as err:
         raise too_little_memory(sum(map(len, files.values())), where) from err
     if excess is None and any(is_reference(f.path) for f in contents.files) != (REFERENCED in record.features):
         excess = f"it has {'the' if REFERENCED in record.features else 'not the'} feature {REFERENCED}, unlike its data files"
-    if excess is None and MIXED in record.features and all(t.step is None for t in contents.tensors):
-        excess = f"it has the feature {MIXED}, and no chunk is of an earlier step"
     if excess is not None:
         raise CorruptError(
             f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it: `ckpt rebuild`"

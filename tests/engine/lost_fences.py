@@ -40,7 +40,7 @@ class Loop:
 
     def train(self) -> None:
         for p in self.model.parameters():
-            p.grad = torch.full_like(p, 1e-3)
+            p.grad = torch.full_like(p, 1e-3) if p.requires_grad else None
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
@@ -127,6 +127,15 @@ def own_tensors(change: Callable[[list[torch.Tensor]], object]) -> Callable[[Loo
     return start
 
 
+def momentum_encoder(loop: Loop) -> Change:
+    """Frozen, but in the optimizer's groups, as MoCo and codebooks of vector quantisers are; the forward pass writes it."""
+    keys = nn.Sequential(*(nn.Linear(loop.width, loop.width) for _ in range(2))).requires_grad_(False)
+    loop.optimizer.add_param_group({"params": [*keys.parameters()]})
+    loop.model.extend(keys)
+    loop.train()
+    return lambda: [p.data.mul_(0.9) for p in keys.parameters()]
+
+
 def freed(loop: Loop) -> Change:
     loop.more["own"] = own = _random(loop.width).clone()
     return lambda: own.untyped_storage().resize_(0)
@@ -169,6 +178,7 @@ CASES: dict[str, Case] = {
     "manual SGD": Case(manual_sgd, must_pass=True),
     "manual SGD by .data": Case(manual_sgd_by_data, must_pass=True),
     "an optimizer that is none of torch's": Case(foreign_optimizer, must_pass=True),
+    "a momentum encoder that the optimizer has": Case(momentum_encoder, must_pass=True),
     "own tensors, add_": Case(own_tensors(lambda own: [t.add_(1) for t in own]), must_pass=True),
     "own tensors, .data.add_": Case(own_tensors(lambda own: [t.data.add_(1) for t in own]), must_pass=True),
     "own tensors, numpy": Case(own_tensors(lambda own: [t.numpy().__iadd__(1) for t in own]), must_pass=True),

@@ -52,7 +52,6 @@ def _dry_run(job: LoadJob, state: object) -> LoadReport:
         requests=forecast.requests,
         files=len(forecast.paths),
         memory=forecast.memory,
-        mixed_steps=matched.mixed_steps,
         dry_run=True,
         estimated_from=known.get("measured", "a probe: a sample of these reads"),
     )

@@ -57,7 +57,7 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
         files=len(prepared.plan.batches),
         memory=_memory(prepared),
         dry_run=True,
-        reused_bytes=prepared.reuse.nbytes,
+        reused_bytes=prepared.reuse.nbytes if prepared.reuse is not None else 0,
         estimated_from=decision["measured"],
     )
 

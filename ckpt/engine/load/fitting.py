@@ -17,6 +17,7 @@ from ckpt.plan import machines, near_files
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
 from ckpt.plan.part import LABEL, part_in
+from ckpt.plan.runs import runs_of
 from ckpt.plan.tables import ranks_text
 from ckpt.text.json_reader import parse_json
 from ckpt.transport.shm_pool import machine
@@ -48,7 +49,7 @@ def row_of_match(job: LoadJob, catalog: Catalog, binding: Binding, sharing: Shar
         return row
     near = catalog.backend.nearby([file.path for file in catalog.files])
     if near is not None:
-        row["near"] = near_files.runs_of(number for number, file in enumerate(catalog.files) if file.path in near)
+        row["near"] = runs_of(number for number, file in enumerate(catalog.files) if file.path in near)
     return row | {"shares": shared(sharing.digests()), "machine": machine()}
 
 

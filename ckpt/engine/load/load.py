@@ -31,8 +31,8 @@ from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
+from ckpt.engine.opening import open_together
 from ckpt.errors import ConflictError, ConsistencyError
-from ckpt.formats.mixed_steps import steps_text
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
 from ckpt.plan.near_files import NearFiles
@@ -42,7 +42,6 @@ from ckpt.transport.peers import peers_of
 
 from .fitting import renamed, row_of_match, verdict_of
 from .job import LoadJob, StateWrites, tells_whether_written
-from .opening import open_together
 from .options import LoadOptions, LoadReport
 from .phases import Divided, Filled, Matched
 from .read_exchange import ReadExchange
@@ -87,6 +86,9 @@ _shards: WeakKeyDictionary[Members, ShardCache] = WeakKeyDictionary()
 recorded: ContextVar[dict[int, Row] | None] = ContextVar("recorded", default=None)
 """Takes, on the leader, what each rank was busy with in a load, where somebody wants that; the same on all ranks."""
 
+opened: ContextVar[list[Catalog] | None] = ContextVar("opened", default=None)
+"""Takes what a load has opened, where somebody wants that."""
+
 _TRIES = 5
 """How often ranks open a checkpoint that is replaced between the first rank and the last."""
 
@@ -104,13 +106,15 @@ def match(job: LoadJob, state: object) -> Matched:
     for attempt in range(1, _TRIES + 1):
         with job.call.phase("match"):
             with job.span("open"):
-                catalog = open_together(job.call, job.options.sources, f"index{attempt}", mixed_steps=job.options.mixed_steps)
+                catalog = open_together(job.call, job.call.url, job.options.sources, f"index{attempt}")
             with replacement_noticed(catalog):
                 binding = _bind(job, state, catalog)
                 sharing = _sharing(job, catalog, binding)
                 row = row_of_match(job, catalog, binding, sharing)
             decision = job.agree(row, partial(verdict_of, job, catalog))
         if "replaced" not in decision:
+            if (taken := opened.get()) is not None:
+                taken[:] = [catalog]
             return Matched(
                 job=job,
                 catalog=catalog,
@@ -269,8 +273,6 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
     call, reader, binding, exchange = matched.job.call, divided.reader, matched.binding, divided.exchange
     if call.is_leader:
         log.info("loaded %s: %d tensors, %d bytes read here in %.2f s", call.url, len(binding.targets), reader.bytes_read, seconds)
-        if matched.mixed_steps:
-            log.warning("%s: tensors that are of earlier steps than the others: %s", call.url, steps_text(matched.mixed_steps))
     return LoadReport(
         url=call.url,
         tensors=len(binding.targets),
@@ -286,7 +288,6 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
         requests=reader.fetch.requests,
         files=len(reader.fetch.paths),
         memory=reader.fetch.memory + (exchange.pool_bytes if exchange is not None else 0),
-        mixed_steps=matched.mixed_steps,
     )
 
 

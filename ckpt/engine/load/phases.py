@@ -37,11 +37,6 @@ class Matched:
         """What goes into which target."""
         return list(map(TensorLoad._make, self.binding.targets.values()))
 
-    @property
-    def mixed_steps(self) -> dict[str, int]:
-        """Tensors that this rank has bytes of an earlier step of than the checkpoint's, by stored name, and the earliest such step."""
-        return {entry.name: entry.step for _, entry in self.binding.targets.values() if entry.step is not None}
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Divided:

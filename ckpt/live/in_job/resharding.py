@@ -153,6 +153,7 @@ class _Reshard:
     def __init__(self, job: LoadJob, ranks: ReshardRanks, views: Views | None, asked: str) -> None:
         self.job = job
         self.call = job.call
+        self.ranks = ranks
         self.group = ranks.group
         self.cache = ranks.cache
         self.views = views
@@ -169,9 +170,8 @@ class _Reshard:
             meeting = meet(self.call, self.asked, has_old=bool(old), has_new=bool(new))
             server = None
             if old and self.group.size > 1:
-                store = self.group.store
                 try:
-                    server = PieceServer(self._holdings, meeting.secret, self.call.timeout, store=None if store is None else store.host)
+                    server = PieceServer(self._holdings, meeting.secret, self.call.timeout, ports=self.ranks.ports())
                 except BaseException as err:  # the other ranks wait for what this one offers
                     self.call.fail("offer", err)
                     raise

@@ -13,7 +13,7 @@ stranger can name nothing but data files of the directory that it lies in.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -58,20 +58,23 @@ def split_url(backend: Backend) -> tuple[str, str]:
     return run or "/", name
 
 
-def rebased(path: str, owner: str, name: str) -> str:
-    """A path of files.arrow of the checkpoint ``owner``, as its neighbour ``name`` has to write it.
+def reference_to(path: str, owner: str) -> str:
+    """A path of files.arrow of the checkpoint ``owner``, as its neighbours have to write it."""
+    return path if is_reference(path) else f"{UP}{owner}/{path}"
+
+
+def check_not_replaced(references: Iterable[str], base: str, name: str) -> None:
+    """That none of these references, which were found in the checkpoint ``base``, leads to ``name``, which a save is about to replace.
 
     Raises:
-        ConflictError: it leads to ``name`` itself.
+        ConflictError: one does.
     """
-    reference = path if is_reference(path) else f"{UP}{owner}/{path}"
-    if owner_of(reference) == name:
+    if any(owner_of(path) == name for path in references):
         raise ConflictError(
-            f"{owner} refers to files of {name}, which this save would replace",
+            f"{base} refers to files of {name}, which this save would replace",
             where=name,
             hint="save to another URL, or without a base",
         )
-    return reference
 
 
 class RunBackend(ReadOnly):
