@@ -122,11 +122,7 @@ def _conversion(source: str, url: str, to: str, options: ConvertOptions) -> tupl
 
 
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:
-    """What the options ask for beside the tensors, once their memory and configuration are checked.
-
-    Raises:
-        UsageError: the memory is too small, or nothing can lie beside such a destination.
-    """
+    """What the options ask for beside the tensors, once their memory and configuration are checked."""
     if not isinstance(options.memory, int):
         raise UsageError(f"memory= is a number of bytes, not {options.memory!r}", hint="memory=1 << 30")
     if options.memory < limits.LEAST_MEMORY:
@@ -146,11 +142,7 @@ def run(
     repair: RepairReport | None = None,
     began: float,
 ) -> ConvertReport:
-    """This process's part of a conversion, which ``began`` at that time of the monotonic clock.
-
-    Raises:
-        MismatchError: values are not such as what is computed takes. Nothing of the conversion is left.
-    """
+    """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
     written = _write(conversion, part, progress, dry_run=dry_run)
     plan = written.plan

@@ -88,21 +88,13 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
 
 
 def absolute_url(url: str) -> str:
-    """The same place from any working directory.
-
-    Raises:
-        UsageError: it is no URL.
-    """
+    """The same place from any working directory."""
     return url if _scheme(url) else PosixBackend(url).url
 
 
 def real_url(url: str) -> str:
     """Where a URL leads, to be compared and not to be opened: equal for a path, ``file://`` and links to the same place, and for the names
-    of one scheme.
-
-    Raises:
-        UsageError: it is no URL.
-    """
+    of one scheme."""
     scheme = _scheme(url)
     if scheme in ("", "file"):
         return os.path.realpath(PosixBackend(scheme + url[len(scheme) :]).url)
@@ -139,10 +131,6 @@ def serve_scheme(scheme: str, opened: Callable[[str], Backend]) -> None:
 
 
 def check_url(url: str) -> None:
-    """
-    Raises:
-        UsageError: it is no URL: a path object, empty, or one that lost a slash.
-    """
     _scheme(url)
 
 

@@ -76,11 +76,7 @@ class LocalTensor:
 
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
-    """The table's row for a tensor's dtype.
-
-    Raises:
-        StateError: it cannot be stored: it is quantized or sparse, has no shape yet, or its class computes its elements.
-    """
+    """The table's row for a tensor's dtype."""
     if torch.nn.parameter.is_lazy(tensor):
         raise StateError("the parameter of a lazy module has no shape yet", where=f"tensor {name}", hint="run a forward pass first")
     kind = type(local_of(tensor))
@@ -113,11 +109,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def from_dtensor(name: str, tensor: DTensor, rank: int, meshes: Sequence[Mesh] = ()) -> LocalTensor:
-    """A DTensor on any mesh, with any mix of Shard, Replicate and the strided shards of FSDP over TP. ``meshes`` are those of its state.
-
-    Raises:
-        LayoutError: a placement is partial, or the local tensor is not what the placements say.
-    """
+    """A DTensor on any mesh, with any mix of Shard, Replicate and the strided shards of FSDP over TP. ``meshes`` are those of its state."""
     layout = widened(dtensor_layout(name, tensor), meshes, rank)
     shape = tuple(tensor.shape)
     local = local_of(tensor)

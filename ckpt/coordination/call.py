@@ -104,12 +104,7 @@ class Call:
 
     def map_reduce(self, phase: str, local: Callable[[], Row], on_leader: Callable[[dict[int, Row]], R]) -> R:
         """Run ``local`` on every rank, then ``on_leader`` on the leader with all rows (JSON); every rank returns what that decided (JSON).
-        ``on_leader`` leaves the rows as they are: equal ones are one object.
-
-        Raises:
-            the error of ``local`` on the rank that it happened on, and RankFailedError on the others; the error of ``on_leader`` on all;
-            DeadlineError if a rank gave no sign of life for ``timeout`` seconds.
-        """
+        ``on_leader`` leaves the rows as they are: equal ones are one object."""
         with self.phase(phase):
             row = local()
             if self.is_leader:
@@ -120,11 +115,7 @@ class Call:
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
         """One phase: this rank's part, then ``lead`` or ``follow``, and what the rank makes of the decision. An error ends the call on
-        every rank; after the decision, as soon as the others come to the next phase.
-
-        Raises:
-            as ``map_reduce``.
-        """
+        every rank; after the decision, as soon as the others come to the next phase."""
         self._phase, self._posted, self._decided = phase, False, False
         if self._store is not None:
             self._own_channel.next_turn()
@@ -224,11 +215,7 @@ class Call:
             channel.sign(data, first=self._signs == 1)
 
     def awaited(self) -> dict[int, bytes | None]:
-        """Leader, in any thread: the ranks, by position, that have not done their part of this phase, and their last signs.
-
-        Raises:
-            DeadlineError: the store does not answer.
-        """
+        """Leader, in any thread: the ranks, by position, that have not done their part of this phase, and their last signs."""
         if self._store is None:
             return {0: self.signed or None}
         with self._channel() as channel:
@@ -237,12 +224,7 @@ class Call:
         return signs | ({0: self.signed or None} if 0 in awaited else {})
 
     def check_failures(self) -> None:
-        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere.
-
-        Raises:
-            CorruptError: another rank found damage.
-            RankFailedError: another rank raised anything else, or died, where the ranks have connections that notice it.
-        """
+        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere."""
         self.heartbeat()
         now = time.monotonic()
         if self.group.store is None or (now < self._look_at and not self._departed(())):
@@ -257,11 +239,7 @@ class Call:
         self.check_departed()  # after the look: a rank that failed and ended is named with its error
 
     def check_departed(self, here: Collection[int] = ()) -> None:
-        """``here``: the leader does not wait for these ranks any more. The others wait for the leader alone.
-
-        Raises:
-            RankFailedError: a rank died or was closed, where the ranks have connections that notice it.
-        """
+        """``here``: the leader does not wait for these ranks any more. The others wait for the leader alone."""
         gone = self._departed(here)
         if gone and self.group.links is not None:
             raise self.group.links.departure(gone, self.kind, self.url, self._phase)
@@ -330,11 +308,7 @@ class Call:
         return digest
 
     def fetch(self, digest: str) -> bytes:
-        """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank.
-
-        Raises:
-            DeadlineError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
-        """
+        """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank."""
         self.fetch_all([digest])
         return self._offers.get(digest)
 
@@ -365,11 +339,7 @@ class Call:
 
     def linger(self, seconds: float = _LINGER) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
-        as soon as the call does.
-
-        Raises:
-            DeadlineError: the store does not answer, so the others may not have heard. That it is gone is no error: nobody is served.
-        """
+        as soon as the call does."""
         if self._store is None or not self.is_leader:
             return
         end = time.monotonic() + max(seconds, 4 * longest_pause(self.group.size))  # any rank looks within that, and the store may be busy

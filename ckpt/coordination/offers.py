@@ -86,11 +86,7 @@ class Offers:
         return [digest for digest in dict.fromkeys(digests) if digest not in self._blobs]
 
     def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
-        """Have these bytes here. ``alive`` is called while they do not come.
-
-        Raises:
-            NotSentError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
-        """
+        """Have these bytes here. ``alive`` is called while they do not come."""
         lacking = dict.fromkeys(self.lacking(digests))
         if not lacking:
             return

@@ -112,11 +112,7 @@ class StepAgreement:
         self.store.set(f"{self._number}/proposed", json.dumps([step, due.reason, due.final]).encode())
 
     def due(self, step: int) -> Due | None:
-        """After ``step``: why all ranks save now, the same on all of them, or None. Waits if a step is proposed and not fixed yet.
-
-        Raises:
-            DeadlineError: a rank has not answered within the timeout, or the store has not.
-        """
+        """After ``step``: why all ranks save now, the same on all of them, or None. Waits if a step is proposed and not fixed yet."""
         with self._lock:
             now = time.monotonic()
             self._step_seconds, self._seen_at = now - self._seen_at if self._seen_at else 0.0, now

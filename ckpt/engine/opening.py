@@ -33,11 +33,7 @@ log = logging.getLogger("ckpt")
 
 def open_together(call: Call, url: str, sources: Sequence[str] | None, name: str) -> Catalog:
     """The checkpoint at ``url``, which all ranks of a call open; ``name`` tells this time from others in the same call. File systems are
-    read by each rank: the ranks of a machine share what its memory has of them.
-
-    Raises:
-        as ``open_catalog``.
-    """
+    read by each rank: the ranks of a machine share what its memory has of them."""
     if call.group.size == 1 or is_file_system(url):
         return open_catalog(url, sources=sources)
     opening = Opening(url, sources)

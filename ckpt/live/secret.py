@@ -23,11 +23,7 @@ _REPLACE = f"remove it, and start the source again; or {_HINT}"
 
 
 def given_secret(secret: str | bytes | None) -> bytes | None:
-    """What the caller or ``CKPT_LIVE_SECRET`` says.
-
-    Raises:
-        UsageError: it is empty, or neither text nor bytes.
-    """
+    """What the caller or ``CKPT_LIVE_SECRET`` says."""
     text = settings.live_secret() if secret is None else secret
     if text is None:
         return None
@@ -44,11 +40,7 @@ def fingerprint(secret: bytes | None) -> str | None:
 
 
 def new_secret(address: str) -> bytes:
-    """Make one, and leave it in a file that only this account reads, for sinks of this machine.
-
-    Raises:
-        AccessError: the file cannot be written, or others could reach it.
-    """
+    """Make one, and leave it in a file that only this account reads, for sinks of this machine."""
     made = secrets.token_hex(_BYTES)
     path = _path(address)
     try:
@@ -72,11 +64,7 @@ def forget_secret(address: str, secret: bytes) -> None:
 
 class SinkSecret:
     """What a sink proves that it knows: what the caller says, or what a source on this machine has left. One that starts again leaves
-    another, so it is asked for before each use.
-
-    Raises:
-        UsageError: the caller's is none.
-    """
+    another, so it is asked for before each use."""
 
     def __init__(self, secret: str | bytes | None, address: str) -> None:
         self._given = given_secret(secret)
@@ -84,11 +72,7 @@ class SinkSecret:
         self._left: bytes | None = None
 
     def __call__(self) -> bytes:
-        """The secret; that of the source before, where none is there now.
-
-        Raises:
-            AccessError: there is none; or others can read or write its file.
-        """
+        """The secret; that of the source before, where none is there now."""
         secret = self.find()
         if secret is None:
             raise AccessError(

@@ -75,12 +75,7 @@ class SourceConnection:
     def newest(self, after: Version | None, end: float, alive: Callable[[], None], *, base: str | None = None) -> tuple[Row, bytes]:
         """The newest version and where its parts are, and the bytes of its manifest; waits until ``end`` for another one than ``after``.
         A sink that relays may be told a moment later, when it can take from those before it; at once where it has a ``base`` that is kept,
-        and takes only changes.
-
-        Raises:
-            DeadlineError: there is none by then; or the source cannot be reached, or does not answer.
-            GroupError: it is gone; RankFailedError if one of its ranks died, so that no other version can come.
-        """
+        and takes only changes."""
         question: Row = {
             "op": "newest",
             "after": None if after is None else after.to_json(),
@@ -112,11 +107,7 @@ class SourceConnection:
                 raise DeadlineError(f"the source has {newer}", where=self._address, hint=hint)
 
     def blobs(self, digests: Sequence[str], alive: Callable[[], None]) -> dict[str, bytes]:
-        """What manifests refer to, by digest.
-
-        Raises:
-            NotFoundError: the version was dropped.
-        """
+        """What manifests refer to, by digest."""
         if not digests:
             return {}
         answer, data = self._ask({"op": "blobs", "digests": digests}, time.monotonic() + self._timeout, alive)

@@ -77,15 +77,6 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
         id: of the save: the first part of the names in ``data/``. It is needed where no commit record says it; then nobody knows whether
             that save was ever whole. A tensor's last rows that are in no data file are not missed, unless they were coded.
         dry_run: only tell what would be done.
-
-    Raises:
-        NotFoundError: there are no data files.
-        UsageError: no record says which save it is, and ``id`` neither; or the record says another one.
-        FormatError: a virtual checkpoint, one that refers to data files of others, or one of a later version.
-        CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype. Or a commit record says that
-            there were more tensors, or fewer.
-        ConflictError: somebody else committed meanwhile, or ``url`` is a symbolic link.
-        StorageError: the storage failed.
     """
     backend = open_backend(url)
     index = _left(backend)

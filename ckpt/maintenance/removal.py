@@ -42,9 +42,6 @@ def remove_steps(
     ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id or
     URL ``busy``, and one whose data files another one refers to; and so does what they use. ``relist`` lists the run once more, for what
     refers to a step since; ``list_steps`` by default.
-
-    Raises:
-        StorageError: the storage refuses, or it has become a link since it was listed.
     """
     relist = partial(list_steps, root_url) if relist is None else relist
     root = open_backend(root_url)
@@ -113,12 +110,7 @@ def _referrers(batch: Sequence[Step], relist: Callable[[], Sequence[Step]]) -> d
 
 
 def remove_at(url: str) -> None:
-    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes.
-
-    Raises:
-        ConflictError: others of its run refer to its data files, or nobody can say whether they do. It stays.
-        StorageError: the storage refuses.
-    """
+    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes."""
     here = open_backend(url)
     parent, _, name = here.url.rstrip("/").rpartition("/")
     if here.link() is None and not (parent and here.url.startswith("/")):

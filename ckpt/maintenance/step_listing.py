@@ -157,11 +157,7 @@ def _is_of_checkpoint(names: Sequence[str]) -> bool:
 
 def runs_below(url: str) -> list[str]:
     """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
-    many directories only the first are looked at.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    many directories only the first are looked at."""
     names = [name.rstrip("/") for name in open_backend(url).list_dir("") if name.endswith("/")]
     below = [join_url(url, name) for name in names[:_LOOKED_INTO]]
     return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]

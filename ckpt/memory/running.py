@@ -55,11 +55,7 @@ def main() -> None:
 
 
 def start_in_background(folder: Path, budget: int | None) -> None:
-    """Return when a daemon listens; it goes on without this process.
-
-    Raises:
-        DeadlineError: none listens after half a minute.
-    """
+    """Return when a daemon listens; it goes on without this process."""
     place.make_private(folder)
     ours, its = os.pipe()
     if os.fork():
@@ -102,12 +98,7 @@ def _listens(folder: Path) -> bool:
 
 
 def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lambda: None) -> None:
-    """Be the daemon, until it ends; ``listens`` is called when clients can connect.
-
-    Raises:
-        BusyError: the folder has one.
-        AccessError: others can reach the folder.
-    """
+    """Be the daemon, until it ends; ``listens`` is called when clients can connect."""
     place.make_private(folder)
     lock = place.open_lock(folder)
     try:

@@ -89,11 +89,7 @@ class MemoryStore:
     # ---- writing
 
     def lend(self, size: int) -> Lent:
-        """Memory for an object of ``size`` bytes, whatever it has in it.
-
-        Raises:
-            NoSpaceError: the budget does not have so much left.
-        """
+        """Memory for an object of ``size`` bytes, whatever it has in it."""
         capacity = capacity_of(size)
         with self._lock:
             self._recycle()
@@ -130,11 +126,7 @@ class MemoryStore:
             )
 
     def put(self, lent: Lent, path: str) -> MemoryObject:
-        """Give lent memory, which its borrower has stopped writing to, a name. If that fails it stays lent.
-
-        Raises:
-            ConflictError: the name is taken.
-        """
+        """Give lent memory, which its borrower has stopped writing to, a name. If that fails it stays lent."""
         with self._lock:
             if path in self._entries:
                 raise _taken(path)
@@ -162,12 +154,7 @@ class MemoryStore:
                 self._freeing.append(UnusedFile(lent.file, lent.capacity, time.monotonic()))
 
     def put_bytes(self, path: str, data: bytes, expected: bytes | None) -> MemoryObject:
-        """Compare and swap: put a small object if the path has just ``expected``, or nothing.
-
-        Raises:
-            ConflictError: it has something else.
-            NoSpaceError: the budget does not have so much left.
-        """
+        """Compare and swap: put a small object if the path has just ``expected``, or nothing."""
         with self._lock:
             entry = self._entries.get(path)
             if expected is None and entry is not None:
@@ -217,20 +204,12 @@ class MemoryStore:
     # ---- reading
 
     def open(self, path: str) -> tuple[MemoryObject, int]:
-        """An object, and a descriptor to read it from, which the caller closes.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """An object, and a descriptor to read it from, which the caller closes."""
         with self._lock:
             entry = self._get(path)
             return entry.known, os.dup(entry.reading)
 
     def stat(self, path: str) -> MemoryObject:
-        """
-        Raises:
-            NotFoundError: there is none.
-        """
         with self._lock:
             return self._get(path).known
 

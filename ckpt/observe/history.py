@@ -73,12 +73,7 @@ def is_checkpoint(url: str) -> bool:
 
 
 def read_save(url: str) -> SavedSpans:
-    """The commit record is enough: a checkpoint with a damaged index still says how it was saved.
-
-    Raises:
-        NotFoundError, NotCommittedError, FormatError, CorruptError: there is no checkpoint of ours, or its record is damaged. What is
-            wrong with its spans is not raised.
-    """
+    """The commit record is enough: a checkpoint with a damaged index still says how it was saved."""
     backend = open_backend(url)
     data = read_record(backend)
     if data is None:
@@ -102,11 +97,7 @@ def _no_record(url: str) -> FormatError:
 
 
 def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) -> History:
-    """The saves below ``url``. What is wrong with one of them is in its ``problem``; directories that hold none are left out.
-
-    Raises:
-        StorageError: the storage cannot be listed.
-    """
+    """The saves below ``url``. What is wrong with one of them is in its ``problem``; directories that hold none are left out."""
     backend = open_backend(url)
     numbers = {name.rstrip("/"): step_number(name) for name in backend.list_dir("") if name.endswith("/")}
     names = sorted((name for name, number in numbers.items() if number is not None), key=lambda name: (numbers[name] or 0, name))

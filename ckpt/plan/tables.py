@@ -158,10 +158,6 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
 
     Not ``stored``: a live state, of which nobody writes anything. Then there are no assignments, which take most of the time, and
     layouts alone say whether there is a hole.
-
-    Raises:
-        ConsistencyError: ranks disagree about a shape, a dtype, padding, or which names are tied.
-        CoverageError: two groups of ranks both claim a tensor, or ranks that should hold a part of one do not have it.
     """
     claims: dict[str, _Claim] = {}
     stated: dict[str, list[_Claim]] = {}

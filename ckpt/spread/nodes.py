@@ -112,11 +112,7 @@ class NodeSet:
         (log.warning if first else log.debug)("node %s is passed over: %s", self.node(node).name, err)
 
     def ask_all(self, question: Callable[[int], R], *, reachable: bool = False) -> dict[int, R]:
-        """What each node answers, asked at once. With ``reachable``, those that are away are left out, and ``further`` ones asked, too.
-
-        Raises:
-            StorageError: a node does not answer; or, with ``reachable``, the own one does not.
-        """
+        """What each node answers, asked at once. With ``reachable``, those that are away are left out, and ``further`` ones asked, too."""
         asked = [n for n in range(self.total if reachable else len(self.nodes)) if not (reachable and self.is_away(n))] or [self.own]
 
         def ask(node: int) -> R | StorageError:

@@ -166,12 +166,7 @@ class SpreadTier:
         )
 
     def connect(self, behind: Sequence[StorageNode] = ()) -> None:
-        """Find the nodes of all ranks, once. ``behind``: where the same files may be, too. Collective.
-
-        Raises:
-            UsageError: several nodes share the directory, or ranks of one node name different domains.
-            StorageError: nothing can be written there.
-        """
+        """Find the nodes of all ranks, once. ``behind``: where the same files may be, too. Collective."""
         if self._meeting is not None:
             return
         self._meeting = meeting = meet(self._group, self._directory, self.url, self._timeout)

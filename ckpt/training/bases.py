@@ -64,11 +64,7 @@ class Bases:
 
 
 def codec_of(codec: str | None, anchor: object) -> str | None:
-    """The codec of a run's saves.
-
-    Raises:
-        UsageError: ``anchor`` is none, or the codec does not go with it.
-    """
+    """The codec of a run's saves."""
     if anchor is None:
         if codec in WITHOUT_ANCHOR:
             raise UsageError(f"codec={codec!r} needs anchors to store differences from", hint="anchor=ckpt.policies.Anchor(every=10)")
@@ -83,10 +79,6 @@ def codec_of(codec: str | None, anchor: object) -> str | None:
 
 
 def trust_of(reuse: object) -> TrustFrozen | None:
-    """
-    Raises:
-        UsageError: ``reuse`` is neither True nor False nor such a policy.
-    """
     if isinstance(reuse, bool):
         return None
     if not isinstance(reuse, TrustFrozen):

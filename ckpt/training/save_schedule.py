@@ -64,11 +64,7 @@ class SaveSchedule:
         self._last_step = step if saved else None
 
     def due(self, n: int) -> Due | None:
-        """Why the state after step ``n`` is to be saved, the same on all ranks; None if it is not. May wait for other ranks.
-
-        Raises:
-            DeadlineError: a rank does not answer.
-        """
+        """Why the state after step ``n`` is to be saved, the same on all ranks; None if it is not. May wait for other ranks."""
         if self._started_step is None:
             self._started_step = n - 1
         preempted = self._preempted() and not self.answered

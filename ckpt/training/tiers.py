@@ -45,11 +45,7 @@ _NAMED = 5
 
 
 class Tiers:
-    """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays.
-
-    Raises:
-        UsageError: ``local`` is no directory of a file system, or is ``root`` itself.
-    """
+    """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays."""
 
     def __init__(
         self,
@@ -182,14 +178,7 @@ class Tiers:
     def copies(self, step: int | None, tried: Collection[tuple[str, str]] = (), nearer: Tiers | None = None) -> list[list[Any]]:
         """Step, URL, id, losses, and the branches of what is saved after it, of the copies of the newest step that has some beside those
         ``tried``, by URL and id, on the branch that was written last; or of ``step``, on whatever branch. What was saved last comes first,
-        the nearest copy before others. All records are read: a low step may be of the last branch.
-
-        Raises:
-            NotFoundError: there is none of ``step``.
-            CorruptError: there is something, but no commit record of it can be read: a run that has checkpoints does not begin anew.
-            StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
-            UsageError: a tier is itself a checkpoint.
-        """
+        the nearest copy before others. All records are read: a low step may be of the last branch."""
         places = [(tier, tier.near()) for tier in (nearer, self) if tier is not None]
         at_root = self._far(step, [s for _, steps in places for s in steps])
         run = with_abandoned([s for _, steps in (*places, (None, at_root or ())) for s in steps])
@@ -342,12 +331,7 @@ class Tiers:
 
     def check(self, group: Group, timeout: float) -> None:
         """Once, if there are several: whether all ranks see the files of the local tier, or are connected to those who have them.
-        Collective.
-
-        Raises:
-            UsageError: they do not, or, where each node has its own, do.
-            StorageError: nothing can be written there.
-        """
+        Collective."""
         if self.spread is not None:
             self.spread.connect()
             return
@@ -369,11 +353,7 @@ def _numbered(steps: Iterable[Step]) -> list[Step]:
 
 
 def _checked(steps: list[Step], root: str) -> list[Step]:
-    """The same steps.
-
-    Raises:
-        UsageError: ``root`` is itself a checkpoint.
-    """
+    """The same steps."""
     if any(s.url == root and (s.committed or s.damaged) for s in steps):
         parent = root.rstrip("/").rpartition("/")[0]
         hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"

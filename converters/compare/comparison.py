@@ -115,10 +115,6 @@ def compare(
         tolerances: the first whose glob fits a tensor's name counts; without one elements must be equal.
         values: whether what is no tensor is compared too.
         progress: called with the bytes of the left side that were compared, and all of them.
-
-    Raises:
-        NotFoundError, NotCommittedError, FormatError, CorruptError, StorageError: a side cannot be read.
-        NamesError: a glob or a beginning fits nothing, two names become one, or no tensor lies below ``root``.
     """
     left, right = url_text(left), url_text(right)
     began = time.monotonic()

@@ -43,12 +43,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
 
 
 def open_dcp(backend: Backend) -> ExternalCatalog:
-    """Open what ``recognises`` found.
-
-    Raises:
-        FormatError: a form of the format that is not read.
-        CorruptError: metadata or files are damaged or missing.
-    """
+    """Open what ``recognises`` found."""
     if METADATA not in backend.list_dir():
         hint = "save it with use_collectives=True"
         raise FormatError("every rank kept metadata of its own, which do not make one checkpoint", where=backend.url, hint=hint)
@@ -157,11 +152,7 @@ class _ItemTensors:
 
 
 def nested(nodes: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], where: str) -> tree.Node:
-    """The node of the state that was saved: names whose keys are known are put where they were, all others stand at the top.
-
-    Raises:
-        CorruptError: the keys of two names contradict each other, or are more than ``MAX_DEPTH``.
-    """
+    """The node of the state that was saved: names whose keys are known are put where they were, all others stand at the top."""
     root: dict[str | int, Any] = {}
     for name, node in nodes.items():
         *above, last = paths.get(name, (name,))

@@ -47,12 +47,6 @@ class NativeCatalog(CatalogDefaults):
     """A committed native checkpoint; ``record`` is its commit record if that was read just now.
 
     Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.
-
-    Raises:
-        NotCommittedError: files of a save are there, but no commit record.
-        NotFoundError: nothing is there.
-        FormatError: a version, feature or dtype that this software does not know.
-        CorruptError: the record or an index file is damaged, missing or truncated.
     """
 
     def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
@@ -111,11 +105,7 @@ class NativeCatalog(CatalogDefaults):
         return self._ranks
 
     def header(self, file: int) -> Header:
-        """The verified header of data file number ``file`` of ``files``; read once.
-
-        Raises:
-            CorruptError: the file is missing or has another size, or its header is damaged.
-        """
+        """The verified header of data file number ``file`` of ``files``; read once."""
         with self._locks[file]:
             header = self._headers.get(file)
             if header is None:
@@ -123,11 +113,7 @@ class NativeCatalog(CatalogDefaults):
             return header
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
-        """Where the bytes of these chunks of ``entry`` are, in the order asked for.
-
-        Raises:
-            CorruptError: a file is missing or truncated, or its header does not fit the index.
-        """
+        """Where the bytes of these chunks of ``entry`` are, in the order asked for."""
         numbers = np.fromiter(chunks, dtype=np.int64)
         if len(numbers) == 1:  # by far the most common case: no arrays for it
             return self.extents_of([(entry, int(numbers[0]))])
@@ -262,9 +248,6 @@ def read_record(backend: Backend, prefix: str = "") -> bytes | None:
     """The bytes of the commit record below ``prefix`` (empty, or ending in a slash), or None if there is none.
 
     What cannot be a record is read again; if it stays so, its bytes are given all the same: whoever parses them says what is wrong.
-
-    Raises:
-        CorruptError: it has more bytes than any record, or is no regular file.
     """
     path, data = prefix + COMMIT_PATH, None
 
@@ -285,11 +268,7 @@ def read_record(backend: Backend, prefix: str = "") -> bytes | None:
 
 
 def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
-    """One index file, verified.
-
-    Raises:
-        CorruptError: it is missing, or its size or digest is not what the record says.
-    """
+    """One index file, verified."""
     file = record.index[name]
     where = _join(backend.url, file.path)
     hint = "restore this file from a copy, or rebuild the index from the data files: `ckpt rebuild`"

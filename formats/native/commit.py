@@ -92,11 +92,7 @@ class CommitRecord:
     """Where its run had gone back to an earlier step; empty if it never had, or nobody knows."""
 
     def to_bytes(self) -> bytes:
-        """The whole file. Equal records give equal bytes.
-
-        Raises:
-            UsageError: a tag, or the name of a metric, is not Unicode.
-        """
+        """The whole file. Equal records give equal bytes."""
         for text in (*self.tags, *self.metrics):
             try:
                 text.encode()
@@ -138,12 +134,7 @@ class CommitRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CommitRecord:
-        """Read and verify a commit record; ``where`` is its URL, for messages.
-
-        Raises:
-            CorruptError: the bytes are damaged.
-            FormatError: not a commit record of ours, or a version or feature that this software does not know.
-        """
+        """Read and verify a commit record; ``where`` is its URL, for messages."""
         members = _parse(data, where)
         _check_digest(data, members, where)
         _check_known(members, where)

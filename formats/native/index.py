@@ -93,12 +93,7 @@ class IndexCache:
 
 
 def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[str, bytes]:
-    """The index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``.
-
-    Raises:
-        ConsistencyError: the contents contradict themselves; the message names the tensor or file.
-        StateError: the state is not JSON, or a file would be larger than readers take.
-    """
+    """The index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``."""
     cache = IndexCache() if cache is None else cache
     problem = find_problem(replace(contents, tensors=()) if cache.tables else contents)
     if problem is not None:
@@ -230,12 +225,7 @@ def _encode_state(contents: Contents) -> bytes:
 
 def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = False) -> Contents:
     """The contents that the index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
-    ``anchored``: whether chunks have anchors.
-
-    Raises:
-        CorruptError: a file is not what the format says, or they contradict each other.
-        FormatError: a dtype is unknown.
-    """
+    ``anchored``: whether chunks have anchors."""
     data_files = decode_files(files[FILES], f"{where}/{FILES}")
     state, ranks = _decode_state(files[STATE], f"{where}/{STATE}")
     sources = decode_sources(files[SOURCES], where) if SOURCES in files else ()

@@ -45,10 +45,6 @@ class FsspecBackend(Backend):
     """The storage at a URL that fsspec understands, by the options of its file system, or by a file system that is there already.
 
     Options win over fsspec's own configuration, and that over what the file system finds in the environment.
-
-    Raises:
-        UsageError: the package for this scheme is not installed, the URL names nothing below a root, or an option is wrong.
-        AccessError: there are no credentials.
     """
 
     _publishing: ClassVar[threading.Lock] = threading.Lock()

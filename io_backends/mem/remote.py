@@ -83,31 +83,15 @@ class RemoteMemBackend(ObjectsBackend):
         return self._memory.list(prefix)
 
     def create(self, path: str, size: int) -> Writer:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def delete(self, path: str) -> None:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def prepare(self) -> None:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def _read_only(self) -> AccessError:

@@ -47,11 +47,7 @@ def bind(
     cast: bool,
     shards: ShardCache | None = None,
 ) -> Binding:
-    """Walk a state and match it with a checkpoint. Changes nothing. ``shards`` is what an earlier walk found, if there was one.
-
-    Raises:
-        UsageError, StateError, LayoutError: as for a save.
-    """
+    """Walk a state and match it with a checkpoint. Changes nothing. ``shards`` is what an earlier walk found, if there was one."""
     seen = scan_state(state)
     with torch.no_grad():
         shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())

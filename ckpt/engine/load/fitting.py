@@ -90,12 +90,7 @@ def check_match(
     rows: Mapping[int, Row], fetch: Callable[[str], Row], catalog: Catalog, select: Selection, *, strict: bool, url: str
 ) -> dict[str, list[str]]:
     """Names that are missing and unexpected. ``rows`` have digests of what the ``problems`` of each rank, and ``used``; ``fetch`` gives
-    what has a digest; ``url`` is what the caller calls the checkpoint.
-
-    Raises:
-        NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
-        CorruptError: nor can it, perhaps: it has lost something that a rebuild of its index could not recover.
-    """
+    what has a digest; ``url`` is what the caller calls the checkpoint."""
     missing: dict[str, list[int]] = {}
     misfits: dict[str, list[int]] = {}
     used: set[str] = set()

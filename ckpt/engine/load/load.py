@@ -98,12 +98,7 @@ _TRIES = 5
 
 
 def match(job: LoadJob, state: object) -> Matched:
-    """Open the checkpoint and bind the state to it; the leader sees whether everything fits, and who shares reads.
-
-    Raises:
-        NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
-        ConsistencyError: ranks open different saves again and again.
-    """
+    """Open the checkpoint and bind the state to it; the leader sees whether everything fits, and who shares reads."""
     for attempt in range(1, _TRIES + 1):
         with job.call.phase("match"):
             with job.span("open"):
@@ -189,11 +184,7 @@ def exchange_of(matched: Matched, reader: Reader) -> ReadExchange | None:
 
 
 def read(matched: Matched) -> Filled:
-    """Divide the reads, and fill the tensors of this rank. Where nobody shares, the values are set here too.
-
-    Raises:
-        CorruptError, StorageError: something cannot be read.
-    """
+    """Divide the reads, and fill the tensors of this rank. Where nobody shares, the values are set here too."""
     job = matched.job
     with job.call.phase("read"):
         with replacement_noticed(matched.catalog):

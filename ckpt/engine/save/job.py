@@ -115,11 +115,7 @@ class SaveOptions:
         only: str | Sequence[str] | None = None,
         trainable: bool = False,
     ) -> SaveOptions:
-        """What a caller gives, with the defaults of the environment.
-
-        Raises:
-            UsageError: there is no such codec, or a number cannot be.
-        """
+        """What a caller gives, with the defaults of the environment."""
         check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
         return cls(
@@ -139,11 +135,7 @@ class SaveOptions:
 
 
 def check_capture(capture: object, staging_bytes: int | None) -> None:
-    """What a save in the background is asked for, before anything is done for it.
-
-    Raises:
-        UsageError: there is no such way to capture, or no room for a copy.
-    """
+    """What a save in the background is asked for, before anything is done for it."""
     if capture not in ("lazy", "eager"):
         raise UsageError(f"capture is 'lazy' or 'eager', not {capture!r}")
     if staging_bytes is not None and staging_bytes <= 0:
@@ -189,11 +181,7 @@ class Heartbeat:
         self.cancelled = threading.Event()
 
     def give(self) -> None:
-        """A sign of life, from a rank that is meant to go on.
-
-        Raises:
-            CancelledError: somebody has cancelled the save.
-        """
+        """A sign of life, from a rank that is meant to go on."""
         if self.cancelled.is_set():
             raise CancelledError("the save was cancelled", where=self.call.url)
         self.call.heartbeat()
@@ -239,10 +227,6 @@ class SaveJob:
 
     @classmethod
     def begin(cls, call: Call, options: SaveOptions, blocked: BlockedTime | None = None) -> SaveJob:
-        """
-        Raises:
-            UsageError: ``CKPT_PROGRESS`` cannot be read. All ranks read it, so that it fails the call on each of them.
-        """
         interval, meter = settings.progress(), SaveMeter()
         call.signer = meter.sign
         return cls(

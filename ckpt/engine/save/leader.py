@@ -85,13 +85,7 @@ class Leader:
     reusable: bool = False
 
     def open(self, rows: Mapping[int, Row]) -> OpenSave:
-        """Check that the ranks' tables and values make one checkpoint, and make ready to write it.
-
-        Raises:
-            ConsistencyError, CoverageError: they do not.
-            ConflictError: the URL is a symbolic link.
-            StorageError: nothing can be written here.
-        """
+        """Check that the ranks' tables and values make one checkpoint, and make ready to write it."""
         first = not self.known
         opened = self.open_tables(self._compared(rows), rows, first=first)
         key = opened.values_key
@@ -100,12 +94,7 @@ class Leader:
         return opened
 
     def forecast(self, rows: Mapping[int, Row]) -> int:
-        """Bytes of all tensors of the checkpoint that these tables and values make. Nothing is written.
-
-        Raises:
-            ConsistencyError, CoverageError: they do not make one.
-            ConflictError: the URL is a symbolic link.
-        """
+        """Bytes of all tensors of the checkpoint that these tables and values make. Nothing is written."""
         check_no_link(self.backend)
         tables = self._compared(rows)
         _ = OpenSave(leader=self, id="", abilities=None, previous=None, tables=tables, rows=rows, first=True).values
@@ -135,12 +124,7 @@ class Leader:
         return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
-        """Make ready to save these tensors.
-
-        Raises:
-            ConflictError: the URL is a symbolic link.
-            StorageError: nothing can be written here.
-        """
+        """Make ready to save these tensors."""
         # All of this comes before any rank writes: whatever is wrong with the destination is an error on all ranks
         # while nothing has been written.
         check_no_link(self.backend)
@@ -226,11 +210,7 @@ class OpenSave:
 
     @cached_property
     def values(self) -> Values:
-        """The values of all ranks, joined. Fetched only where they are needed: most saves of a job have those of the one before.
-
-        Raises:
-            ConsistencyError: ranks disagree.
-        """
+        """The values of all ranks, joined. Fetched only where they are needed: most saves of a job have those of the one before."""
         if self.given is not None:
             return self.given
         call, positions = self.leader.call, self.leader.positions
@@ -240,12 +220,7 @@ class OpenSave:
         return Values(state, own)
 
     def commit(self, rows: Mapping[int, Row]) -> RecordedSave:
-        """Compare replicas, check what is there, write the index and the commit record.
-
-        Raises:
-            ReplicaError: replicas differ.
-            StorageError: the storage failed, or does not have what the ranks wrote.
-        """
+        """Compare replicas, check what is there, write the index and the commit record."""
         call, backend, positions = self.leader.call, self.leader.backend, self.leader.positions
         # Everything that can fail comes before ``write_index``, whose last act is the commit. What follows the commit
         # (spans, removing what was replaced) may fail without harm and is only logged.

@@ -120,11 +120,7 @@ class Plans:
         codec: str | None,
         mirrors: MirrorPlacement | None = None,
     ) -> RankPlan:
-        """The plan for a collected state: a kept one, or a new one.
-
-        Raises:
-            StateError: a name cannot be stored.
-        """
+        """The plan for a collected state: a kept one, or a new one."""
         shard_table = collected.shard_table
         if len(self.shards.known) > 4 * len(shard_table.tensors) + 1000:
             self.shards.known.clear()  # of states that are not saved any more

@@ -113,11 +113,7 @@ def write_and_commit(begun: Begun) -> Committed:
 
 
 def prepare(job: SaveJob, state: object) -> Prepared:
-    """Collect the state and plan what this rank writes.
-
-    Raises:
-        StateError, LayoutError, UsageError: as for ``ckpt.save``.
-    """
+    """Collect the state and plan what this rank writes."""
     group, options, plans = job.call.group, job.options, job.cache.plans
     backend = open_backend(job.call.url)
     with job.spans.span("collect"):
@@ -175,13 +171,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
 
 
 def stage(prepared: Prepared) -> Capture:
-    """Make room for a copy of this rank's share, so that the state may change before it is written.
-
-    Raises:
-        UsageError: the staging budget is too small, or a CUDA graph is being captured.
-        NoSpaceError: the storage is memory, and full.
-        CkptError: there is no memory for it.
-    """
+    """Make room for a copy of this rank's share, so that the state may change before it is written."""
     job, shard_table, plan = prepared.job, prepared.collected.shard_table, prepared.plan
     with job.spans.span("stage"):
         devices = devices_of(shard_table.tensors.values())

@@ -90,11 +90,7 @@ class RankWriter:
         self._local = threading.local()
 
     def run(self) -> tuple[DataFile, ...]:
-        """Write and make durable. On failure every file that was made is removed.
-
-        Raises:
-            StorageError: the storage failed.
-        """
+        """Write and make durable. On failure every file that was made is removed."""
         commits: list[tuple[Writer, Pending[None]]] = []
         files = []
         try:

@@ -70,12 +70,7 @@ class ReshardCache:
 
 
 def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
-    """Which ranks have what. Collective. ``options``: what all must have asked for alike.
-
-    Raises:
-        UsageError: no rank has an old state.
-        ConsistencyError: the ranks have different options.
-    """
+    """Which ranks have what. Collective. ``options``: what all must have asked for alike."""
     ranks = call.group.ranks
 
     def local() -> Row:
@@ -116,12 +111,7 @@ def offer(
     *,
     check_replicas: bool,
 ) -> Offered:
-    """Say what this rank has, and hear what all have. Collective. ``server``: what gives this rank's part, if it serves.
-
-    Raises:
-        StateError, LayoutError, ConsistencyError, CoverageError: the old states do not make one.
-        ReplicaError: ranks that should have the same bytes do not.
-    """
+    """Say what this rank has, and hear what all have. Collective. ``server``: what gives this rank's part, if it serves."""
     call, rank = job.call, job.call.group.rank
     local: dict[str, LocalTensor] = {}
 

@@ -47,11 +47,7 @@ def owner_of(path: str) -> str:
 
 
 def split_url(backend: Backend) -> tuple[str, str]:
-    """The run that a checkpoint lies in, as a URL, and the name of its directory there.
-
-    Raises:
-        UsageError: it lies in no directory.
-    """
+    """The run that a checkpoint lies in, as a URL, and the name of its directory there."""
     run, _, name = backend.url.rstrip("/").rpartition("/")
     if not name or run.endswith((":", ":/", "//")):
         raise UsageError("it lies in no directory, so it has no neighbours to refer to", where=backend.url, hint="save below a run")
@@ -64,11 +60,7 @@ def reference_to(path: str, owner: str) -> str:
 
 
 def check_not_replaced(references: Iterable[str], base: str, name: str) -> None:
-    """That none of these references, which were found in the checkpoint ``base``, leads to ``name``, which a save is about to replace.
-
-    Raises:
-        ConflictError: one does.
-    """
+    """That none of these references, which were found in the checkpoint ``base``, leads to ``name``, which a save is about to replace."""
     if any(owner_of(path) == name for path in references):
         raise ConflictError(
             f"{base} refers to files of {name}, which this save would replace",
@@ -91,11 +83,7 @@ class RunBackend(ReadOnly):
         self._runs: dict[str, Backend] = {}
 
     def owner_url(self, path: str) -> str:
-        """Where the checkpoint is that a reference leads to.
-
-        Raises:
-            StorageError: of several places, nobody can say which has it.
-        """
+        """Where the checkpoint is that a reference leads to."""
         return join_url(self._run(path).url, owner_of(path))
 
     def _run(self, path: str) -> Backend:

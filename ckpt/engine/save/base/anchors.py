@@ -47,11 +47,7 @@ class AnchorChunks:
 
     def read(self, plan: RankPlan, number: int) -> tuple[memoryview, DataFile] | None:
         """The bytes of a chunk's anchor, in memory that this thread may overwrite until it asks again, and the file that has it; None if it
-        has none.
-
-        Raises:
-            CkptError: it is damaged or cannot be read, and is required.
-        """
+        has none."""
         spec = plan.specs[number]
         if not self._usable or spec.nbytes < SMALLEST:
             return None

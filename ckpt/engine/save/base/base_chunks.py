@@ -155,13 +155,7 @@ class OpenedBase:
     """A base whose index is open."""
 
     def __init__(self, base: SaveBase, here: Backend, catalog: Catalog) -> None:
-        """``here``: where it is.
-
-        Raises:
-            ConflictError: it is not the save that it should be.
-            FormatError: it has no data files.
-            CkptError: it cannot be read.
-        """
+        """``here``: where it is."""
         if not isinstance(catalog, NativeCatalog):
             raise FormatError("a virtual checkpoint has no data files to refer to", where=base.url, hint="name another base")
         if base.id is not None and catalog.record.id != base.id:
@@ -182,11 +176,7 @@ class OpenedBase:
 
     def shared(self, plan: RankPlan, numbers: Sequence[int], threads: int) -> dict[int, Referable]:
         """Of these chunks of a plan those that it has, with the same name, box and dtype, and with an XXH3-128. Headers are read by so many
-        threads.
-
-        Raises:
-            CorruptError: a file is missing, or its header damaged.
-        """
+        threads."""
         places = {n: (e, c) for n in numbers if (e := self._entry(plan, n)) is not None and (c := self._number(e, plan, n)) is not None}
         rows = {entry.grid.file(chunk) for entry, chunk in places.values()}
         run_tasks([partial(self._read_header, row) for row in sorted(rows)], threads, "ckpt-base")
@@ -214,11 +204,7 @@ class OpenedBase:
         return None if self.reusable else "it was saved without reusable=True; the next save can refer to these"
 
     def whole(self, plan: RankPlan, number: int) -> ChunkPlace | None:
-        """The chunk of this name, box and dtype; None if it has none, or has it as a difference. Any thread may ask.
-
-        Raises:
-            CorruptError: the file is missing, or its header damaged.
-        """
+        """The chunk of this name, box and dtype; None if it has none, or has it as a difference. Any thread may ask."""
         entry = self._entry(plan, number)
         chunk = self._number(entry, plan, number) if entry is not None else None
         if entry is None or chunk is None:
@@ -271,14 +257,7 @@ class BaseLookup:
     open_together: Callable[[str], Catalog]
 
     def find(self, base: SaveBase, plan: RankPlan) -> Base:
-        """The base of a save with this plan.
-
-        Raises:
-            UsageError: it is no neighbour of what is saved.
-            ConflictError: it is not the save that it should be.
-            FormatError: it has no data files.
-            CkptError: it cannot be read.
-        """
+        """The base of a save with this plan."""
         here = open_backend(base.url)
         (run, name), (own_run, own_name) = split_url(here), split_url(self.backend)
         elsewhere = real_url(run) != real_url(own_run)

@@ -141,11 +141,7 @@ def find_reuse(
     threads: int,
     trust: Trust | None = None,
 ) -> Reuse:
-    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``trust``: whose digests need not be taken.
-
-    Raises:
-        CkptError: the base is required, and it cannot be read, is none, or has nothing of this state.
-    """
+    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``trust``: whose digests need not be taken."""
     numbers = [n for n, c in enumerate(plan.chunks) if c.name in asked and c.box.numel and not plan.assignments[c.name].merged]
     base, backend = lookup.base, lookup.backend
     chunks, alike = None, dict[int, Referable]()
