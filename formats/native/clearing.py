@@ -162,7 +162,7 @@ def resume(backend: Backend, id: str) -> None:
 
 
 def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None]) -> bool:
-    """Remove files of save ``id`` below ``within`` (empty or ending in a slash), unless it is ``committed`` or goes on; whether all went."""
+    """Remove files of save ``id`` below ``within`` (empty or ending in a slash), unless ``committed`` or going on; whether all went."""
     mark = f"{within}{index_path(id, CLEARING)}"
     # ``marked``: the mark is there, whoever put it. ``mine``: this process put it, and so removes it in any case.
     marked = mine = True
