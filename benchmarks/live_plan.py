@@ -1,4 +1,4 @@
-"""What a plan costs: a mixture of experts of 10¹² parameters, from 256 ranks to 128, one rank's share; cold, and again.
+"""What a plan costs: a mixture of experts of 10¹² parameters, from 256 ranks to 128, one rank's share.
 
 61 layers, 384 experts of three matrices each: 70,700 tensors. Source: 16 pipeline stages × TP 8 × DP 2, experts over 16 ranks of a stage.
 Target: TP 8 × DP 16, experts over 64 ranks × TP 2. No tensor has memory; tables are joined and checked as a reshard does it.
@@ -154,7 +154,6 @@ def main() -> None:
     job = Job()
     found = planned(job)
     plan, seconds = found.plan, found.seconds
-    again = _warm(job.source + 5, rounds=3)
     sent: Counter[int] = Counter()
     for rank in job.receivers[:: max(1, job.target // options.receivers)]:
         for holder, share in plan_transfers(job.wants_of(found.catalog, rank), rank=rank).shares.items():
@@ -164,7 +163,6 @@ def main() -> None:
         "tensors": len(found.catalog.tensors),
         "CPU seconds": {what: round(s, 3) for what, s in seconds.items()},
         "CPU seconds in all": round(sum(seconds.values()), 3),
-        "again, CPU ms for each 1000 tensors": round(again, 3),
         "peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "wanted tensors": len(found.wants),
         "needed, GB": round(plan.needed / 1e9, 2),
@@ -175,30 +173,6 @@ def main() -> None:
         "busiest sender / mean, within a stage": round(max(max(s) * len(s) / sum(s) for s in per_stage if sum(s)), 3),
     }
     print(json.dumps(report, indent=2))
-
-
-def _warm(rank: int, rounds: int, tensors: int = 5000) -> float:
-    """CPU milliseconds for each thousand tensors in which a receiver sees that its last plan still holds."""
-    import torch
-
-    from ckpt.adapters.tensors import LocalShard, LocalTensor
-    from ckpt.live.filling import PlanCache, plan_filling
-    from ckpt.plan.tables import Joined
-
-    source = TensorLayout(Mesh(("dp",), (8,), range(8)), (Shard(0, "dp"),))
-    specs = {f"w{n}": TensorSpec(f"w{n}", KIND, (64, 64), source) for n in range(tensors)}
-    catalog = LiveCatalog.of(Joined(tensors=specs, assignments={}, aliases={}), {}, url="live", world_size=8)
-    target = TensorLayout(Mesh(("tp",), (1,), (rank,)), (Shard(1, "tp"),))
-    memory = torch.zeros(64, 64, dtype=torch.bfloat16)
-    infos = {name: TensorSpec(name, KIND, (64, 64), target) for name in specs}
-    cache, times = PlanCache(), []
-    for _ in range(rounds + 1):
-        shards = {name: LocalShard(target.pieces((64, 64), rank)[0].box, memory) for name in specs}
-        targets = [(LocalTensor(infos[name], [shard], name), catalog.tensors[name]) for name, shard in shards.items()]
-        began = time.process_time()
-        plan_filling(targets, catalog, rank=rank, near=frozenset(), cache=cache, source="tables")
-        times.append(time.process_time() - began)
-    return min(times[1:]) * 1e6 / tensors
 
 
 def _own(plan: TransferPlan) -> int:

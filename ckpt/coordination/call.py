@@ -224,7 +224,7 @@ class Call:
         return signs | ({0: self.signed or None} if 0 in awaited else {})
 
     def check_failures(self) -> None:
-        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere."""
+        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call failed elsewhere."""
         self.heartbeat()
         now = time.monotonic()
         if self.group.store is None or (now < self._look_at and not self._departed(())):

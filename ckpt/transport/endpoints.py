@@ -30,7 +30,7 @@ log = logging.getLogger("ckpt")
 
 
 def listen(store: str | None, port: int = 0) -> list[socket.socket]:
-    """Sockets that listen at :func:`own_addresses`, on this port, or on free ones. ``store``: the host of the job's store, if it has one."""
+    """Sockets that listen at :func:`own_addresses`, on this port or free ones. ``store``: the host of the job's store, if it has one."""
     sockets: list[socket.socket] = []
     try:
         for host in own_addresses(store):

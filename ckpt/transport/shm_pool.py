@@ -93,7 +93,7 @@ class SlotPool:
         return Announcement(pid=os.getpid(), file=self.file, shape=self.shape, token=self.token)
 
     def take(self, wait: Callable[[], None]) -> int:
-        """A slot that nobody uses, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``."""
+        """A free slot, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``."""
         began = time.monotonic()
         while (slot := self._free_slot()) is None:
             if time.monotonic() - began > self._timeout:

@@ -51,7 +51,7 @@ def check_no_link(backend: Backend) -> None:
 
 
 def check_free(backend: Backend, what: str) -> None:
-    """That nothing but what is left of saves and copies is at the root of ``backend``, where no checkpoint is; ``what`` will be put there."""
+    """That nothing but what is left of saves and copies is at the root of ``backend``, where no checkpoint is; ``what`` comes there."""
     others = others_files(backend)
     if others:
         hint = f"{what} to another URL, such as a new directory in this one"
@@ -162,7 +162,7 @@ def resume(backend: Backend, id: str) -> None:
 
 
 def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None]) -> bool:
-    """Remove files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed`` or goes on. Whether all went."""
+    """Remove files of save ``id`` below ``within`` (empty or ending in a slash), unless ``committed`` or going on; whether all went."""
     mark = f"{within}{index_path(id, CLEARING)}"
     # ``marked``: the mark is there, whoever put it. ``mine``: this process put it, and so removes it in any case.
     marked = mine = True

@@ -42,7 +42,7 @@ class ProgressFile:
 
 
 def find_progress(backend: Backend, within: str = "") -> str | None:
-    """The path of the progress of the newest save that goes on, or was killed, in the directory ``within`` (empty, or ending in a slash)."""
+    """The path of the progress of the newest save that goes on, or was killed, in the directory ``within`` (empty or ending in a slash)."""
     names = [name for name in backend.list_dir(within.rstrip("/")) if name.endswith("/") and id_of(f"{name}{PROGRESS}")]
     for name in sorted(names, reverse=True):
         if PROGRESS in backend.list_dir(f"{within}{name}".rstrip("/")):

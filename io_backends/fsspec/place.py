@@ -102,7 +102,7 @@ class FsspecPlace:
             raise NotFoundError(f"the bucket does not exist: {self.bucket}", where=self.url, hint=hint) from cause or err
 
     def put(self, key: str, write: Callable[[], object]) -> None:
-        """Call ``write``, which writes ``key``; if its directory is missing make that and try again: a ``delete`` may prune it meanwhile."""
+        """Call ``write``, which writes ``key``; if its directory is missing make it and try again: a ``delete`` may prune it meanwhile."""
         for tries_left in reversed(range(TRIES)):
             try:
                 write()

@@ -167,7 +167,7 @@ def plan_coded_file(
     number: int,
     has_128: bool = False,
 ) -> DataFilePlan:
-    """Lay out file ``number`` of a rank, with all ``chunks``. Those with a codec are stored in ``lengths`` bytes, the others as they are."""
+    """Lay out file ``number`` of a rank, with all ``chunks``. Those with a codec take ``lengths`` bytes, the others stay as they are."""
     _check_names(chunks)
     entries = _raw_entries(chunks)
     coded: dict[str, ChunkSpec] = {}
