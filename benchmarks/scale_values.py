@@ -58,16 +58,16 @@ def measure(rank: Rank, *, directory: str, kind: str, count: int) -> dict[str, t
     """CPU seconds and MB of each."""
     import torch
 
-    del rank
+    alone = rank.groups[1]
     os.makedirs(directory)
-    ckpt.save(f"{directory}/first", {"v": {"a": 1}})
-    ckpt.load(f"{directory}/first", {"v": {"a": 1}})
+    ckpt.save(f"{directory}/first", {"v": {"a": 1}}, process_group=alone)
+    ckpt.load(f"{directory}/first", {"v": {"a": 1}}, process_group=alone)
     values: Any = {f"key{i}": i + 0.5 for i in range(count)} if kind == "words" else {i: i + 2 for i in range(count)}
     state, other = {"v": values}, {"v": dict.fromkeys(values, 0)}
     found = {
-        "save": _cost(lambda: ckpt.save(f"{directory}/a", state)),
-        "again": _cost(lambda: ckpt.save(f"{directory}/b", state)),
-        "load": _cost(lambda: ckpt.load(f"{directory}/a", other)),
+        "save": _cost(lambda: ckpt.save(f"{directory}/a", state, process_group=alone)),
+        "again": _cost(lambda: ckpt.save(f"{directory}/b", state, process_group=alone)),
+        "load": _cost(lambda: ckpt.load(f"{directory}/a", other, process_group=alone)),
         "json": _cost(lambda: json.loads(json.dumps(list(values.items())))),
         "torch": _cost(lambda: (torch.save(state, f"{directory}/t"), torch.load(f"{directory}/t", weights_only=False))),
     }
