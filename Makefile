@@ -100,6 +100,7 @@ api: venv
 # the drawing and the recording in the README; runs the demo
 pictures: venv
 	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/python docs/pictures/draw_steady.py
 	$(BIN)/python docs/pictures/record_demo.py
 
 # the documentation with search, in build/site; ends with 1 if a page, link or anchor is missing

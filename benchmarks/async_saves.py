@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import shutil
 
-from . import blocking, plain_states, tasks
+from . import blocking, tasks
 from .findings import Finding, at_most, medians
 from .places import Place
 from .pool import Pool
@@ -27,7 +27,7 @@ Samples = dict[str, list[dict[str, float]]]
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
     """All parts, in one place."""
-    return [blocked(settings, pool, place, tell), slowed(settings, pool, place, tell), plain_states.run(settings, pool, place, tell)]
+    return [blocked(settings, pool, place, tell), slowed(settings, pool, place, tell)]
 
 
 def blocked(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding:

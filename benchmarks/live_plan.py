@@ -1,4 +1,4 @@
-"""What a plan costs: a mixture of experts of 10¹² parameters, from 256 ranks to 128, one rank's share; cold, and again.
+"""What a plan costs: a mixture of experts of 10¹² parameters, from 256 ranks to 128, one rank's share.
 
 61 layers, 384 experts of three matrices each: 70,700 tensors. Source: 16 pipeline stages × TP 8 × DP 2, experts over 16 ranks of a stage.
 Target: TP 8 × DP 16, experts over 64 ranks × TP 2. No tensor has memory; tables are joined and checked as a reshard does it.
@@ -13,7 +13,8 @@ import json
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.concurrency.gc_paused import gc_paused
@@ -26,9 +27,8 @@ from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table, join_tables
 from ckpt.plan.transfers import TransferPlan, Want, plan_transfers
 
-LAYERS, EXPERTS, HIDDEN, WIDE = 61, 384, 7168, 2048
+HIDDEN, WIDE = 7168, 2048
 STAGES = 16
-SOURCE, TARGET = range(256), range(256, 384)
 DENSE = {
     "q": (1536, HIDDEN),
     "qb": (12288, 1536),
@@ -42,45 +42,75 @@ CUT = {"qb": 0, "kvb": 0, "o": 1}
 KIND = DTYPES["bfloat16"]
 
 
-def source_tensors() -> list[list[TensorSpec]]:
-    """By stage: what its 16 ranks have."""
-    by_stage: list[list[TensorSpec]] = []
-    for stage in range(STAGES):
-        tensors = []
-        dense = Mesh(("pp", "dp", "tp"), (STAGES, 2, 8), SOURCE)
-        folded = Mesh(("pp", "ep"), (STAGES, 16), SOURCE)
-        here = (("pp", (stage,)),)
-        layouts = {dim: TensorLayout(dense, () if dim is None else (Shard(dim, "tp"),), here) for dim in (None, 0, 1)}
-        expert = {n: TensorLayout(folded, (), (*here, ("ep", (n * 16 // EXPERTS,)))) for n in range(EXPERTS)}
-        for layer in range(stage * LAYERS // STAGES, (stage + 1) * LAYERS // STAGES):
-            tensors += [TensorSpec(f"layers.{layer}.{n}", KIND, s, layouts[CUT.get(n)]) for n, s in DENSE.items()]
-            for n in range(EXPERTS):
-                for name, shape in (("gate", (WIDE, HIDDEN)), ("up", (WIDE, HIDDEN)), ("down", (HIDDEN, WIDE))):
-                    tensors.append(TensorSpec(f"layers.{layer}.experts.{n}.{name}", KIND, shape, expert[n]))
-        by_stage.append(tensors)
-    return by_stage
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Ranks ``source`` first, in pipeline stages, then ``target``, a multiple of 128; as many ``experts`` in each layer."""
 
+    source: int = 256
+    target: int = 128
+    layers: int = 61
+    experts: int = 384
+    expert_ranks: int = 384
+    """Ranks of a stage, at most, that divide its experts."""
 
-def target_layout(name: str, rank: int) -> TensorLayout | None:
-    """Where a tensor lies on the receivers; None if this one has nothing of it."""
-    kind = name.rpartition(".")[2]
-    if ".experts." not in name:
-        return _layout(("dp", "tp"), (16, 8), (CUT[kind], "tp") if kind in CUT else None, None)
-    number = int(name.split(".")[3])
-    if number * 64 // EXPERTS != (rank - TARGET.start) // 2:
-        return None
-    return _layout(("ep", "etp"), (64, 2), (1 if kind == "down" else 0, "etp"), number * 64 // EXPERTS)
+    @property
+    def receivers(self) -> range:
+        return range(self.source, self.source + self.target)
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        each = self.source // STAGES
+        return list(range(each * stage, each * (stage + 1)))
+
+    def source_tensors(self) -> list[list[TensorSpec]]:
+        """By stage: what its ranks have."""
+        each = self.source // STAGES
+        parallel = min(each, self.experts, self.expert_ranks)
+        dense = Mesh(("pp", "dp", "tp"), (STAGES, each // 8, 8), range(self.source))
+        folded = Mesh(("pp", "edp", "ep"), (STAGES, each // parallel, parallel), range(self.source))
+        by_stage: list[list[TensorSpec]] = []
+        for stage in range(STAGES):
+            tensors = []
+            here = (("pp", (stage,)),)
+            layouts = {dim: TensorLayout(dense, () if dim is None else (Shard(dim, "tp"),), here) for dim in (None, 0, 1)}
+            owners = [n * parallel // self.experts for n in range(self.experts)]
+            expert = [TensorLayout(folded, (), (*here, ("ep", (owner,)))) for owner in owners]
+            for layer in range(stage * self.layers // STAGES, (stage + 1) * self.layers // STAGES):
+                tensors += [TensorSpec(f"layers.{layer}.{n}", KIND, s, layouts[CUT.get(n)]) for n, s in DENSE.items()]
+                for n in range(self.experts):
+                    for name, shape in (("gate", (WIDE, HIDDEN)), ("up", (WIDE, HIDDEN)), ("down", (HIDDEN, WIDE))):
+                        tensors.append(TensorSpec(f"layers.{layer}.experts.{n}.{name}", KIND, shape, expert[n]))
+            by_stage.append(tensors)
+        return by_stage
+
+    def target_layout(self, name: str, rank: int) -> TensorLayout | None:
+        """Where a tensor lies on the receivers; None if this one has nothing of it."""
+        kind = name.rpartition(".")[2]
+        if ".experts." not in name:
+            return self._layout(("dp", "tp"), (self.target // 8, 8), (CUT[kind], "tp") if kind in CUT else None, None)
+        number = int(name.split(".")[3])
+        if number * 64 // self.experts != (rank - self.source) // 2 % 64:
+            return None
+        sizes = self.target // 128, 64, 2
+        return self._layout(("edp", "ep", "etp"), sizes, (1 if kind == "down" else 0, "etp"), number * 64 // self.experts)
+
+    def _layout(self, names: tuple[str, ...], sizes: tuple[int, ...], cut: tuple[int, str] | None, at: int | None) -> TensorLayout:
+        key = self, names, cut, at
+        if key not in _known:
+            splits = () if cut is None else (Shard(*cut),)
+            _known[key] = TensorLayout(Mesh(names, sizes, self.receivers), splits, () if at is None else (("ep", (at,)),))
+        return _known[key]
+
+    def wants_of(self, catalog: LiveCatalog, rank: int) -> list[Want]:
+        wants = []
+        for name, entry in catalog.tensors.items():
+            layout = self.target_layout(name, rank)
+            if layout is not None:
+                boxes = tuple(p.box for p in layout.pieces(entry.shape, rank))
+                wants.append(Want(name, catalog.number(entry), KIND.itemsize, entry.grid, catalog.holders(entry), boxes))
+        return wants
 
 
 _known: dict[object, TensorLayout] = {}
-
-
-def _layout(names: tuple[str, str], sizes: tuple[int, int], cut: tuple[int, str] | None, at: int | None) -> TensorLayout:
-    key = names, cut, at
-    if key not in _known:
-        splits = () if cut is None else (Shard(*cut),)
-        _known[key] = TensorLayout(Mesh(names, sizes, TARGET), splits, () if at is None else ((names[0], (at,)),))
-    return _known[key]
 
 
 def measured(what: str, work: Callable[[], Any], into: dict[str, float]) -> Any:
@@ -91,76 +121,58 @@ def measured(what: str, work: Callable[[], Any], into: dict[str, float]) -> Any:
     return result
 
 
-def wants_of(catalog: LiveCatalog, rank: int) -> list[Want]:
-    wants = []
-    for name, entry in catalog.tensors.items():
-        layout = target_layout(name, rank)
-        if layout is not None:
-            boxes = tuple(p.box for p in layout.pieces(entry.shape, rank))
-            wants.append(Want(name, catalog.number(entry), KIND.itemsize, entry.grid, catalog.holders(entry), boxes))
-    return wants
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """The plan of one receiver, and CPU seconds by what they were spent on."""
+
+    catalog: LiveCatalog
+    wants: Sequence[Want]
+    plan: TransferPlan
+    lists: Sequence[bytes]
+    seconds: Mapping[str, float]
+
+
+def planned(job: Job) -> Planned:
+    """What one receiver does before the first byte comes: with all tables, which it has as bytes."""
+    seconds: dict[str, float] = {}
+    packed = [Table(tensors=tuple(tensors), aliases={}).to_bytes() for tensors in job.source_tensors()]
+    tables = measured("read the tables", lambda: [Table.from_bytes(data) for data in packed], seconds)
+    ranks = [job.stage_ranks(stage) for stage in range(STAGES)]
+    joined = measured("join and check them", lambda: join_tables(list(zip(ranks, tables, strict=True)), stored=False), seconds)
+    catalog = measured("make the catalog", lambda: LiveCatalog.of(joined, {}, url="live", world_size=job.source), seconds)
+    first = job.source + 5
+    wants = measured("say what is wanted", lambda: job.wants_of(catalog, first), seconds)
+    plan: TransferPlan = measured("plan the transfers", lambda: plan_transfers(wants, rank=first), seconds)
+    lists = measured("pack the lists", lambda: [share.requests.packed for share in plan.shares.values()], seconds)
+    return Planned(catalog=catalog, wants=wants, plan=plan, lists=lists, seconds=seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--receivers", type=int, default=16, help="receivers whose plans are added up to see how even the sending is")
     options = parser.parse_args()
-    seconds: dict[str, float] = {}
-    stages = source_tensors()
-    packed = [Table(tensors=tuple(tensors), aliases={}).to_bytes() for tensors in stages]
-    tables = measured("read the tables", lambda: [Table.from_bytes(data) for data in packed], seconds)
-    ranks = [list(range(16 * stage, 16 * stage + 16)) for stage in range(STAGES)]
-    joined = measured("join and check them", lambda: join_tables(list(zip(ranks, tables, strict=True)), stored=False), seconds)
-    catalog = measured("make the catalog", lambda: LiveCatalog.of(joined, {}, url="live", world_size=len(SOURCE)), seconds)
-    first = TARGET.start + 5
-    wants = measured("say what is wanted", lambda: wants_of(catalog, first), seconds)
-    plan: TransferPlan = measured("plan the transfers", lambda: plan_transfers(wants, rank=first), seconds)
-    lists = measured("pack the lists", lambda: [share.requests.packed for share in plan.shares.values()], seconds)
-    again = _warm(first, rounds=3)
+    job = Job()
+    found = planned(job)
+    plan, seconds = found.plan, found.seconds
     sent: Counter[int] = Counter()
-    for rank in TARGET[:: max(1, len(TARGET) // options.receivers)]:
-        for holder, share in plan_transfers(wants_of(catalog, rank), rank=rank).shares.items():
+    for rank in job.receivers[:: max(1, job.target // options.receivers)]:
+        for holder, share in plan_transfers(job.wants_of(found.catalog, rank), rank=rank).shares.items():
             sent[holder] += share.requests.total
-    per_stage = [[sent[r] for r in stage] for stage in ranks]
+    per_stage = [[sent[r] for r in job.stage_ranks(stage)] for stage in range(STAGES)]
     report = {
-        "tensors": len(catalog.tensors),
+        "tensors": len(found.catalog.tensors),
         "CPU seconds": {what: round(s, 3) for what, s in seconds.items()},
         "CPU seconds in all": round(sum(seconds.values()), 3),
-        "again, CPU ms for each 1000 tensors": round(again, 3),
         "peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "wanted tensors": len(wants),
+        "wanted tensors": len(found.wants),
         "needed, GB": round(plan.needed / 1e9, 2),
         "asked of others / needed": round((sum(s.requests.total for s in plan.shares.values()) + _own(plan)) / plan.needed, 6),
         "holders": len(plan.shares),
         "requests": sum(len(share.requests) for share in plan.shares.values()),
-        "lists, KB": sum(map(len, lists)) // 1000,
+        "lists, KB": sum(map(len, found.lists)) // 1000,
         "busiest sender / mean, within a stage": round(max(max(s) * len(s) / sum(s) for s in per_stage if sum(s)), 3),
     }
     print(json.dumps(report, indent=2))
-
-
-def _warm(rank: int, rounds: int, tensors: int = 5000) -> float:
-    """CPU milliseconds for each thousand tensors in which a receiver sees that its last plan still holds."""
-    import torch
-
-    from ckpt.adapters.tensors import LocalShard, LocalTensor
-    from ckpt.live.filling import PlanCache, plan_filling
-    from ckpt.plan.tables import Joined
-
-    source = TensorLayout(Mesh(("dp",), (8,), range(8)), (Shard(0, "dp"),))
-    specs = {f"w{n}": TensorSpec(f"w{n}", KIND, (64, 64), source) for n in range(tensors)}
-    catalog = LiveCatalog.of(Joined(tensors=specs, assignments={}, aliases={}), {}, url="live", world_size=8)
-    target = TensorLayout(Mesh(("tp",), (1,), (rank,)), (Shard(1, "tp"),))
-    memory = torch.zeros(64, 64, dtype=torch.bfloat16)
-    infos = {name: TensorSpec(name, KIND, (64, 64), target) for name in specs}
-    cache, times = PlanCache(), []
-    for _ in range(rounds + 1):
-        shards = {name: LocalShard(target.pieces((64, 64), rank)[0].box, memory) for name in specs}
-        targets = [(LocalTensor(infos[name], [shard], name), catalog.tensors[name]) for name, shard in shards.items()]
-        began = time.process_time()
-        plan_filling(targets, catalog, rank=rank, near=frozenset(), cache=cache, source="tables")
-        times.append(time.process_time() - began)
-    return min(times[1:]) * 1e6 / tensors
 
 
 def _own(plan: TransferPlan) -> int:

@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import (
-    async_saves,
-    background,
-    coding,
-    converting,
-    exporting,
-    footprint,
-    foreign,
-    gpu,
-    live_bytes,
-    live_push,
-    merging,
-    object_store,
-    planning_large,
-    scale,
-    stepping,
-    watching,
-)
+from . import async_saves, footprint, gpu, scale, steady
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -29,20 +12,9 @@ from .scenarios import Settings, Tell
 
 MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "async": async_saves.run,
-    "background": background.run,
-    "merge": merging.run,
-    "codecs": coding.run,
     "memory": footprint.run,
-    "plan-large": planning_large.run,
     "scale": scale.run,
-    "step": stepping.run,
-    "watching": watching.run,
-    "s3": object_store.run,
-    "convert": converting.run,
-    "export": exporting.run,
-    "foreign": foreign.run,
-    "live-push": live_push.run,
-    "live-bytes": live_bytes.run,
+    "steady": steady.run,
     "gpu": gpu.run,
 }
 """Each gives findings for one place."""

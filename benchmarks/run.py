@@ -28,23 +28,12 @@ SCENARIOS = (
     "reshard",
     "planning",
     "async",
-    "background",
-    "merge",
-    "codecs",
     "memory",
-    "plan-large",
     "scale",
-    "step",
-    "watching",
-    "s3",
-    "convert",
-    "export",
-    "foreign",
-    "live-push",
-    "live-bytes",
+    "steady",
     "gpu",
 )
-ONCE = ("codecs", "plan-large", "scale", "step", "s3", "live-push", "live-bytes")
+ONCE = ("scale",)
 """Scenarios that use no storage."""
 MB = 1_000_000
 
@@ -67,11 +56,11 @@ def default_directories() -> tuple[str, ...]:
 @click.option("--small-tensors", type=click.IntRange(1), default=20_000, help="Tensors of the scenario 'small'.")
 @click.option("--plan-tensors", type=click.IntRange(1), default=4_000, help="Tensors of the scenario 'planning'.")
 @click.option("--plan-ranks", type=click.IntRange(1), default=64, help="Simulated ranks of the scenario 'planning'.")
-@click.option("--large-layers", type=click.IntRange(1), default=126, help="Layers of the scenario 'plan-large'.")
-@click.option("--large-ranks", type=click.IntRange(1), default=16_384, help="Simulated ranks of the scenario 'plan-large'.")
+@click.option("--large-layers", type=click.IntRange(1), default=126, help="Layers of the loads of the scenario 'scale'.")
+@click.option("--large-ranks", type=click.IntRange(1), default=16_384, help="Simulated ranks of the loads of the scenario 'scale'.")
 @click.option("--scale-ranks", type=click.IntRange(128), default=16_384, help="Most ranks of a job of the scenario 'scale'.")
 @click.option("--scale-layers", type=click.IntRange(0), default=0, help="Layers of the models of the scenario 'scale'; 0: all.")
-@click.option("--foreign-parts", type=click.IntRange(64), default=4096, help="Stored parts of the checkpoints of the scenario 'foreign'.")
+@click.option("--steady-saves", type=click.IntRange(10), default=2000, help="Saves of each kind of the scenario 'steady'.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not report each measurement as it is made.")
 def main(*, directories: Sequence[str], json_path: str | None, only: Sequence[str], quiet: bool, **given: int) -> None:
     """Compare ckpt with torch's distributed checkpoint (DCP), torch.save, and plain writes and reads of the same bytes."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import scale_load, scale_save, scale_steps, scale_store, scale_values
+from . import scale_calls, scale_load, scale_save, scale_steps, scale_store, scale_values
 from .findings import Finding
 from .places import Place
 from .pool import Pool
@@ -14,6 +14,7 @@ from .scenarios import Settings, Tell
 
 PARTS: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "save": scale_save.run,
+    "calls": scale_calls.run,
     "load": scale_load.run,
     "store": scale_store.run,
     "steps": scale_steps.run,

@@ -18,9 +18,19 @@ from ckpt.layout.placements.flat import window_sizes
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
-from .planning_large import LAYER as DENSE
-from .planning_large import LAYERS, OTHER
-
+LAYERS, HIDDEN, INNER, KEYS, WORDS = 126, 16384, 53248, 1024, 128256
+DENSE = {
+    "attention.wq": (HIDDEN, HIDDEN),
+    "attention.wk": (KEYS, HIDDEN),
+    "attention.wv": (KEYS, HIDDEN),
+    "attention.wo": (HIDDEN, HIDDEN),
+    "mlp.w1": (INNER, HIDDEN),
+    "mlp.w2": (HIDDEN, INNER),
+    "mlp.w3": (INNER, HIDDEN),
+    "attention_norm": (HIDDEN,),
+    "mlp_norm": (HIDDEN,),
+}
+OTHER = {"embedding": (WORDS, HIDDEN), "norm": (HIDDEN,), "output": (WORDS, HIDDEN)}
 KEPT = (("model.{}.weight", "bfloat16"), *((f"optim.state.{{}}.weight.{k}", "float32") for k in ("master", "exp_avg", "exp_avg_sq")))
 ROWS = ("attention.wo", "mlp.w2")
 """Cut along the second dimension by tensor parallelism."""

@@ -40,8 +40,8 @@ from .flat_files import FlatFiles
 from .measure import cpu_seconds
 from .places import Place
 from .planning import ID, KEPT
-from .planning_large import LAYER, OTHER
 from .pool import Pool, Rank
+from .scale_jobs import DENSE, OTHER
 from .scenarios import Settings, Tell
 
 BATCH = 128
@@ -98,7 +98,7 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
 
 
 def states(layers: int, layout: TensorLayout) -> list[TensorSpec]:
-    names = {f"layers.{i}.{part}": shape for i in range(layers) for part, shape in LAYER.items()} | OTHER
+    names = {f"layers.{i}.{part}": shape for i in range(layers) for part, shape in DENSE.items()} | OTHER
     return [TensorSpec(stored.format(name), dtype(kind), shape, layout) for name, shape in names.items() for stored, kind in KEPT]
 
 
@@ -238,6 +238,15 @@ def _resident_mb() -> float:
 def tensor_parallel(ranks: int) -> TensorLayout:
     """Rows in eighths, each of which very many ranks have."""
     return TensorLayout(Mesh(("dp", "tp"), (max(ranks // 8, 1), 8)), (Shard(0, "tp"),))
+
+
+def rows(ranks: int) -> TensorLayout:
+    return TensorLayout(Mesh(("dp",), (ranks,)), (Shard(0, "dp"),))
+
+
+def two_d(ranks: int) -> TensorLayout:
+    """Rows in eighths, each in rows over the ranks that have it."""
+    return TensorLayout(Mesh(("dp", "tp"), (max(ranks // 8, 1), 8)), (Shard(0, "tp"), Shard(0, "dp")))
 
 
 def replicated(ranks: int) -> TensorLayout:

@@ -96,7 +96,7 @@ def measure(rank: Rank, *, root: str, count: int) -> dict[str, Any]:
     return found
 
 
-def make_step(root: str, number: int) -> None:
+def make_step(root: str, number: int, *, reusable: bool = False) -> None:
     """A committed checkpoint, as far as listings look."""
     id = f"{number:016d}"
     record = CommitRecord(
@@ -106,6 +106,7 @@ def make_step(root: str, number: int) -> None:
         world_size=64,
         index={name: IndexFile(path=f"index-{id}/{name}", size=0, digest="0" * 32) for name in INDEX_NAMES},
         tensor_bytes=1 << 40,
+        reusable=reusable,
     )
     if number % 2:
         record = replace(record, metrics={"loss": 1 / (number + 1)})

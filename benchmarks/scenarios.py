@@ -30,7 +30,7 @@ class Settings:
     large_ranks: int = 16_384
     scale_ranks: int = 16_384
     scale_layers: int = 0
-    foreign_parts: int = 4096
+    steady_saves: int = 2000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,7 +213,6 @@ def load(
     verify: Literal["full", "partial", "off"] = "full",
     exchange: bool | None = None,
     sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
-    mixed_steps: bool = False,
     layout: Layout | None = None,
     timeout: float | None = None,
     threads: int | None = None,
@@ -243,7 +242,7 @@ def load(
         exchange: ranks that want the same chunks, or parts of them, read each once and hand over to each other what they want. By default
             everything where storage is not a file system; on a file system, where reading costs less than sending, only ranks of one
             machine, and only chunks of which they want different parts. ``False``: each rank reads what it needs.
-        sources, mixed_steps: as for :func:`open`. The report says which tensors are of which step.
+        sources: as for :func:`open`.
         progress: as for :func:`save`. Bytes are those of this rank's tensors; what other ranks read for it counts at the end.
         dry_run: plan the load on all ranks and change nothing: read the index and the headers of files only, raise what does not fit, and
             report what would be read. The estimate of seconds comes from the newest load in the run's log; without one, each rank reads a
@@ -254,7 +253,6 @@ def load(
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that can be read.
         NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed, unless the message says that the state is
             partly overwritten.
-        ConsistencyError: some of its tensors are of an earlier step than the others, and ``mixed_steps`` is not given.
         StateError, LayoutError: as for :func:`save`; or something cannot be filled in place.
         CorruptError: bytes are damaged; the state may be partly overwritten, as the message says. Or it does not fit the state, and a
             rebuild could not recover all of it (``ckpt rebuild``); then nothing was changed.
@@ -273,9 +271,7 @@ def load(
     with _fails_together(group, "load", url):
         wait_for_pending_save(group)
         check_layout(layout, group.ranks)
-        check_flags(
-            strict=strict, cast=cast, dry_run=dry_run, mixed_steps=mixed_steps, **({} if exchange is None else {"exchange": exchange})
-        )
+        check_flags(strict=strict, cast=cast, dry_run=dry_run, **({} if exchange is None else {"exchange": exchange}))
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
         part = StatePart.of(only, trainable=trainable)
@@ -292,7 +288,6 @@ def load(
             sources=settings.sources(sources),
             progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
             dry_run=dry_run,
-            mixed_steps=mixed_steps,
         )
     return rehearsal.dry_run(url, state, group, options) if dry_run else load_state(url, state, group, options)
 
@@ -301,7 +296,6 @@ def open(
     url: str | os.PathLike[str],
     *,
     sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
-    mixed_steps: bool = False,
 ) -> View:
     """Look into a checkpoint, in one process. Reads the index; tensors are read when they are indexed.
 
@@ -309,18 +303,15 @@ def open(
         sources: directories or URLs below which the files may lie that a virtual checkpoint points into; ``()``: none, so virtual
             checkpoints are refused. By default as ``CKPT_SOURCES`` says, and without it wherever the checkpoint points: it may name any
             file or URL that this process can read, so give ``sources`` for checkpoints of people whom you do not trust.
-        mixed_steps: take a checkpoint whose experts are of several steps (``Checkpointer(partial_experts=…)``).
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no checkpoint that can be read.
-        ConsistencyError: some of its tensors are of an earlier step than the others, and ``mixed_steps`` is not given.
         AccessError: when a tensor is read: its file does not lie below ``sources``.
     """
     url = url_text(url)
     from .formats.registry import open_catalog
 
-    check_flags(mixed_steps=mixed_steps)
-    return View(open_catalog(url, sources=settings.sources(sources), mixed_steps=mixed_steps))
+    return View(open_catalog(url, sources=settings.sources(sources)))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,20 +27,6 @@ class Grid(BoxPartition):
     """A row of the catalog's files for each chunk, or a single one for all."""
     anchors: npt.NDArray[np.int32] | None = None
     """For each chunk the row of the file that has its anchor, or −1; None: no chunk has an anchor."""
-    steps: npt.NDArray[np.int64] | None = None
-    """For each chunk, or once for all, the training step that its bytes are of, if that is an earlier one than the checkpoint's, else −1;
-    None: no chunk is of an earlier one."""
-
-    def step(self, chunk: int) -> int | None:
-        """The earlier training step that this chunk is of, if it is of one."""
-        step = -1 if self.steps is None else int(self.steps[0 if len(self.steps) == 1 else chunk])
-        return None if step < 0 else step
-
-    @cached_property
-    def earliest_step(self) -> int | None:
-        """The earliest of ``steps``; None if no chunk is of an earlier step."""
-        earlier = () if self.steps is None else self.steps[self.steps >= 0]
-        return int(min(earlier)) if len(earlier) else None
 
     def file(self, chunk: int) -> int:
         """Row of the catalog's files that has this chunk."""
@@ -61,11 +46,6 @@ class TensorEntry:
     alias: str | None = None
     """The stored tensor that this name also stands for; ``grid`` is then that tensor's."""
     rank: int | None = None
-
-    @property
-    def step(self) -> int | None:
-        """The earliest training step that bytes of it are of; None if all are of the checkpoint's own."""
-        return None if self.grid.steps is None else self.grid.earliest_step
 
     @property
     def numel(self) -> int:

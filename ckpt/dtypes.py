@@ -47,11 +47,7 @@ FROM_SAFETENSORS = {d.safetensors: d for d in DTYPES.values() if d.safetensors !
 
 
 def dtype(name: str) -> DType:
-    """Look a dtype up by name.
-
-    Raises:
-        FormatError: the name is not in the table.
-    """
+    """Look a dtype up by name."""
     row = DTYPES.get(name)
     if row is None:
         raise FormatError(f"unknown dtype {name!r}", hint=f"known dtypes: {', '.join(sorted(DTYPES))}")

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def needed(library: str, extra: str) -> Iterator[None]:
-    """Around the import of a library that only one integration needs.
-
-    Raises:
-        ImportError: it is not installed; the message names the extra that brings it.
-    """
+    """Around the import of a library that only one integration needs."""
     try:
         yield
     except ModuleNotFoundError as err:

@@ -39,11 +39,7 @@ def read_checked(
 ) -> T:
     """What ``read`` gives. It reads the bytes from ``offset`` on (``length`` of them, or all) of ``path`` and raises one of ``faults`` if
     they do not fit; then caches of this machine forget these bytes, and it is called again. It may be called ``READS`` times, so it sets
-    anew whatever it sets.
-
-    Raises:
-        the last of ``faults``: the bytes are damaged where they are stored, or differ each time.
-    """
+    anew whatever it sets."""
     seen: set[str] = set()
     while True:
         try:
@@ -69,11 +65,7 @@ def read_checked(
 
 
 def read_alike(storage: Storage, path: str, read: Callable[[], bytes]) -> bytes:
-    """Bytes that no digest is known of yet, because one is made of them: what two reads agree about.
-
-    Raises:
-        CorruptError: no two reads of ``READS`` do.
-    """
+    """Bytes that no digest is known of yet, because one is made of them: what two reads agree about."""
     seen = [read()]
     while len(seen) < READS:
         storage.evict(path)

@@ -41,11 +41,6 @@ class StoredTensor:
 
         return torch_dtype(self._entry.dtype)
 
-    @property
-    def step(self) -> int | None:
-        """The earliest training step that values of it are of, if that is an earlier one than the checkpoint's (``mixed_steps``)."""
-        return self._entry.step
-
     def read(self) -> torch.Tensor:
         """The whole tensor, in host memory."""
         return self[...]

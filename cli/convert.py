@@ -67,7 +67,6 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
 @grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one; torch_dist: model]")
 @grouped("Source", "--repair", is_flag=True, help="Repair optimizer states that Megatron-Core 0.15 to 0.19 misplaced.")
-@grouped("Source", "--mixed-steps", is_flag=True, help="Convert it also if some experts are of an earlier step than the rest.")
 @grouped("Source", "--job", multiple=True, metavar="NAME=N", help="For --repair: a job argument that the files do not contain.")
 @grouped("Selection", "--only", multiple=True, metavar="GLOB", help="Convert only tensors whose new name matches GLOB. Repeatable.")
 @grouped("Selection", "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose new name matches GLOB. Repeatable.")
@@ -124,8 +123,6 @@ def command(
 
 
 def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: bool) -> None:
-    from ckpt.formats.mixed_steps import steps_text
-
     contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
     if dry_run:
         output.line(f"would convert {contents} ({report.source_format} to {report.to}), {units.size(report.written_bytes)} to write")
@@ -140,8 +137,6 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
         _tell_repair(report.repair, output, dry_run=dry_run)
     if report.left_out:
         output.talk(left_out_message(report.left_out))
-    if report.mixed_steps:
-        output.talk(f"tensors of earlier steps than the others: {steps_text(report.mixed_steps)}; --json lists them")
     for note in report.notes if report.finished else ():
         output.talk(note)
     if report.to == "hf" and report.finished and report.source_format.startswith("Megatron") and not translated:

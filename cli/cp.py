@@ -65,7 +65,7 @@ def _copy(
     from ckpt.formats.registry import open_catalog
     from ckpt.maintenance.copy import CopyReport, copy_checkpoint
 
-    if not isinstance(open_catalog(source, mixed_steps=True), VirtualCatalog):
+    if not isinstance(open_catalog(source), VirtualCatalog):
         return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run, compare=compare, work=work)
     require_torch("`ckpt cp` of a virtual checkpoint")
     from ckpt.converters.convert import convert

@@ -17,6 +17,7 @@ from .console.output import Output, options, style
 from .console.parameters import URL
 
 if TYPE_CHECKING:
+    from ckpt.maintenance.known_steps import KnownSteps
     from ckpt.maintenance.orphans import Orphan
     from ckpt.maintenance.step_listing import Step
 
@@ -101,6 +102,7 @@ class _Collection:
     """The checkpoints that go, each after those that use its bytes: removing may stop anywhere."""
     orphans: tuple[Orphan, ...]
     referrers: Mapping[int, tuple[int, ...]]
+    known: KnownSteps
 
     @property
     def checkpoints(self) -> list[_Row]:
@@ -110,13 +112,11 @@ class _Collection:
     def remove(self) -> tuple[int, int]:
         """Remove what is to go. How many checkpoints and orphans went, and their bytes."""
         from ckpt.io_backends.registry import open_backend
-        from ckpt.maintenance.known_steps import KnownSteps
         from ckpt.maintenance.orphans import remove_orphans
         from ckpt.maintenance.removal import remove_steps
 
         sizes = {row.step.url: row.freed for row in self.removable}
-        relist = KnownSteps(self.root).list
-        gone = remove_steps(self.root, [row.step for row in self.removable], self.referrers, relist=relist)
+        gone = remove_steps(self.root, [row.step for row in self.removable], self.referrers, relist=self.known.list)
         orphans = [orphan for orphan in self.orphans if orphan.removable]
         remove_orphans(open_backend(self.root), list(self.orphans))
         return len(gone) + len(orphans), sum(sizes[step.url] for step in gone) + sum(orphan.bytes for orphan in orphans)
@@ -189,9 +189,10 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     """Decide what goes. Only lists; nothing is removed here."""
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
+    from ckpt.maintenance.known_steps import KnownSteps
     from ckpt.maintenance.orphans import find_orphans
     from ckpt.maintenance.removal import infos
-    from ckpt.maintenance.step_listing import directory_name, list_steps, none_here, vanished_bases
+    from ckpt.maintenance.step_listing import directory_name, none_here, vanished_bases
     from ckpt.maintenance.stored_sizes import stored_sizes
     from ckpt.policies import All, AnyOf, parse_keep, retention
 
@@ -200,7 +201,8 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     if now is None:  # a storage that is only read, say: nothing can be removed there
         now = time.time()
     orphans = find_orphans(backend, older_than=least_age, now=now)
-    steps = list_steps(root)
+    known = KnownSteps(root)
+    steps = known.list()
     if any(step.url == root and (step.committed or step.damaged) for step in steps):
         parent = root.rstrip("/").rpartition("/")[0]
         hint = f"ckpt gc {parent or 'ROOT'}; or `ckpt rm {root}` for this checkpoint alone"
@@ -237,6 +239,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
         removable=tuple(rows[url] for url in going),
         orphans=tuple(orphans),
         referrers={info.step: info.users for info in facts},
+        known=known,
     )
 
 

@@ -47,7 +47,7 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
     if depth is not None and (glob is not None or show is not None):
         raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")
     output = Output(json=as_json, quiet=quiet)
-    catalog = open_catalog(url, mixed_steps=True)
+    catalog = open_catalog(url)
     if output.json:
         output.document(_document(catalog, glob, show))
     elif show == "state":
@@ -117,17 +117,8 @@ def _row(entry: TensorEntry) -> tuple[str, ...]:
     notes = [f"= {entry.alias}"] if entry.alias is not None else []
     notes += [f"without padding {units.shape(entry.logical)}"] if entry.logical is not None else []
     notes += [f"rank {entry.rank}"] if entry.rank is not None else []
-    notes += [_steps(entry.grid.steps.tolist())] if entry.grid.steps is not None and entry.step is not None else []
     stored = ("", "") if entry.alias is not None else (units.size(entry.nbytes), f"{len(entry.grid):,}")
     return (entry.name, entry.dtype.name, units.shape(entry.shape), *stored, ", ".join(notes))
-
-
-def _steps(steps: Sequence[int]) -> str:
-    """Of which earlier steps a tensor's chunks are; −1 is the checkpoint's own, and a single number is of all of them."""
-    earlier = [step for step in steps if step >= 0]
-    distinct = sorted({*earlier})
-    which = f"of step{'s' * (len(distinct) > 1)} {', '.join(map(str, distinct))}"
-    return which if len(steps) == 1 else f"{len(earlier)} of {len(steps)} chunks {which}"
 
 
 def _print_files(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
@@ -178,7 +169,6 @@ def _fields(entry: TensorEntry) -> dict[str, Any]:
         "chunks": len(entry.grid),
         "alias": entry.alias,
         "rank": entry.rank,
-        "step": entry.step,
     }
 
 

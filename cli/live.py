@@ -28,7 +28,7 @@ def command(what: str, address: str, *, timeout: str, as_json: bool, quiet: bool
       ckpt live status tcp://trainer0:7010/actor
       ckpt live --json status tcp://trainer0:7010/actor
     """
-    from ckpt.live.secret import sink_secret
+    from ckpt.live.secret import SinkSecret
     from ckpt.live.status import ask_status
     from ckpt.plan.tables import ranks_text
     from ckpt.text import units
@@ -37,7 +37,7 @@ def command(what: str, address: str, *, timeout: str, as_json: bool, quiet: bool
     patience = units.seconds(timeout)
     if not patience:
         raise UsageError(f"{timeout!r} is not a time with a unit", where="--timeout", hint="10s, 2min")
-    status = ask_status(address, sink_secret(None, address), patience)
+    status = ask_status(address, SinkSecret(None, address)(), patience)
     if as_json:
         output.document(asdict(status))
         return

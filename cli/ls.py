@@ -90,7 +90,6 @@ def _row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, 
                 *([step.reason] if step.reason else []),
                 *([f"abandoned: the run went on from step {step.abandoned} without it"] if step.abandoned is not None else []),
                 *([f"a part, saved with {step.part}"] if step.part is not None else []),
-                *(["some tensors are of earlier steps"] if step.mixed_steps else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),
                 *(f"{name} has vanished, and data files that this needs with it" for name in vanished),
             ]

@@ -92,7 +92,7 @@ def command(
     from ckpt.formats.registry import open_catalog
 
     output, rules = Output(json=as_json, quiet=quiet), MeshRules.of(layout, cut, ranks_per_host)
-    forecast = forecast_on_mesh(open_catalog(url, mixed_steps=True), rules, only=only, verify=verify, most_ranks=most)  # type: ignore[arg-type]
+    forecast = forecast_on_mesh(open_catalog(url), rules, only=only, verify=verify, most_ranks=most)  # type: ignore[arg-type]
     if output.json:
         output.document(asdict(forecast))
     elif not output.quiet:

@@ -70,11 +70,11 @@ def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> 
     from ckpt.formats.registry import open_catalog
 
     if work is None:
-        return check_semantic(open_catalog(url, mixed_steps=True), threads=threads)
+        return check_semantic(open_catalog(url), threads=threads)
     reports: list[SemanticReport] = []
 
     def check(rows: object) -> dict[str, Any]:
-        reports.append(check_semantic(open_catalog(url, mixed_steps=True), threads=threads))
+        reports.append(check_semantic(open_catalog(url), threads=threads))
         return {}
 
     work.agree("semantic", dict, check)

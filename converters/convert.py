@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.catalog import Catalog
@@ -22,7 +22,6 @@ from ckpt.converters.pipeline.target import Target, target
 from ckpt.converters.select.selection import OutputSet
 from ckpt.converters.targets.hf_config import read_configuration
 from ckpt.errors import MismatchError, UsageError
-from ckpt.formats.mixed_steps import earlier_steps
 from ckpt.formats.registry import open_catalog
 from ckpt.settings import limits
 from ckpt.text.urls import url_text
@@ -59,8 +58,6 @@ class ConvertReport:
     seconds: float
     repair: RepairReport | None = None
     """What was repaired of the source on the way; None if that was not asked for."""
-    mixed_steps: Mapping[str, int] = field(default_factory=dict)
-    """Tensors of the source with bytes of an earlier step than the others, by stored name, and the earliest such step."""
     notes: tuple[str, ...] = ()
     """What else the user should know: for ``hf``, what ``config.json`` was made of, or why it was not."""
 
@@ -103,11 +100,9 @@ def convert(
         config: for ``hf``, the path or URL of a ``config.json``, or of a directory that has it, from where tokenizer files come too.
             Without it, these files are taken from beside the source.
         require_config: for ``hf``, raise UsageError, and write nothing, where there is no ``config.json`` to go with the weights.
-        mixed_steps: convert a checkpoint whose experts are of several steps, too; the result does not say so, the report does.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
-        ConsistencyError: tensors of the source are of several steps, and ``mixed_steps`` is not given.
         ConflictError: something is at ``url``: a checkpoint, another conversion, or a symbolic link in the place of the directory.
         NamesError: a glob fits nothing, or views do not fit.
         UsageError: the options do not fit each other or the checkpoint, or it cannot be repaired.
@@ -120,18 +115,14 @@ def convert(
 
 def _conversion(source: str, url: str, to: str, options: ConvertOptions) -> tuple[Conversion, RepairReport | None]:
     """What is taken of the source, ready to be written; and what was repaired of it."""
-    format, catalog = target(to), open_catalog(source, mixed_steps=options.mixed_steps)
+    format, catalog = target(to), open_catalog(source)
     beside = files_beside(format, url, options)
     chosen, repair = _chosen(format, catalog, options)
     return Conversion(format, chosen, url, options, repair=repair, beside=beside), repair
 
 
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:
-    """What the options ask for beside the tensors, once their memory and configuration are checked.
-
-    Raises:
-        UsageError: the memory is too small, or nothing can lie beside such a destination.
-    """
+    """What the options ask for beside the tensors, once their memory and configuration are checked."""
     if not isinstance(options.memory, int):
         raise UsageError(f"memory= is a number of bytes, not {options.memory!r}", hint="memory=1 << 30")
     if options.memory < limits.LEAST_MEMORY:
@@ -151,11 +142,7 @@ def run(
     repair: RepairReport | None = None,
     began: float,
 ) -> ConvertReport:
-    """This process's part of a conversion, which ``began`` at that time of the monotonic clock.
-
-    Raises:
-        MismatchError: values are not such as what is computed takes. Nothing of the conversion is left.
-    """
+    """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
     written = _write(conversion, part, progress, dry_run=dry_run)
     plan = written.plan
@@ -176,7 +163,6 @@ def run(
         finished=written.finished,
         seconds=time.monotonic() - began,
         repair=repair,
-        mixed_steps={name: step for name, step in earlier_steps(chosen.catalog).items() if name in chosen.taken},
         notes=conversion.format.notes(chosen) if conversion.name is None and conversion.options.config is None else (),
     )
 

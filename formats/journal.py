@@ -65,11 +65,7 @@ class WriteJournal:
             raise
 
     def write(self, path: str, data: bytes) -> None:
-        """Make a small file, durably.
-
-        Raises:
-            ConflictError: there is one of this name. It stays.
-        """
+        """Make a small file, durably."""
         with self.making(path), self.backend.create(path, len(data)) as writer:
             writer.write(0, [data])
             writer.commit()
@@ -118,11 +114,6 @@ class CheckpointJournal(WriteJournal):
         If this raises, the checkpoint does not exist, and what was made is discarded. One case is left open: the storage failed while it
         published the record, and may have it or not. Then the files stay, and a caller MUST NOT remove files of the save before
         ``committed_id`` has shown that it is not the committed one.
-
-        Raises:
-            ConflictError: there is a commit record, and not ``previous``: somebody else committed here, and nothing of theirs is touched.
-                Or the root is a symbolic link.
-            StorageError: the storage failed, or does not have all files.
         """
         try:
             check_no_link(self.backend)
@@ -212,11 +203,7 @@ class IntentJournal(WriteJournal):
         self._begun: bytes | None = None
 
     def begin(self, data: bytes) -> None:
-        """Say that files will show here that belong together only when the record is gone again. ``data`` is no other journal's.
-
-        Raises:
-            ConflictError: another one was begun here.
-        """
+        """Say that files will show here that belong together only when the record is gone again. ``data`` is no other journal's."""
         self.backend.put_if(self.record, data, expected=None)
         self._begun = data
 
@@ -250,22 +237,14 @@ class IntentJournal(WriteJournal):
 
 def without_referred(backend: Backend, paths: Sequence[str]) -> tuple[str, ...]:
     """Paths of files of a checkpoint, without those that others of its run refer to, or point into as virtual checkpoints. These may point
-    into any, and nothing tells the ones that they point into: so ``reusable`` in a record does not matter here.
-
-    Raises:
-        StorageError: nobody knows what they refer to.
-    """
+    into any, and nothing tells the ones that they point into: so ``reusable`` in a record does not matter here."""
     referrers = referred_files(backend)
     return tuple(path for path in paths if not referrers.of(path))
 
 
 def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:
     """Paths of all index and data files that the commit record ``data`` reaches, and of its spans; it is not among them itself, nor are
-    data files of other checkpoints. No record: no files. If its index is damaged, the data files that bear its id are listed instead.
-
-    Raises:
-        CorruptError, FormatError: the record itself cannot be read.
-    """
+    data files of other checkpoints. No record: no files. If its index is damaged, the data files that bear its id are listed instead."""
     if data is None:
         return ()
     record = CommitRecord.from_bytes(data, f"{backend.url.rstrip('/')}/{COMMIT_PATH}")

@@ -30,6 +30,7 @@ _BUILTIN = (
     "ckpt.formats.megatron.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:UNFINISHED",
     "ckpt.formats.dcp.catalog:FORMAT",
+    "ckpt.formats.dcp.catalog:UNFINISHED",
     "ckpt.formats.deepspeed.catalog:FORMAT",
     "ckpt.formats.deltas.catalog:FORMAT",
     "ckpt.formats.safetensors.catalog:FORMAT",
@@ -38,7 +39,6 @@ _BUILTIN = (
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
-DATA_SUFFIX = ".distcp"
 _SHOWN = 8
 _EVICTED = 1024
 
@@ -57,32 +57,28 @@ def open_catalog(
     *,
     sources: Sequence[str | os.PathLike[str]] | None = None,
     read: Reading | None = None,
-    mixed_steps: bool = False,
 ) -> Catalog:
     """Open the checkpoint at ``url``, whatever known format it is in.
 
     Args:
         sources: where the files may lie that a virtual checkpoint or a delta points into; by default as ``CKPT_SOURCES`` says.
         read: gives the files of the index of a checkpoint of ours, in place of ``read_index``.
-        mixed_steps: open it also if some of its tensors are of an earlier step than the others (docs/format.md §16).
 
     Raises:
         NotFoundError: nothing is there.
         NotCommittedError: a save was there, but it did not finish.
         FormatError: what is there is no checkpoint that we know; the message names what was found.
         CorruptError: it is one, and damaged.
-        ConsistencyError: its tensors are of several steps, and nobody asked for that.
     """
     url = url_text(url)
     from ckpt.io_backends.registry import open_backend
 
-    from .mixed_steps import allowed
     from .native.catalog import open_native, read_index, read_record
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
         roots = None if sources is None else tuple(map(url_text, sources))
-        return allowed(open_native(native, record, roots, read or read_index), mixed_steps=mixed_steps)
+        return open_native(native, record, roots, read or read_index)
     backend, names = _look(url)
     open_it = partial(_open_foreign, url, backend, names, sources)
     return read_checked(_Files(url, backend, names), "", open_it, faults=(CorruptError, FormatError))
@@ -110,9 +106,6 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     if CONVERTING in names:
         message = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
-    if len(names) == 1 and names[0].endswith(DATA_SUFFIX):
-        message = "this is a data file of torch.distributed.checkpoint, which says nothing without .metadata beside it"
-        raise FormatError(message, where=url, hint="name the directory that has both")
     _check_no_data(url, backend, names)
     known = []
     for candidate in formats():

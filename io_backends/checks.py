@@ -8,11 +8,7 @@ from ckpt.errors import CorruptError, UsageError
 
 
 def check_path(path: str) -> str:
-    """Give ``path`` back if it names an object below a root.
-
-    Raises:
-        UsageError: it is no str, is empty or absolute, or has an empty, ``.`` or ``..`` part or a NUL.
-    """
+    """Give ``path`` back if it names an object below a root."""
     if not isinstance(path, str):
         raise UsageError(
             f"a path below a root is a str, not {type(path).__name__}", where=str(path), hint="pass a str with / between its parts"
@@ -26,11 +22,7 @@ def check_path(path: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Give ``prefix`` back if it is empty or the beginning of a path; a trailing ``/`` is allowed.
-
-    Raises:
-        UsageError: as for ``check_path``.
-    """
+    """Give ``prefix`` back if it is empty or the beginning of a path; a trailing ``/`` is allowed."""
     if prefix != "":
         check_path(prefix.removesuffix("/") if isinstance(prefix, str) else prefix)
     return prefix
@@ -77,11 +69,7 @@ def too_large(where: str, size: int, limit: int) -> CorruptError:
 
 
 def byte_view(data: memoryview | bytes, *, writable: bool = False) -> memoryview:
-    """A one-dimensional view of the bytes of ``data``, whatever its shape and item size; no copy.
-
-    Raises:
-        UsageError: not contiguous, no buffer at all, or read-only though ``writable``.
-    """
+    """A one-dimensional view of the bytes of ``data``, whatever its shape and item size; no copy."""
     try:
         view = memoryview(data)
         flat = view.cast("B") if view.nbytes else memoryview(bytearray())

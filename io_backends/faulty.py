@@ -198,8 +198,8 @@ class FaultyBackend(Backend):
     def list_dir(self, prefix: str = "") -> list[str]:
         return self.process.operate(f"list_dir {prefix}", lambda: self._inner.list_dir(prefix))
 
-    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
-        return self.process.operate(f"version_tokens {name}", lambda: self._inner.version_tokens(name, skip=skip))
+    def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str] | None:
+        return self.process.operate(f"version_tokens {name}", lambda: self._inner.version_tokens(directories, name, skip=skip))
 
     def create(self, path: str, size: int) -> Writer:
         return self.process.operate(f"create {path}", lambda: FaultyWriter(self._inner, path, size, self.process))

@@ -318,8 +318,9 @@ class Backend(Protocol):
         """
         ...
 
-    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
-        """For each directory right below the root that has an object ``name``: a text that is another one after that object was replaced.
+    def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str] | None:
+        """For each of these ``directories`` right below the root that has an object ``name``: a text that is another one after that object
+        was replaced.
 
         None where that is not cheaper than reading them. Paths that contain ``skip``, such as ``/data/``, need not be listed.
 
@@ -329,6 +330,7 @@ class Backend(Protocol):
         other bytes were published since then         another text, or the directory is left out
         nobody wrote to it                            the same text, unless the directory was left out, as it may be: it counts as new
         the directory has no such object              it is left out
+        ``directories`` leaves some out               these may be given or not
         ============================================  ==========================================================================
         """
         return None

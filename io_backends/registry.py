@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 from ckpt.errors import UsageError
@@ -47,10 +48,9 @@ def _s3(url: str, options: Mapping[str, Any]) -> Backend:
 
 
 def _mem(url: str) -> Backend:
-    from .mem.backend import MemBackend  # late: few need it
-    from .mem.remote import RemoteMemBackend, is_remote
-
-    return RemoteMemBackend(url) if is_remote(url) else MemBackend(url)
+    # By its name, as an entry point is: few need it, and the daemon of a machine lies above this room.
+    factory: Callable[[str], Backend] = resolve_name("ckpt.io_backends.mem.remote:open_memory")
+    return factory(url)
 
 
 _BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend, "mem": _mem}
@@ -88,21 +88,13 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
 
 
 def absolute_url(url: str) -> str:
-    """The same place from any working directory.
-
-    Raises:
-        UsageError: it is no URL.
-    """
+    """The same place from any working directory."""
     return url if _scheme(url) else PosixBackend(url).url
 
 
 def real_url(url: str) -> str:
     """Where a URL leads, to be compared and not to be opened: equal for a path, ``file://`` and links to the same place, and for the names
-    of one scheme.
-
-    Raises:
-        UsageError: it is no URL.
-    """
+    of one scheme."""
     scheme = _scheme(url)
     if scheme in ("", "file"):
         return os.path.realpath(PosixBackend(scheme + url[len(scheme) :]).url)
@@ -139,10 +131,6 @@ def serve_scheme(scheme: str, opened: Callable[[str], Backend]) -> None:
 
 
 def check_url(url: str) -> None:
-    """
-    Raises:
-        UsageError: it is no URL: a path object, empty, or one that lost a slash.
-    """
     _scheme(url)
 
 

@@ -95,11 +95,7 @@ def _set(key: str, configured: Configured) -> None:
 
 
 def configured_for(url: str) -> Configured:
-    """What was said of the longest URL that ``url`` lies below, by the program or else by the file.
-
-    Raises:
-        UsageError: the file cannot be read or understood.
-    """
+    """What was said of the longest URL that ``url`` lies below, by the program or else by the file."""
     path = settings.storage_options()
     table = {**_of_file(path), **_table} if path is not None else _table
     if not table:
@@ -134,10 +130,6 @@ def _of_file(path: str) -> dict[str, Configured]:
 
 
 def check_no_password(url: str) -> None:
-    """
-    Raises:
-        UsageError: there is a password in the URL. URLs are in logs, errors and the sources of virtual checkpoints.
-    """
     if _PASSWORD.match(url):
         shown = _PASSWORD.sub(lambda m: f"{m[0].partition('://')[0]}://…@", url)
         hint = "leave it out, and give it apart: ckpt.configure_storage(url, {'username': …, 'password': …})"
@@ -145,11 +137,7 @@ def check_no_password(url: str) -> None:
 
 
 def canonical(url: str) -> str:
-    """A URL with one name for its scheme, and without a slash at its end.
-
-    Raises:
-        UsageError: it is no str.
-    """
+    """A URL with one name for its scheme, and without a slash at its end."""
     if not isinstance(url, str):
         raise UsageError(f"a URL is a str, not {type(url).__name__}", where=str(url), hint="pass str(path)")
     scheme, separator, rest = url.partition("://")

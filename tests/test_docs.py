@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -148,10 +149,11 @@ def load_script(name: str, path: Path) -> ModuleType:
     return module
 
 
-def test_the_picture_is_that_of_its_script() -> None:
-    assert (DOCS / "pictures" / "reshard.svg").read_text() == load_script("draw", DOCS / "pictures" / "draw.py").picture(), (
-        "run `make pictures`"
-    )
+def test_the_pictures_are_those_of_their_scripts() -> None:
+    pictures = DOCS / "pictures"
+    drawn = load_script("draw", pictures / "draw.py").picture()
+    steady = load_script("draw_steady", pictures / "draw_steady.py").picture(json.loads((pictures / "steady.json").read_text()))
+    assert [(pictures / name).read_text() for name in ("reshard.svg", "steady.svg")] == [drawn, steady], "run `make pictures`"
 
 
 def test_the_recording_is_of_this_demo() -> None:

@@ -33,6 +33,7 @@ FLOORS = (
     ("adapters", "coordination", "formats"),
     ("byte_source",),
     ("converters.mapping", "converters.select", "data", "engine.devices", "engine.verify", "maintenance", "rng", "transport"),
+    ("engine.opening",),
     ("engine.load", "engine.save", "observe"),
     ("engine.dry_run", "events", "live", "view"),
     ("api", "converters", "ema", "monitors", "spread"),
@@ -67,7 +68,7 @@ PURE = tuple(
 NARROW = {
     "ckpt.formats": (*PURE, "ckpt.formats", "ckpt.io_backends.protocol", "ckpt.io_backends.registry"),
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come
-    **dict.fromkeys(("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.watching", "ckpt.observe.intervals"), ("ckpt",)),
+    **dict.fromkeys(("ckpt.observe.history", "ckpt.observe.report", "ckpt.observe.watching"), ("ckpt",)),
     "ckpt.observe": (*PURE, "ckpt.observe"),  # what reads is above; all else is arithmetic and text
     **dict.fromkeys((name for name in PURE if name != "ckpt.catalog"), PURE),
 }

@@ -58,14 +58,7 @@ def collect(
     shards: ShardCache | None = None,
     part: StatePart | None = None,
 ) -> Collected:
-    """Walk a state. No tensor is copied. ``shards`` is what the last walk found, if there was one; ``part`` what is wanted, if not all.
-
-    Raises:
-        UsageError: it is not a dict.
-        StateError: a value cannot be stored, or two have one name.
-        LayoutError: a tensor's place is not clear.
-        CoverageError: the rank lacks a part of what it should have.
-    """
+    """Walk a state. No tensor is copied. ``shards`` is what the last walk found, if there was one; ``part`` what is wanted, if not all."""
     seen = scan_state(state)
     with torch.no_grad():
         shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
@@ -122,7 +115,8 @@ def _check_memory(tensors: Iterable[LocalTensor]) -> None:
                 raise StateError(
                     "a tensor on the meta device, or one whose memory was freed, has no values to save",
                     where=f"tensor {tensor.state_name}",
-                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it",
+                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it; if accelerate "
+                    "offloads the module, accelerate.hooks.remove_hook_from_submodules brings its values back",
                 )
 
 

@@ -19,10 +19,6 @@ _KINDS = {"DeepSpeedEngine": "an engine of DeepSpeed", "ZeROOptimizer": "an opti
 
 
 def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
-    """
-    Raises:
-        StateError: it is a parameter of which ZeRO has the values.
-    """
     partitioned = hasattr(tensor, "ds_shape") and tensor.ds_shape != tensor.shape
     if partitioned or hasattr(tensor, "_hp_mapping") or hasattr(tensor, "_z3_optimizer"):
         what = "the parameter is one of DeepSpeed's ZeRO, which keeps the values in partitions of its own"
@@ -30,10 +26,6 @@ def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
 
 
 def refuse_zero(value: object, path: str) -> None:
-    """
-    Raises:
-        StateError: it is an engine, or an optimizer of ZeRO.
-    """
     for kind in type(value).__mro__:
         if kind.__name__ in _KINDS and kind.__module__.startswith("deepspeed."):
             raise StateError(f"{_KINDS[kind.__name__]} cannot be part of a state", where=path, hint=_HINT)

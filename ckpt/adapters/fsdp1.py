@@ -42,11 +42,7 @@ class FlatPart(Sharded):
         return self.memory.numel()
 
     def state(self, value: torch.Tensor, state_name: str) -> Sharded:
-        """This parameter's part of a tensor that an optimizer keeps for the owner.
-
-        Raises:
-            LayoutError: it is neither like the owner nor a single number.
-        """
+        """This parameter's part of a tensor that an optimizer keeps for the owner."""
         if tuple(value.shape) == self.alike:
             return self.elements(value)
         if value.numel() == 1:
@@ -96,11 +92,7 @@ def reshard(module: nn.Module) -> None:
 
 def flat_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
     """The original parameters in the flat ones, by the ``id`` of the module that has each and its attribute there. Tied ones are one
-    object.
-
-    Raises:
-        StateError: FSDP is in the middle of a forward or backward pass or of ``summon_full_params``, or wraps DTensors.
-    """
+    object."""
     by_owner: dict[tuple[int, str], FlatPart] = {}
     for name, wrapper, handle in handles_of(module):
         flat = handle.flat_param

@@ -152,11 +152,7 @@ class CudaStream:
 
 
 def stream_of(generator: object, name: str) -> Stream:
-    """The stream of a generator.
-
-    Raises:
-        StateError: it is not a kind of generator that we know.
-    """
+    """The stream of a generator."""
     if isinstance(generator, random.Random):
         return PythonStream(generator)
     if isinstance(generator, np.random.RandomState):

@@ -51,11 +51,7 @@ class MeshCoordinate:
 
     @classmethod
     def of(cls, node: Node) -> MeshCoordinate:
-        """The seat that a saved value has under the key ``seat``.
-
-        Raises:
-            ShapeError: there is none.
-        """
+        """The seat that a saved value has under the key ``seat``."""
         saved = tree.find(node, ["seat"])
         try:
             seat = cls(**{key: tuple(saved[key]) for key in ("names", "sizes", "at", "over")})  # type: ignore[index]
@@ -72,9 +68,6 @@ class StateSharding:
     Args:
         mesh: all ranks of the job; left out, they are one dimension, and ``over`` is that.
         over: names of dimensions.
-
-    Raises:
-        UsageError, LayoutError: the mesh lacks them.
     """
 
     def __init__(self, mesh: MeshLike | None, over: str | Sequence[str] | None, argument: str) -> None:
@@ -87,11 +80,7 @@ class StateSharding:
                 self.mesh.axis(name)
 
     def seat(self, rank: int, ranks: Sequence[int]) -> MeshCoordinate:
-        """The seat of one of the job's ranks.
-
-        Raises:
-            LayoutError: the mesh is of other ranks.
-        """
+        """The seat of one of the job's ranks."""
         mesh, over = self.mesh or Mesh.flat(ranks), self.over if self.mesh is not None else ("ranks",)
         if set(mesh.ranks) != set(ranks):
             hint = "give the whole mesh, not a slice of it, with the sizes that it has in this job"
@@ -106,11 +95,7 @@ def _mesh(mesh: MeshLike) -> Mesh:
 
 
 def holders(nodes: Mapping[int, Node], key: str) -> tuple[int, dict[int, int]]:
-    """How many distinct states were saved, and for each number the first rank whose node has ``key``.
-
-    Raises:
-        ShapeError: the ranks disagree on how many there are.
-    """
+    """How many distinct states were saved, and for each number the first rank whose node has ``key``."""
     first_ranks: dict[int, int] = {}
     counts = set()
     for rank, node in nodes.items():

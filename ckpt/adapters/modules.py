@@ -107,6 +107,13 @@ def frozen_beside(module: nn.Module, parts: ModuleTensors) -> frozenset[str]:
     return frozenset(name for name, each in trained.items() if each and not any(each))
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether hooks of accelerate have values of the module (``cpu_offload``, ``disk_offload``, ``device_map=``), and bring these into it
+    for each forward pass, whatever it has by then. Its own tensors are on the meta device between."""
+    hooks = (hook for m in module.modules() if (hook := getattr(m, "_hf_hook", None)) is not None)
+    return any(getattr(each, "offload", False) for hook in hooks for each in getattr(hook, "hooks", (hook,)))
+
+
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = local_of(a), local_of(b)
     return a is b or a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())

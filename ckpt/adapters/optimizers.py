@@ -28,11 +28,7 @@ class ParamNames:
 
 def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> ParamNames:
     """Names of all parameters of a state's modules; their tensors are left in ``parts`` by id of the module. A tied parameter has its
-    first name.
-
-    Raises:
-        StateError: DeepSpeed's ZeRO has the values of a module.
-    """
+    first name."""
     names = ParamNames()
     for path, module in modules:
         refuse_zero(module, path)
@@ -49,11 +45,7 @@ def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, Mo
 
 
 def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[tuple[str, torch.Tensor | FlatPart]]]:
-    """Name and parameter of every parameter, by group; those of a flat parameter one by one.
-
-    Raises:
-        StateError: a parameter has no name: its module is not in the state, and the optimizer was not built from named parameters.
-    """
+    """Name and parameter of every parameter, by group; those of a flat parameter one by one."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [None] * len(group["params"])
@@ -134,11 +126,7 @@ class GroupOptions:
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps.
-
-    Raises:
-        ShapeError: an option is a tensor in the group, and what was loaded cannot be copied into it.
-    """
+    """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps."""
     for key, value in options.items():
         old = group.get(key)
         if isinstance(old, torch.Tensor):

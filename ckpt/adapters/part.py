@@ -67,11 +67,7 @@ class PartTaker:
         return [glob for glob in self.part.only if not any(StatePart(only=(glob,)).wants(path) for path in self._met)]
 
     def labelled(self, state: Node) -> Node:
-        """What is left of the state of a walk, with the label of a part.
-
-        Raises:
-            StateError: the state has something of its own there.
-        """
+        """What is left of the state of a walk, with the label of a part."""
         pairs = pairs_of(state) or []
         if any(key == LABEL for key, _ in pairs):
             raise StateError(

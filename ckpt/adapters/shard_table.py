@@ -230,6 +230,8 @@ class ShardTable:
 
     def param_shape(self, name: str, param: torch.Tensor) -> tuple[int, ...]:
         """Global shape under which a parameter is stored."""
+        if states_boxes(param):
+            return from_stated(param, name, self.rank).shape
         if self.layout is None or is_dtensor(param):
             return tuple(param.shape)
         return self.layout.place(name, tuple(param.shape), self.rank).shape

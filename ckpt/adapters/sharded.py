@@ -39,11 +39,7 @@ def is_sharded_tensor(value: object) -> bool:
 
 
 def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
-    """The place that a ``ShardedTensor`` has by its metadata.
-
-    Raises:
-        StateError: ranks outside of its process group have shards.
-    """
+    """The place that a ``ShardedTensor`` has by its metadata."""
     from torch.distributed import get_process_group_ranks
 
     meta = tensor.metadata()

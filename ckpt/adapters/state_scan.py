@@ -35,21 +35,12 @@ class StateScan:
 
 
 def check_state(state: object) -> None:
-    """
-    Raises:
-        UsageError: a state is not a dict.
-    """
     if not isinstance(state, dict):
         raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
 
 
 def scan_state(state: object) -> StateScan:
-    """Look over a state.
-
-    Raises:
-        UsageError: it is not a dict.
-        StateError: it contains itself, is nested too deep to be walked, or has a key that cannot be stored.
-    """
+    """Look over a state."""
     check_state(state)
     assert isinstance(state, dict)
     scan = StateScan()

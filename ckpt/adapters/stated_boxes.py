@@ -38,11 +38,7 @@ def states_boxes(tensor: torch.Tensor) -> bool:
 
 
 def from_stated(tensor: torch.Tensor, name: str, rank: int) -> Sharded:
-    """The place that a tensor states.
-
-    Raises:
-        LayoutError: what it states does not fit itself.
-    """
+    """The place that a tensor states."""
     local = _holder(tensor)
     shape, parts = _by_fields(local) if all(hasattr(local, f) for f in _FIELDS) else _by_chunks(tensor, local, name)
     problem = _problem(shape, parts)
@@ -54,11 +50,7 @@ def from_stated(tensor: torch.Tensor, name: str, rank: int) -> Sharded:
 
 
 def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: int) -> Sharded | None:
-    """The place of what an optimizer keeps for a parameter that states its boxes; None for a single number.
-
-    Raises:
-        LayoutError: it is not like the parameter's memory.
-    """
+    """The place of what an optimizer keeps for a parameter that states its boxes; None for a single number."""
     whole, own = _holder(param), _holder(tensor)
     if own.shape != whole.shape and own.numel() == 1:
         return None

@@ -21,11 +21,7 @@ def is_stateful(value: object) -> bool:
 
 
 def state_of(value: Any, path: str) -> Any:
-    """What an object of the state gives of itself.
-
-    Raises:
-        StateError: only its class has a ``state_dict``: the object lacks what that needs.
-    """
+    """What an object of the state gives of itself."""
     try:
         return value.state_dict()
     except (AttributeError, NotImplementedError) as err:

@@ -76,11 +76,7 @@ class LocalTensor:
 
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
-    """The table's row for a tensor's dtype.
-
-    Raises:
-        StateError: it cannot be stored: it is quantized or sparse, has no shape yet, or its class computes its elements.
-    """
+    """The table's row for a tensor's dtype."""
     if torch.nn.parameter.is_lazy(tensor):
         raise StateError("the parameter of a lazy module has no shape yet", where=f"tensor {name}", hint="run a forward pass first")
     kind = type(local_of(tensor))
@@ -88,8 +84,8 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
         if tensor.is_nested:
             raise StateError("a nested tensor cannot be stored", where=f"tensor {name}", hint="store its values and offsets")
         hint = (
-            "leave it out (only=), or store a plain tensor in its place; an optimizer that makes such tensors by itself has to be "
-            "another one: the states of torch.optim and of bitsandbytes are plain tensors"
+            "leave it out (only=, or trainable=True where it is frozen), or have a plain tensor in its place; an optimizer that makes such "
+            "tensors by itself has to be another one: the states of torch.optim and of bitsandbytes are plain tensors"
         )
         raise StateError(f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored", where=f"tensor {name}", hint=hint)
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
@@ -113,11 +109,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def from_dtensor(name: str, tensor: DTensor, rank: int, meshes: Sequence[Mesh] = ()) -> LocalTensor:
-    """A DTensor on any mesh, with any mix of Shard, Replicate and the strided shards of FSDP over TP. ``meshes`` are those of its state.
-
-    Raises:
-        LayoutError: a placement is partial, or the local tensor is not what the placements say.
-    """
+    """A DTensor on any mesh, with any mix of Shard, Replicate and the strided shards of FSDP over TP. ``meshes`` are those of its state."""
     layout = widened(dtensor_layout(name, tensor), meshes, rank)
     shape = tuple(tensor.shape)
     local = local_of(tensor)

@@ -95,11 +95,7 @@ class DigestReader:
     # ---- reading
 
     def fill(self, path: str, offset: int, memory: memoryview, digest: ChunkDigest | None = None) -> None:
-        """Read a range, whatever its length, and give its bytes to ``digest``.
-
-        Raises:
-            StorageError: the storage failed.
-        """
+        """Read a range, whatever its length, and give its bytes to ``digest``."""
         # The first PROBE bytes show whether the storage makes threads wait. If it does not, the data is in the page
         # cache or on a fast device, and more threads than a few would only compete for cores.
         before = waits_so_far() if self.read < PROBE else None
@@ -126,11 +122,7 @@ class DigestReader:
         self.beat()
 
     def reread(self, extent: Extent, read: Callable[[], T]) -> T:
-        """The result of ``read``, which fills and checks ``extent``; it is called again if the bytes do not fit (``ckpt.reread``).
-
-        Raises:
-            CorruptError: they do not fit again.
-        """
+        """The result of ``read``, which fills and checks ``extent``; it is called again if the bytes do not fit (``ckpt.reread``)."""
 
         def attempt() -> T:
             before = self._unchecked()
@@ -143,12 +135,7 @@ class DigestReader:
         return read_checked(self.source, extent.path, attempt, offset=extent.offset, length=extent.length)
 
     def read_chunk(self, chunk: ChunkName, memory: memoryview) -> None:
-        """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`reread`.
-
-        Raises:
-            CorruptError: they are not what the digest says.
-            StorageError: the storage failed.
-        """
+        """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`reread`."""
         digest = ChunkDigest(self, chunk)
         for at, length in self.stretches(len(memory)):
             self.fill(chunk.extent.path, chunk.extent.offset + at, memory[at : at + length], digest)
@@ -159,32 +146,19 @@ class DigestReader:
         return ((at, min(self.stretch, length - at)) for at in range(0, length, self.stretch))
 
     def pass_over(self, chunk: ChunkName, digest: ChunkDigest) -> None:
-        """Read the stored bytes of a chunk only to hash them. Within :meth:`reread`.
-
-        Raises:
-            StorageError: the storage failed.
-        """
+        """Read the stored bytes of a chunk only to hash them. Within :meth:`reread`."""
         extent, memory = chunk.extent, self.scratch(min(self.piece, chunk.extent.length)).data
         for at in range(0, extent.length, self.piece):
             self.fill(extent.path, extent.offset + at, memory[: min(self.piece, extent.length - at)], digest)
 
     def verify_chunk(self, chunk: ChunkName) -> None:
-        """Read the stored bytes of a chunk only to compare them. Within :meth:`reread`.
-
-        Raises:
-            CorruptError: they are not what the digest says.
-            StorageError: the storage failed.
-        """
+        """Read the stored bytes of a chunk only to compare them. Within :meth:`reread`."""
         digest = ChunkDigest(self, chunk)
         self.pass_over(chunk, digest)
         digest.end()
 
     def recheck(self, chunk: ChunkName, damage: CorruptError) -> None:
-        """Read a chunk again that was put into place before its digest turned out wrong: is it stored like that?
-
-        Raises:
-            CorruptError: it is.
-        """
+        """Read a chunk again that was put into place before its digest turned out wrong: is it stored like that?"""
         before = [damage]
         self.count_verified(chunk.extent.length)
 
@@ -198,13 +172,7 @@ class DigestReader:
         self.reread(chunk.extent, read)
 
     def decode(self, chunk: ChunkName, blob: memoryview, out: memoryview, itemsize: int) -> None:
-        """What an encoded chunk was encoded from. Reads its anchor, if it has one.
-
-        Raises:
-            CorruptError: the bytes are not what an encoder writes, or stand for more or fewer than ``out`` has; or the anchor is damaged.
-            FormatError: they are of a version that this software does not know.
-            StorageError: the anchor cannot be read.
-        """
+        """What an encoded chunk was encoded from. Reads its anchor, if it has one."""
         anchored = chunk.extent.anchor
         anchor = None if anchored is None else self.read_decoded(chunk._replace(extent=anchored.extent), len(out), itemsize)
         try:
@@ -222,12 +190,7 @@ class DigestReader:
             raise damaged(chunk, difference, self.source.url)
 
     def read_decoded(self, anchor: ChunkName, nbytes: int, itemsize: int) -> memoryview:
-        """The bytes of an anchor, which has none itself, in scratch memory of its own.
-
-        Raises:
-            CorruptError: they are not what the digest says, or cannot be decoded.
-            StorageError: the storage failed.
-        """
+        """The bytes of an anchor, which has none itself, in scratch memory of its own."""
         extent, memory = anchor.extent, self.scratch(nbytes, "anchor")[:nbytes].data
         if extent.codec is None:
             self.reread(extent, partial(self.read_chunk, anchor, memory))
@@ -250,11 +213,7 @@ class DigestReader:
         return None
 
     def compare(self, chunk: ChunkName, data: memoryview) -> None:
-        """Compare bytes that were read with the digest of their chunk, if they are all of it.
-
-        Raises:
-            CorruptError: they differ.
-        """
+        """Compare bytes that were read with the digest of their chunk, if they are all of it."""
         extent = chunk.extent
         if self.verify == "off" or len(data) != extent.length or not has_digest(extent, crc32=self.crc32):
             return
@@ -275,11 +234,7 @@ class DigestReader:
     ) -> None:
         """``compare`` for many small chunks in one read, whose first byte is byte ``origin`` of the file. They come as columns, since an
         object for each would take longer than its hash; ``chunk_at`` names the one that is damaged. Neighbours that are the same bytes
-        are hashed once.
-
-        Raises:
-            CorruptError: one differs.
-        """
+        are hashed once."""
         if self.verify == "off":
             return
         verified, last, last_length = 0, -1, 0

@@ -39,6 +39,7 @@ from ckpt.errors import DeadlineError, RankFailedError, error_to_json
 from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress import RankSign, sign_interval
 
+from .broadcast_tree import PATIENCE
 from .channel import ControlChannel, longest_pause, looks
 from .liveness import FailureDetector, silent
 from .members import Members
@@ -103,12 +104,7 @@ class Call:
 
     def map_reduce(self, phase: str, local: Callable[[], Row], on_leader: Callable[[dict[int, Row]], R]) -> R:
         """Run ``local`` on every rank, then ``on_leader`` on the leader with all rows (JSON); every rank returns what that decided (JSON).
-        ``on_leader`` leaves the rows as they are: equal ones are one object.
-
-        Raises:
-            the error of ``local`` on the rank that it happened on, and RankFailedError on the others; the error of ``on_leader`` on all;
-            DeadlineError if a rank gave no sign of life for ``timeout`` seconds.
-        """
+        ``on_leader`` leaves the rows as they are: equal ones are one object."""
         with self.phase(phase):
             row = local()
             if self.is_leader:
@@ -119,11 +115,7 @@ class Call:
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
         """One phase: this rank's part, then ``lead`` or ``follow``, and what the rank makes of the decision. An error ends the call on
-        every rank; after the decision, as soon as the others come to the next phase.
-
-        Raises:
-            as ``map_reduce``.
-        """
+        every rank; after the decision, as soon as the others come to the next phase."""
         self._phase, self._posted, self._decided = phase, False, False
         if self._store is not None:
             self._own_channel.next_turn()
@@ -223,11 +215,7 @@ class Call:
             channel.sign(data, first=self._signs == 1)
 
     def awaited(self) -> dict[int, bytes | None]:
-        """Leader, in any thread: the ranks, by position, that have not done their part of this phase, and their last signs.
-
-        Raises:
-            DeadlineError: the store does not answer.
-        """
+        """Leader, in any thread: the ranks, by position, that have not done their part of this phase, and their last signs."""
         if self._store is None:
             return {0: self.signed or None}
         with self._channel() as channel:
@@ -236,12 +224,7 @@ class Call:
         return signs | ({0: self.signed or None} if 0 in awaited else {})
 
     def check_failures(self) -> None:
-        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call has failed elsewhere.
-
-        Raises:
-            CorruptError: another rank found damage.
-            RankFailedError: another rank raised anything else, or died, where the ranks have connections that notice it.
-        """
+        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call failed elsewhere."""
         self.heartbeat()
         now = time.monotonic()
         if self.group.store is None or (now < self._look_at and not self._departed(())):
@@ -256,11 +239,7 @@ class Call:
         self.check_departed()  # after the look: a rank that failed and ended is named with its error
 
     def check_departed(self, here: Collection[int] = ()) -> None:
-        """``here``: the leader does not wait for these ranks any more. The others wait for the leader alone.
-
-        Raises:
-            RankFailedError: a rank died or was closed, where the ranks have connections that notice it.
-        """
+        """``here``: the leader does not wait for these ranks any more. The others wait for the leader alone."""
         gone = self._departed(here)
         if gone and self.group.links is not None:
             raise self.group.links.departure(gone, self.kind, self.url, self._phase)
@@ -285,6 +264,33 @@ class Call:
             pending.wait()  # whatever happened
         return pending.result()
 
+    # ---- bytes for all ranks
+
+    def broadcast(self, name: str, load: Callable[[], bytes]) -> bytes:
+        """What ``load`` gives on the leader, on all ranks: the leader loads it, and the ranks hand it on to each other
+        (``broadcast_tree.py``). For bytes that every rank would else read from the same place, where a read costs something.
+
+            index = call.broadcast("index", lambda: backend.read("index.json"))
+
+        Within a phase, before the rank's row in it or in a later one: then all have it before the call ends. Every rank of the call does
+        it, with a name that is used once in the call. A rank that has the same bytes from an earlier broadcast does not get them again.
+        Where nobody hands it on, a rank loads it itself: if the leader's ``load`` raises, all load, and each raises its own error.
+        """
+        tree, name = self.group.tree, f"{self.number}/{name}"
+        if tree is None:
+            return load()
+        data = None if self.is_leader else tree.get([name], self.check_failures, patience=self._patience).get(name)
+        if data is None:
+            try:
+                data = load()
+            finally:  # also that there is nothing, whatever the error: the ranks below wait for it
+                tree.put(name, data)
+        return data
+
+    @property
+    def _patience(self) -> float:
+        return min(self.timeout / 2, PATIENCE)
+
     # ---- bytes under their digests
 
     def share(self, data: bytes) -> str:
@@ -293,24 +299,26 @@ class Call:
         return self._offers.share(data)
 
     def leave(self, data: bytes) -> str:
-        """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks. Gives
-        their digest."""
+        """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks, which
+        then hand them on to each other. Gives their digest."""
         with self._channel():
-            return self._offers.leave(data)
+            digest = self._offers.leave(data)
+        if self.group.tree is not None and self.is_leader:
+            self.group.tree.put(digest, data)
+        return digest
 
     def fetch(self, digest: str) -> bytes:
-        """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank.
-
-        Raises:
-            DeadlineError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
-        """
-        with self._channel():
-            return self._offers.get(digest, self.check_departed)
+        """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank."""
+        self.fetch_all([digest])
+        return self._offers.get(digest)
 
     def fetch_all(self, digests: Iterable[str]) -> None:
-        """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it."""
+        """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it. Where no rank hands it on, from the store."""
+        lacking = self._offers.lacking(digests)
+        if self.group.tree is not None and not self.is_leader:
+            self._offers.keep(self.group.tree.get(lacking, self.check_failures, patience=self._patience, digests=True))
         with self._channel():
-            self._offers.fetch(digests, self.check_departed)
+            self._offers.fetch(lacking, self.check_departed)
 
     # ---- the protocol
 
@@ -331,11 +339,7 @@ class Call:
 
     def linger(self, seconds: float = _LINGER) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
-        as soon as the call does.
-
-        Raises:
-            DeadlineError: the store does not answer, so the others may not have heard. That it is gone is no error: nobody is served.
-        """
+        as soon as the call does."""
         if self._store is None or not self.is_leader:
             return
         end = time.monotonic() + max(seconds, 4 * longest_pause(self.group.size))  # any rank looks within that, and the store may be busy

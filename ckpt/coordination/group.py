@@ -5,8 +5,10 @@ Control goes through the job's key-value store only: no collective that training
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +16,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ckpt.errors import UsageError
+from ckpt.text.json_reader import parse_json
 
 from .call import Call
 from .liveness_links import LivenessLinks
 from .members import Members
-from .store import group_store
+from .store import Store, group_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,6 +44,17 @@ class Group(Members):
         self.calls += 1
         return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
 
+    def own_store(self) -> Store:
+        """A part of the job's store that nobody else uses: the ranks of a group make them in the same order."""
+        assert self.store is not None
+        self.own_stores += 1
+        return self.store.part(f"own/{self.own_stores}")
+
+    def apart(self) -> Group:
+        """The same ranks, for calls that go on beside those of this group. Made once for each purpose, by all ranks in the same order: what
+        a call leaves in the store is deleted by the next one."""
+        return Group(self.rank, self.ranks, self.own_store() if self.store is not None else None, self.served)
+
     def connect(self, call: Call, on_death: Callable[[int], None]) -> None:
         """Have the ranks notice at once when one of them dies, in this and all later calls; collective, a phase of ``call``."""
         if self.store is None:
@@ -49,7 +63,12 @@ class Group(Members):
             position = self.ranks.index(self.rank)
             links = LivenessLinks(position, self.ranks, call.timeout, store=self.store.host, on_death=on_death)
             try:
-                links.connect(call.lead(links.row(), links.word) if call.is_leader else call.follow(links.row()))
+                # In the leader's word, where the heads are would go to every rank; each needs one of them.
+                if where := links.where():
+                    self.store.set(f"liveness/{position}", json.dumps(where).encode())
+                secret = call.lead({}, lambda rows: secrets.token_hex(16)) if call.is_leader else call.follow({})
+                head = self.store.peek(f"liveness/{links.parent}")
+                links.connect(bytes.fromhex(secret), parse_json(head) if head is not None else {"addresses": [], "network": ""})
             except BaseException:  # after Ctrl-C, too: no connection of half of the ranks stays open
                 links.close()
                 raise

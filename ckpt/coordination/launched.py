@@ -34,11 +34,7 @@ class LaunchedProcesses:
     alone: str
 
     def connect(self, timeout: float) -> Group:
-        """The group of these processes; waits until the store is there, at most ``timeout`` seconds.
-
-        Raises:
-            DeadlineError: nobody serves the store, or it cannot be served here.
-        """
+        """The group of these processes; waits until the store is there, at most ``timeout`` seconds."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         address = f"{self.host}:{self.port}"
@@ -52,11 +48,7 @@ class LaunchedProcesses:
 
 
 def launched(environ: Mapping[str, str] = os.environ, *, apart: bool = False) -> LaunchedProcesses | None:
-    """The processes that the environment tells of; None if this one was started alone. ``apart``: or if it does not say where they meet.
-
-    Raises:
-        UsageError: the environment contradicts itself, or does not say where the processes meet.
-    """
+    """The processes that the environment tells of; None if this one was started alone. ``apart``: or if it does not say where they meet."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         meets = bool(environ.get("MASTER_ADDR")) and environ.get("MASTER_PORT", "").isdecimal()
         return None if apart and not meets else _of_variables(environ)
@@ -66,11 +58,7 @@ def launched(environ: Mapping[str, str] = os.environ, *, apart: bool = False) ->
 
 
 def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """RANK and WORLD_SIZE, or 0 of 1.
-
-    Raises:
-        UsageError: they contradict each other.
-    """
+    """RANK and WORLD_SIZE, or 0 of 1."""
     rank, world = environ.get("RANK", "0"), environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise UsageError(f"RANK={rank} is not a rank of WORLD_SIZE={world}", hint="unset both, or start with torchrun")

@@ -55,12 +55,7 @@ class LaunchedWork(DividedWork):
         self._over = threading.Event()
 
     def join(self, command: str, url: str, arguments: Mapping[str, str]) -> None:
-        """Meet the other processes.
-
-        Raises:
-            ConsistencyError: a process was started with another command or other arguments.
-            DeadlineError: not all have come.
-        """
+        """Meet the other processes."""
         timeout = settings.timeout(None)
         group = self._processes.connect(min(timeout, JOIN))
         first = group.call(command, url, min(timeout, JOIN))

@@ -18,12 +18,10 @@ connection; and a rank that lives connects again, so that a reset on the way mak
 from __future__ import annotations
 
 import logging
-import secrets
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
 
 from ckpt.errors import CkptError, RankFailedError
 from ckpt.live.connections import ConnectionServer
@@ -53,7 +51,7 @@ log = logging.getLogger("ckpt")
 class LivenessLinks:
     """This rank's connection to its parent, and those of its children to it. Ranks go by their positions in ``ranks``; the leader's is 0.
 
-    Collective: every rank makes one and tells its ``row``; the leader makes the ``word`` of all rows, and each calls ``connect`` with it.
+    Collective: every rank makes one, heads tell where they are reached (``where``), and each calls ``connect`` with what its parent tells.
     On the leader, ``on_death`` gets each rank that has died, in some thread.
     """
 
@@ -85,24 +83,23 @@ class LivenessLinks:
 
     # ---- connecting
 
-    def row(self) -> Row:
-        """What the other ranks need to know of a head."""
+    @property
+    def parent(self) -> int:
+        """The position of the rank that this one connects to; the leader's own for the leader."""
+        return 0 if self._position % TEAM == 0 else self._position - self._position % TEAM
+
+    def where(self) -> Row:
+        """Where a head is reached; empty for other ranks."""
         return {"addresses": [port.getsockname()[:2] for port in self._ports], "network": network()} if self._ports else {}
 
-    def word(self, rows: Mapping[int, Row]) -> Row:
-        """Leader: what every rank needs to connect, of the rows by rank."""
-        heads = {str(place): rows[rank] for place, rank in enumerate(self._ranks) if place % TEAM == 0}
-        return {"secret": secrets.token_hex(16), "heads": heads}
-
-    def connect(self, word: Mapping[str, Any]) -> None:
-        """Connect to the parent, and let the children connect. Where that cannot be, a rank that dies is noticed by its silence alone."""
-        secret = bytes.fromhex(word["secret"])
+    def connect(self, secret: bytes, head: Row) -> None:
+        """Connect to the parent, which tells ``head``, and let the children connect. Where that cannot be, a rank that dies is noticed by
+        its silence alone. All ranks have the ``secret``."""
         if self._ports:
             self._server = ConnectionServer(self._ports, secret, self._timeout, purpose=_PURPOSE, name="ckpt-liveness", serve=self._attend)
         if self._position == 0:
             return
-        parent = 0 if self._position % TEAM == 0 else self._position - self._position % TEAM
-        head = word["heads"][str(parent)]
+        parent = self.parent
 
         def connection(patience: float) -> Channel:
             channel = dial(

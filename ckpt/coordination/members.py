@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .broadcast_tree import BroadcastTree
 from .channel import WrittenKeys
 from .liveness_links import LivenessLinks
 from .store import Store
@@ -22,6 +23,12 @@ class Members:
 
     links: LivenessLinks | None = field(default=None, kw_only=True)
     """Connections that notice who dies, where the ranks have made them."""
+    tree: BroadcastTree | None = field(default=None, init=False)
+    """Hands on what the leader has for all ranks; None for a single process."""
+
+    def __post_init__(self) -> None:
+        if self.store is not None:
+            self.tree = BroadcastTree(self.store, self.ranks.index(self.rank), self.ranks)
 
     @property
     def leader(self) -> int:

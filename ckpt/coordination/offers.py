@@ -68,22 +68,26 @@ class Offers:
         self._latest = digests_of
         self._of_all = {position: [*self._of_all.get(position, ()), *digests] for position, digests in digests_of.items()}
 
-    def give(self, asks: Mapping[str, Any], channel: ControlChannel) -> None:
+    def give(self, asks: Iterable[tuple[int, int, Sequence[int]]], channel: ControlChannel) -> None:
         """Leave in the store what the leader asks this rank for."""
         for digest in asked_of(asks, self.position, self._shared):
             channel.give(digest, self._blobs[digest])
 
-    def get(self, digest: str, alive: Callable[[], None] = lambda: None) -> bytes:
-        self.fetch([digest], alive)
+    def get(self, digest: str) -> bytes:
+        """Bytes that are here."""
         return self._blobs[digest]
 
-    def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
-        """Have these bytes here. ``alive`` is called while they do not come.
+    def keep(self, blobs: Mapping[str, bytes]) -> None:
+        """Bytes that came another way, by digest."""
+        self._blobs.update(blobs)
 
-        Raises:
-            NotSentError: a rank that is asked for its bytes does not send them; or the store has lost what was left in it.
-        """
-        lacking = {digest: None for digest in digests if digest not in self._blobs}
+    def lacking(self, digests: Iterable[str]) -> list[str]:
+        """Those, each once, whose bytes are not here."""
+        return [digest for digest in dict.fromkeys(digests) if digest not in self._blobs]
+
+    def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
+        """Have these bytes here. ``alive`` is called while they do not come."""
+        lacking = dict.fromkeys(self.lacking(digests))
         if not lacking:
             return
         if self.channel is None:
@@ -107,23 +111,24 @@ class Offers:
         self._blobs.update(zip(lacking, self.channel.blobs(lacking), strict=True))
 
 
-def whom_to_ask(wanted: Mapping[str, int], offers: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+def whom_to_ask(wanted: Mapping[str, int], offers: Mapping[int, Sequence[str]]) -> list[list[Any]]:
     """The leader's word that asks for bytes: ``wanted`` has a position for each digest, ``offers`` the digests of each position.
 
-    All ranks read it, so it names runs of ranks, which give all that they have but what another one of them gives, or none has to."""
-    named = sorted(set(wanted.values()))
-    runs: list[list[int]] = []
-    for position in named:
-        if runs and runs[-1][1] == position - 1:
-            runs[-1][1] = position
+    All ranks read it, so it names no digests but their places among the offers of a rank, once for neighbours that are asked for the same
+    places: rows of the first position, how many there are, and the places."""
+    places: dict[int, list[int]] = {}
+    for digest, position in wanted.items():
+        places.setdefault(position, []).append(offers[position].index(digest))
+    rows: list[list[Any]] = []
+    for position in sorted(places):
+        asked = sorted(places[position])
+        if rows and (rows[-1][0] + rows[-1][1], rows[-1][2]) == (position, asked):
+            rows[-1][1] += 1
         else:
-            runs.append([position, position])
-    but = {digest: wanted.get(digest, -1) for p in named for digest in offers[p] if wanted.get(digest) != p}
-    return {"ranks": runs, "but": but}
+            rows.append([position, 1, asked])
+    return rows
 
 
-def asked_of(word: Mapping[str, Any], position: int, offers: Iterable[str]) -> list[str]:
+def asked_of(word: Iterable[tuple[int, int, Sequence[int]]], position: int, offers: Sequence[str]) -> list[str]:
     """What the rank at ``position`` is asked for."""
-    if not any(first <= position <= last for first, last in word["ranks"]):
-        return []
-    return [digest for digest in offers if word["but"].get(digest, position) == position]
+    return [offers[place] for first, count, places in word if first <= position < first + count for place in places]

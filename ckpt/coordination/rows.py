@@ -22,12 +22,7 @@ def parse_posted(texts: Mapping[int, bytes]) -> dict[int, Row]:
 
 
 def check_posted(posted: Mapping[int, Row], kind: str, url: str, phase: str) -> None:
-    """Check what was posted, by rank, the leader first.
-
-    Raises:
-        RankFailedError: some ranks failed.
-        ConsistencyError: a rank makes another call than the leader.
-    """
+    """Check what was posted, by rank, the leader first."""
     errors = {rank: row["error"] for rank, row in posted.items() if "error" in row}
     if errors:
         raise failure(kind, phase, errors)

@@ -112,11 +112,7 @@ class StepAgreement:
         self.store.set(f"{self._number}/proposed", json.dumps([step, due.reason, due.final]).encode())
 
     def due(self, step: int) -> Due | None:
-        """After ``step``: why all ranks save now, the same on all of them, or None. Waits if a step is proposed and not fixed yet.
-
-        Raises:
-            DeadlineError: a rank has not answered within the timeout, or the store has not.
-        """
+        """After ``step``: why all ranks save now, the same on all of them, or None. Waits if a step is proposed and not fixed yet."""
         with self._lock:
             now = time.monotonic()
             self._step_seconds, self._seen_at = now - self._seen_at if self._seen_at else 0.0, now
@@ -189,10 +185,3 @@ class StepAgreement:
         with self._lock:  # which is not held while the store is asked: a step of training waits for it
             self._fixed = step
             self._lock.notify_all()
-
-
-def own_store(group: Group) -> Store:
-    """A part of the job's store that nobody else uses: the ranks of a group make them in the same order."""
-    assert group.store is not None
-    group.own_stores += 1
-    return group.store.part(f"own/{group.own_stores}")

@@ -39,11 +39,7 @@ PUT_OFF = 256
 
 class Store:
     """A part of a job's store. A call waits until ``timeout`` seconds after the last answer of the store, or after ``within`` was called if
-    that was later; never less than a quarter of ``timeout``.
-
-    Raises:
-        DeadlineError: the process that serves the store is gone; or the store has not answered in time, or had not in an earlier call.
-    """
+    that was later; never less than a quarter of ``timeout``."""
 
     def __init__(self, connection: Connection, prefix: str = "", timeout: float | None = None) -> None:
         self._connection = connection

@@ -25,11 +25,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """``samples`` per epoch, taken ``size`` at a time by all ranks together.
-
-    Raises:
-        UsageError: no step can be made.
-    """
+    """``samples`` per epoch, taken ``size`` at a time by all ranks together."""
 
     samples: int
     size: int

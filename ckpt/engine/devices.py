@@ -35,11 +35,7 @@ def devices_of(tensors: Iterable[LocalTensor]) -> set[torch.device]:
 
 
 def settle_devices(devices: Iterable[torch.device], url: str) -> None:
-    """Wait for all that was queued on these devices, on any stream.
-
-    Raises:
-        UsageError: this thread captures a CUDA graph, of which neither a save nor a load can be a part.
-    """
+    """Wait for all that was queued on these devices, on any stream."""
     refuse_in_graph(devices, url)
     for device in devices:
         torch.cuda.synchronize(device)
@@ -59,9 +55,6 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
     Registered as it is, since PyTorch's own pinned memory has sizes of powers of two. In a thread of its own: an error of the CUDA runtime
     stays with the thread, and the next kernel that the caller starts would report it.
-
-    Raises:
-        CkptError: the system does not pin so much.
     """
     address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
 

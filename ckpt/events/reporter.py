@@ -28,11 +28,7 @@ log = logging.getLogger("ckpt")
 
 
 class Reporter:
-    """One rank's end.
-
-    Raises:
-        UsageError: a listener cannot be called, or ``alerts`` is neither a bool nor :class:`Alerts`.
-    """
+    """One rank's end."""
 
     def __init__(
         self,

@@ -158,7 +158,7 @@ class CkptWriter(StorageWriter):
         writer = RankWriter(write_input) if self.codec is None else EncodedWriter(write_input, self.codec)
         row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.run()], "replicas": {}}
         if isinstance(writer, EncodedWriter):
-            row["coded"] = writer.coded
+            row["coded"] = len(writer.codecs)
         return row
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -172,11 +172,7 @@ def cells(cuts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
 
 
 def cell_box(cuts: Sequence[Sequence[int]], number: int) -> Box:
-    """The cell of this number, as :func:`cells` lists them.
-
-    Raises:
-        IndexError: the grid has no such cell.
-    """
+    """The cell of this number, as :func:`cells` lists them."""
     rest, offset, shape = number, [], []
     for c in reversed(cuts):
         rest, i = divmod(rest, len(c) - 1)

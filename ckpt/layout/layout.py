@@ -210,12 +210,7 @@ class Layout:
 
 
 def check_layout(layout: object, ranks: Sequence[int]) -> None:
-    """What a call is given as its layout.
-
-    Raises:
-        UsageError: it is neither a Layout nor None.
-        LayoutError: it is for other ranks than those of the call.
-    """
+    """What a call is given as its layout."""
     if layout is None:
         return
     if not isinstance(layout, Layout):

@@ -30,12 +30,15 @@ class Mesh:
             raise LayoutError(f"not a mesh: names {self.names}, sizes {self.sizes}", hint=hint)
         size = math.prod(self.sizes)
         first = self.ranks[0] if self.ranks else 0
-        if not self.ranks or all(r == first + i for i, r in enumerate(self.ranks)):
+        is_range = isinstance(self.ranks, range) and self.ranks.step == 1  # a leader makes one mesh for each table: no look at each rank
+        if not self.ranks or is_range or all(r == first + i for i, r in enumerate(self.ranks)):
             # A range hashes and searches in constant time; a tuple of 16,384 ranks does not.
             object.__setattr__(self, "ranks", range(first, first + (len(self.ranks) or size)))
+            different = len(self.ranks)
         else:
             object.__setattr__(self, "ranks", tuple(self.ranks))
-        if len(self.ranks) != size or len(set(self.ranks)) != size:
+            different = len(set(self.ranks))
+        if len(self.ranks) != size or different != size:
             raise LayoutError(f"mesh {self} needs {size} different ranks, got {self.ranks}")
 
     @classmethod

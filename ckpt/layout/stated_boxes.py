@@ -17,11 +17,7 @@ def states_boxes(layout: TensorLayout) -> bool:
 
 
 def joined_layout(name: str, layouts: Sequence[TensorLayout]) -> TensorLayout:
-    """The layout of a tensor whose ranks state their boxes.
-
-    Raises:
-        CoverageError: a rank is in two of the layouts, or they have different numbers of replicas.
-    """
+    """The layout of a tensor whose ranks state their boxes."""
     holding = [layout for layout in layouts if _boxes(layout)] or list(layouts[:1])
     ranks = [tuple(layout.mesh.array().ravel().tolist()) for layout in holding]
     copies = {len(each) for each in ranks}

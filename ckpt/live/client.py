@@ -71,13 +71,7 @@ class Holder:
 
 
 class PieceClient:
-    """A connection to one holder.
-
-    Raises:
-        DeadlineError: it cannot be reached, or sends nothing.
-        RankFailedError: it closed the connection.
-        AccessError, FormatError: it has another secret, or speaks another protocol.
-    """
+    """A connection to one holder."""
 
     def __init__(
         self,
@@ -126,13 +120,7 @@ class PieceClient:
     def pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None = None) -> None:
         """Take all pieces of a list: ``place`` gets the number and the bytes of each, which it must not keep if they are not in a ``room``.
         With a ``base`` the holder may send what changed since. Where the base turns out not to be that version any more, the piece itself
-        is taken afterwards.
-
-        Raises:
-            ExchangeError: a piece came damaged.
-            DeadlineError, RankFailedError: the holder hangs, or died.
-            CkptError: what the holder found wrong; NotFoundError if it does not have the version any more.
-        """
+        is taken afterwards."""
         with _naming(self.holder):
             stale = self._pull(version, requests, place, base)
             if stale:

@@ -30,11 +30,7 @@ _MOST_ANSWER = 256 * limits.MIB
 
 
 def split_address(address: str) -> tuple[str, int, str]:
-    """Host, port and name of ``tcp://host:port/name``.
-
-    Raises:
-        UsageError: it is no such address.
-    """
+    """Host, port and name of ``tcp://host:port/name``."""
     try:
         parts = urlsplit(address)
         host, port, name = parts.hostname, parts.port, parts.path.strip("/")
@@ -49,11 +45,7 @@ def split_address(address: str) -> tuple[str, int, str]:
 
 
 def listen_at(address: str) -> socket.socket:
-    """The socket of a source at its address; on any free port if that is 0.
-
-    Raises:
-        StorageError: nobody can listen there.
-    """
+    """The socket of a source at its address; on any free port if that is 0."""
     host, port, _ = split_address(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -74,11 +66,7 @@ def with_port(address: str, port: socket.socket) -> str:
 
 def _reached_at(address: str, end: float, alive: Callable[[], None]) -> list[tuple[str, int]]:
     """Where connections to a source go: all addresses of its host, which may be a name that is known only once that machine is there,
-    until ``end``.
-
-    Raises:
-        DeadlineError: nobody knows the name.
-    """
+    until ``end``."""
     host, port, _ = split_address(address)
     while True:
         try:
@@ -124,13 +112,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """A connection to the leader of a source.
-
-    Raises:
-        DeadlineError: it cannot be reached.
-        AccessError, FormatError: it has another secret, or is something else.
-        GroupError: it is gone.
-    """
+    """A connection to the leader of a source."""
 
     def __init__(
         self,
@@ -154,11 +136,7 @@ class ControlClient:
         self._close = finalize(self, self._channel.close)
 
     def ask(self, question: Row, alive: Callable[[], None] = lambda: None) -> tuple[Row, bytes]:
-        """What it answers. ``alive`` is called while it does not. The connection is closed if there is no answer.
-
-        Raises:
-            CkptError: what it found wrong; DeadlineError, GroupError if it hangs or is gone.
-        """
+        """What it answers. ``alive`` is called while it does not. The connection is closed if there is no answer."""
         self._channel.alive = alive
         try:
             with _naming(self.address):

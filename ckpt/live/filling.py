@@ -66,11 +66,7 @@ def plan_filling(
 ) -> FillPlan:
     """What goes into ``targets`` from whom. Changes nothing. ``source`` tells catalogs apart: with an equal one, names, shapes and holders
     are equal, and the transfers of ``cache`` are taken where the boxes are equal too. ``relays`` gives those that have all boxes of a
-    digest (``wanted_digest``).
-
-    Raises:
-        CoverageError: the source has not all of a tensor.
-    """
+    digest (``wanted_digest``)."""
     bound = list(targets)
     targets, padding, boxes = resolved(bound, catalog)
     key = (rank, near, domain, *((entry.alias or entry.name, wanted) for (_, entry), wanted in zip(targets, boxes, strict=True)))

@@ -68,12 +68,7 @@ class Holdings:
         return True
 
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
-        """Pack the boxes of a piece into ``out``, row-major, each at its place; how many bytes that is.
-
-        Raises:
-            NotFoundError: this rank does not have all of a box, or its elements have another size.
-            CorruptError: ``check`` says so.
-        """
+        """Pack the boxes of a piece into ``out``, row-major, each at its place; how many bytes that is."""
         places, length = requests.places(piece)
         for request, place in zip(requests.pieces[piece], places, strict=True):
             number, nbytes, box = self._asked(requests, request)
@@ -93,11 +88,7 @@ class Holdings:
 
     def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
         """The bytes of a piece as views, in order: of this rank's memory where long boxes lie in it as they are asked for and it is sealed,
-        and of ``out``, into which everything else is packed.
-
-        Raises:
-            NotFoundError, CorruptError: as ``pack``.
-        """
+        and of ``out``, into which everything else is packed."""
         places, length = requests.places(piece)
         views: list[memoryview] = []
         packed = 0
@@ -124,12 +115,7 @@ class Holdings:
         return None
 
     def gather(self, number: int, box: Box, out: memoryview) -> None:
-        """Pack the row-major elements of a box of tensor ``number``, which may lie in several parts, into ``out``.
-
-        Raises:
-            NotFoundError: this rank does not have all of it.
-            CorruptError: ``check`` says so.
-        """
+        """Pack the row-major elements of a box of tensor ``number``, which may lie in several parts, into ``out``."""
         if self.check is not None:
             self.check(number, box)
         tensor = self.tensors[number]

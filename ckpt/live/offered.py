@@ -36,12 +36,7 @@ def find_newest(
     call: Call, source: SourceConnection, known: Mapping[str, bytes], newer_than: Version | None, end: float, *, base: str | None
 ) -> OfferedVersion:
     """The newest version; collective. ``known``: what the last version that all ranks have taken refers to. ``end``, ``base``: as for
-    ``SourceConnection.newest``.
-
-    Raises:
-        UsageError: the ranks take versions newer than different ones.
-        FormatError: what came makes no sense; else as ``SourceConnection.newest``.
-    """
+    ``SourceConnection.newest``."""
     row: Row = {
         "after": None if newer_than is None else newer_than.to_json(),
         "blobs": digest_of_blob("".join(sorted(known)).encode()),
@@ -67,6 +62,7 @@ def find_newest(
             call.lead(row, hand_on)
         else:
             agreed = call.follow(row)
+            call.fetch_all([agreed["manifest"], *agreed["blobs"], agreed["holders"]])
             data = call.fetch(agreed["manifest"])
             new = {digest: call.fetch(digest) for digest in agreed["blobs"]}
             holders = parse_json(call.fetch(agreed["holders"]))

@@ -120,11 +120,7 @@ def prepare_image(
     stall: Stall,
     began: float,
 ) -> PreparedImage:
-    """Make room in a segment, and capture what nothing waits for before it changes. Talks to no other rank.
-
-    Raises:
-        CkptError: there is no memory for it.
-    """
+    """Make room in a segment, and capture what nothing waits for before it changes. Talks to no other rank."""
     tensors = collected.shard_table.tensors
     devices = devices_of(tensors.values())
     refuse_in_graph(devices, where)
@@ -166,11 +162,7 @@ def capture_image(prepared: PreparedImage, threads: int, beat: Callable[[], None
 
 
 def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSegment:
-    """Prove what was captured, and seal it.
-
-    Raises:
-        ConsistencyError: the state was changed while it was captured.
-    """
+    """Prove what was captured, and seal it."""
     prepared.capture.result()
     with prepared.spans.span("digest", prepared.segment.digests.left):
         digests = prepared.segment.seal(threads, call.check_failures)

@@ -87,12 +87,7 @@ class PiecePull:
     """Get a ``pull`` for each connection to a holder, and within it a ``verify`` for each piece."""
 
     def run(self, plan: TransferPlan, holders: Mapping[int, Holder], place: PlaceBoxes) -> Pulled:
-        """Take every share of a plan.
-
-        Raises:
-            RankFailedError, DeadlineError, ExchangeError, NotFoundError, CorruptError: a holder is lost, and nobody else has what it had.
-            CkptError: as ``PieceClient``; and the errors of ``place`` and ``alive``.
-        """
+        """Take every share of a plan."""
         transfer = _Transfer(self, holders, place)
         shares = list(plan.shares.items())
         while shares:

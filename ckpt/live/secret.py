@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from ckpt import settings
 from ckpt.errors import AccessError, UsageError
 from ckpt.memory.place import check_private, write_private
+from ckpt.transport.interfaces import interface_addresses, is_loopback
 
 from .control import split_address
 
@@ -21,11 +23,7 @@ _REPLACE = f"remove it, and start the source again; or {_HINT}"
 
 
 def given_secret(secret: str | bytes | None) -> bytes | None:
-    """What the caller or ``CKPT_LIVE_SECRET`` says.
-
-    Raises:
-        UsageError: it is empty, or neither text nor bytes.
-    """
+    """What the caller or ``CKPT_LIVE_SECRET`` says."""
     text = settings.live_secret() if secret is None else secret
     if text is None:
         return None
@@ -42,11 +40,7 @@ def fingerprint(secret: bytes | None) -> str | None:
 
 
 def new_secret(address: str) -> bytes:
-    """Make one, and leave it in a file that only this account reads, for sinks of this machine.
-
-    Raises:
-        AccessError: the file cannot be written, or others could reach it.
-    """
+    """Make one, and leave it in a file that only this account reads, for sinks of this machine."""
     made = secrets.token_hex(_BYTES)
     path = _path(address)
     try:
@@ -68,30 +62,52 @@ def forget_secret(address: str, secret: bytes) -> None:
             path.unlink()
 
 
-def sink_secret(secret: str | bytes | None, address: str) -> bytes:
-    """What the caller says, or what a source on this machine has left.
+class SinkSecret:
+    """What a sink proves that it knows: what the caller says, or what a source on this machine has left. One that starts again leaves
+    another, so it is asked for before each use."""
 
-    Raises:
-        AccessError: there is none; or others can read or write its file.
-    """
-    given = given_secret(secret)
-    if given is not None:
-        return given
-    path = _path(address)
-    try:
-        check_private(path.parent, _REPLACE)
-        check_private(path, _REPLACE)
-        return path.read_bytes()
-    except FileNotFoundError as err:
-        raise AccessError(
-            "no secret is known for this source",
-            where=address,
-            hint="give secret= or CKPT_LIVE_SECRET, the same as for the source; by itself it is found on its machine, in its account",
-        ) from err
-    except AccessError:
-        raise
-    except OSError as err:
-        raise AccessError(f"the source's secret cannot be read: {err}", where=str(path), hint=_HINT) from err
+    def __init__(self, secret: str | bytes | None, address: str) -> None:
+        self._given = given_secret(secret)
+        self._address = address
+        self._left: bytes | None = None
+
+    def __call__(self) -> bytes:
+        """The secret; that of the source before, where none is there now."""
+        secret = self.find()
+        if secret is None:
+            raise AccessError(
+                "no secret is known for this source",
+                where=self._address,
+                hint="give secret= or CKPT_LIVE_SECRET, the same as for the source; by itself it is found on its machine, in its account",
+            )
+        return secret
+
+    def find(self) -> bytes | None:
+        """The same, or None if there is none."""
+        if self._given is not None:
+            return self._given
+        path = _path(self._address)
+        try:
+            check_private(path.parent, _REPLACE)
+            check_private(path, _REPLACE)
+            self._left = path.read_bytes()
+        except FileNotFoundError:
+            pass
+        except AccessError:
+            raise
+        except OSError as err:
+            raise AccessError(f"the source's secret cannot be read: {err}", where=str(path), hint=_HINT) from err
+        return self._left
+
+    def may_come(self) -> bool:
+        """Whether a source that has not started yet may still leave one: only on this machine."""
+        host, port, _ = split_address(self._address)
+        try:
+            known = {str(where[0]) for *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        except (OSError, UnicodeError):
+            return False
+        own = {address.host for address in interface_addresses()}
+        return any(is_loopback(each) or each in own for each in known)
 
 
 def _path(address: str) -> Path:

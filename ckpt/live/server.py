@@ -8,10 +8,11 @@ few of them at a time, so one that hangs leaves the others theirs; at the deadli
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -62,15 +63,18 @@ class PieceServer:
     """Serves ``holdings(version)``, which raises NotFoundError where there is no such version. ``addresses`` are where it listens."""
 
     def __init__(
-        self, holdings: Callable[[str], Packable], secret: bytes, timeout: float, *, store: str | None = None, delta: bool = False
+        self,
+        holdings: Callable[[str], Packable],
+        secret: bytes,
+        timeout: float,
+        *,
+        store: str | None = None,
+        ports: Sequence[socket.socket] = (),
+        delta: bool = False,
     ) -> None:
-        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``delta``: who has a version
-        that is still here, and lies on another machine, gets what changed since.
-
-        Raises:
-            UsageError: a setting names no interface.
-            CkptError: this process has too many files open.
-        """
+        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``ports``: where it listens, if
+        not at new ports; it closes them. ``delta``: who has a version that is still here, and lies on another machine, gets what changed
+        since."""
         self._holdings = holdings
         self._pool = SlotPool(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
         self._lists = _Lists()
@@ -80,7 +84,7 @@ class PieceServer:
         self._sent = 0
         self._serving = 0
         self.network = network()
-        ports = listen(store)
+        ports = ports or listen(store)
         self.addresses: list[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
         self._connections = ConnectionServer(ports, secret, timeout, purpose=PURPOSE, name="ckpt-serve", serve=self.serve)
 
@@ -96,13 +100,7 @@ class PieceServer:
         self._pool.close()
 
     def serve(self, channel: Channel) -> None:
-        """Serve one receiver, which has proved itself, until it closes the connection.
-
-        Raises:
-            ConnectionError: it is gone in the middle of a piece.
-            DeadlineError: it takes nothing.
-            FormatError: what it says makes no sense.
-        """
+        """Serve one receiver, which has proved itself, until it closes the connection."""
         (length,) = MACHINE.unpack(channel.receive(MACHINE.size))
         if length > MOST_MACHINE:
             raise FormatError(f"a machine's name of {length} bytes", where=channel.peer)
@@ -215,12 +213,7 @@ class _Outlet:
         self._channel.send(RECORD.pack(parcel, piece, IN_STREAM, len(data), xxhash.xxh3_64_intdigest(data)), data)
 
     def await_ready(self, holdings: Packable, requests: RequestList, piece: int) -> None:
-        """Wait until a piece is here: a relay may still be taking it.
-
-        Raises:
-            NotFoundError: it does not come.
-            ConnectionError: the receiver is gone.
-        """
+        """Wait until a piece is here: a relay may still be taking it."""
         end = time.monotonic() + self._channel.timeout
         while not holdings.ready(requests, piece, _SIGN_SECONDS):
             if time.monotonic() > end:
@@ -229,12 +222,7 @@ class _Outlet:
             self._channel.send(RECORD.pack(ALIVE, 0, IN_STREAM, 0, 0))
 
     def settle(self, most: int) -> None:
-        """Wait until the receiver has at most so many slots.
-
-        Raises:
-            DeadlineError: it copies nothing.
-            ConnectionError: it is gone.
-        """
+        """Wait until the receiver has at most so many slots."""
         since = look_at = time.monotonic()
         pause = PAUSE
         while len(self._lent) > most:

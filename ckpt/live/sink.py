@@ -20,9 +20,8 @@ from ckpt import settings
 from ckpt.adapters.state_scan import check_state
 from ckpt.adapters.tensors import torch_dtype
 from ckpt.coordination.call import Call
-from ckpt.coordination.group import Group, current_group
+from ckpt.coordination.group import current_group
 from ckpt.coordination.rows import Row
-from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.load.job import LoadJob, StateWrites
 from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.load.setting import accept
@@ -40,7 +39,7 @@ from .offered import DROPS, OfferedVersion, find_newest
 from .pull import Pulled
 from .relays.relay import Relay
 from .relays.relayed import RelayedVersion
-from .secret import sink_secret
+from .secret import SinkSecret
 from .source_connection import SourceConnection
 from .takes.cache import SinkCache
 from .takes.meter import TakeMeter
@@ -77,7 +76,6 @@ class Sink:
 
     Raises:
         UsageError: the address, or an argument, cannot be meant; or there is no such translation.
-        AccessError: there is no secret.
     """
 
     def __init__(
@@ -123,13 +121,14 @@ class Sink:
             timeout=settings.timeout(timeout),
             threads=settings.threads(None),
         )
-        self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
-        self._secret = sink_secret(secret, address)
+        self._group = base.apart()
+        self._secret = SinkSecret(secret, address)
         self._cache = SinkCache()
         self._blobs: dict[str, bytes] = {}
         """What the last version that all ranks have taken refers to."""
         self._source = SourceConnection(address, self._secret, self._options.timeout, self._group.size, relays=relay)
-        self._relay = Relay(self._secret, self._options.timeout) if relay else None
+        self._relays = relay
+        self._relay: Relay | None = None
         self._state_version = StateVersion()
         self._closed = False
         self._connected = False
@@ -163,7 +162,8 @@ class Sink:
             UsageError: ``newer_than`` is no version, or the sink is closed.
             DeadlineError: there is no such version in time, or nothing was heard of a rank or the source; nothing was changed.
             NamesError, ShapeError, MismatchError: it does not fit the state, or the translation does not fit it; nothing was changed.
-            AccessError, NotFoundError, FormatError: the source has another secret or name, or it is something else.
+            AccessError: there is no secret, or the source has another one.
+            NotFoundError, FormatError: the source has another name, or it is something else.
             CorruptError, RankFailedError, ExchangeError: bytes were damaged, or a rank was lost, that no other rank had. Nothing was
                 changed, unless ``version`` raises TornError.
         """
@@ -284,7 +284,7 @@ class Sink:
         job = LoadJob(call=call, options=replace(self._options, spans=meter.spans), recorded=None, writes=StateWrites())
         matched = match_take(job, offered, self._state, self._cache, self._views)
         puller = Puller(
-            secret=self._secret,
+            secret=self._secret(),
             timeout=self._options.timeout,
             threads=self._options.threads,
             receiver=-1 - self._group.ranks.index(self._group.rank),
@@ -307,7 +307,11 @@ class Sink:
     def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller, *, last: bool) -> StagedTake | None:
         """Bring everything here; None on all ranks if the version was dropped for one of them. ``last``: then that is an error."""
         relayed, planned = None, None
-        if self._relay is not None:
+        if self._relays:
+            if self._relay is None or self._relay.secret != puller.secret:  # a source that has started again has another one
+                if self._relay is not None:
+                    self._relay.close()
+                self._relay = Relay(puller.secret, self._options.timeout)
             relayed, planned = self._offer(job, self._relay, matched, puller)
         with job.call.phase("stage"):
             staged: StagedTake | None = None

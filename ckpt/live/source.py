@@ -25,9 +25,8 @@ from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.state_scan import check_state
 from ckpt.concurrency.workers import Pending
 from ckpt.coordination.call import Call
-from ckpt.coordination.group import Group, current_group
+from ckpt.coordination.group import current_group
 from ckpt.coordination.rows import Row
-from ckpt.coordination.step_agreement import own_store
 from ckpt.engine.save.job import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.layout.layout import Layout
@@ -101,7 +100,7 @@ class Source:
         self._threads = settings.threads(None)
         base = current_group(process_group)
         self._check_replicas = check_replicas and base.size > 1
-        self._group = Group(base.rank, base.ranks, own_store(base) if base.store is not None else None, base.served)
+        self._group = base.apart()
         if layout is not None:
             layout.check_ranks(base.ranks)
         self._shards = ShardCache()
@@ -212,11 +211,9 @@ class Source:
         Raises:
             UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``; or this step is kept (``again``).
             RankFailedError: another rank has died, or has closed the source.
-            CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result.
+            CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result: this is told
+                once, and ``step`` is being published all the same.
         """
-        check_capture(capture, None)
-        if type(step) is not int or step < 0:
-            raise UsageError(f"a step is a number from 0 on, not {step!r}")
         if self._closed:
             raise UsageError("the source is closed", where=self.address)
         if self._process != os.getpid():
@@ -233,13 +230,22 @@ class Source:
     def _publish(
         self, step: int, capture: str, watcher: ProgressCallback | None, began: float, stall: Stall, *, again: bool
     ) -> Publication:
+        earlier: BaseException | None = None
         if self._last is not None:
             last, self._last = self._last, None
-            last.settle()
+            try:
+                last.settle()
+            except Exception as err:  # noqa: BLE001  raised below
+                earlier = err
         spans = Spans(on=settings.spans())
+        # What goes wrong on this rank alone has to end the call that the others make: a rank that left it out would be one call behind them
+        # for ever. So this version is published, too, before this rank hears of the one before: others may have heard by its result.
         call = self._group.call("publish", self.address, self._timeout)
         number = self._count = self._count + 1
         try:
+            check_capture(capture, None)
+            if type(step) is not int or step < 0:
+                raise UsageError(f"a step is a number from 0 on, not {step!r}", where=self.address)
             if step in self._steps.values() and not again:
                 hint = "count steps; or pass again=True, where the same step has another state on purpose"
                 raise UsageError(f"step {step} is published already", where=self.address, hint=hint)
@@ -274,6 +280,8 @@ class Source:
             capture_image(prepared, self._threads, call.heartbeat)
         arguments = publication, prepared, call, number, reporting
         threading.Thread(target=self._finish, args=arguments, name="ckpt-publish").start()
+        if earlier is not None:
+            raise earlier
         return publication
 
     def _finish(self, publication: Publication, prepared: PreparedImage, call: Call, number: int, reporting: ExitStack) -> None:

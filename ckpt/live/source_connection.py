@@ -20,6 +20,7 @@ from ckpt.transport.shm_pool import machine
 
 from .control import ControlClient, split_address
 from .relays.relay import RELAY
+from .secret import SinkSecret
 from .versions import Version, digest_of_blob
 
 log = logging.getLogger("ckpt")
@@ -28,6 +29,8 @@ _numbers = count(1)
 """Of the sinks of this process."""
 _PATIENCE = 5.0
 """Seconds for a source that is to hear of a rank that died."""
+_LOOK = 0.1
+"""Seconds between looks for the secret of a source that has not started yet."""
 _HOLDER: Kind = {
     "rank": is_count,
     "pid": is_count,
@@ -57,7 +60,7 @@ class SourceConnection:
     """A connection that is made when something is asked, and again when it was lost. ``ranks``: how many the sink has.
     ``relays``: it passes on what it takes."""
 
-    def __init__(self, address: str, secret: bytes, timeout: float, ranks: int, *, relays: bool) -> None:
+    def __init__(self, address: str, secret: SinkSecret, timeout: float, ranks: int, *, relays: bool) -> None:
         self._address = address
         self._secret = secret
         self._timeout = timeout
@@ -72,12 +75,7 @@ class SourceConnection:
     def newest(self, after: Version | None, end: float, alive: Callable[[], None], *, base: str | None = None) -> tuple[Row, bytes]:
         """The newest version and where its parts are, and the bytes of its manifest; waits until ``end`` for another one than ``after``.
         A sink that relays may be told a moment later, when it can take from those before it; at once where it has a ``base`` that is kept,
-        and takes only changes.
-
-        Raises:
-            DeadlineError: there is none by then; or the source cannot be reached, or does not answer.
-            GroupError: it is gone; RankFailedError if one of its ranks died, so that no other version can come.
-        """
+        and takes only changes."""
         question: Row = {
             "op": "newest",
             "after": None if after is None else after.to_json(),
@@ -109,11 +107,7 @@ class SourceConnection:
                 raise DeadlineError(f"the source has {newer}", where=self._address, hint=hint)
 
     def blobs(self, digests: Sequence[str], alive: Callable[[], None]) -> dict[str, bytes]:
-        """What manifests refer to, by digest.
-
-        Raises:
-            NotFoundError: the version was dropped.
-        """
+        """What manifests refer to, by digest."""
         if not digests:
             return {}
         answer, data = self._ask({"op": "blobs", "digests": digests}, time.monotonic() + self._timeout, alive)
@@ -170,9 +164,22 @@ class SourceConnection:
         an answer."""
         with self._lock:
             if self._client is None or self._client.closed:
-                reach = max(end - time.monotonic(), 1.0)
-                patient = self._client is None
-                self._client = ControlClient(self._address, self._secret, self._timeout, alive, reach=reach, patient=patient)
+                self._client = self._connected(max(end, time.monotonic() + 1.0), alive)
             if patience is not None:
                 self._client.hurry(patience)
             return self._client.ask({**self._who, **question}, alive)
+
+    def _connected(self, end: float, alive: Callable[[], None]) -> ControlClient:
+        """Until the source was reached for the first time, it may start until ``end``: its secret may come then, too, or another one."""
+        patient = self._client is None
+        while patient and self._secret.find() is None and time.monotonic() < end and self._secret.may_come():
+            alive()
+            time.sleep(_LOOK)
+        while True:
+            secret = self._secret()
+            try:
+                reach = end - time.monotonic()
+                return ControlClient(self._address, secret, self._timeout, alive, reach=reach, patient=patient)
+            except AccessError:
+                if self._secret() == secret:  # else the source has started since it was read
+                    raise

@@ -119,12 +119,7 @@ class SourceStatus:
 
 
 def ask_status(address: str, secret: bytes, timeout: float) -> SourceStatus:
-    """Ask the leader of the source at ``address``.
-
-    Raises:
-        DeadlineError: it cannot be reached, or does not answer.
-        AccessError, NotFoundError, FormatError: it has another secret or name, or is something else.
-    """
+    """Ask the leader of the source at ``address``."""
     client = ControlClient(address, secret, timeout)
     try:
         answer, _ = client.ask({"op": "status", "name": split_address(address)[2]})

@@ -30,11 +30,7 @@ class VersionLeader:
         """The digest of their names, sorted."""
 
     def complete(self, call: Call, number: int, rows: dict[int, Row]) -> Row:
-        """Make the version ``number`` of what all ranks have sealed; what they need to serve it, and the numbers that are dropped.
-
-        Raises:
-            ConsistencyError, CoverageError: it does not make one state; ReplicaError: ranks differ in what they should have alike.
-        """
+        """Make the version ``number`` of what all ranks have sealed; what they need to serve it, and the numbers that are dropped."""
         steps = {rank: row["step"] for rank, row in rows.items()}
         if len(set(steps.values())) > 1:
             raise ConsistencyError(

@@ -125,12 +125,7 @@ def own_blob(values: Mapping[str, Any], table: Table) -> bytes:
 
 def catalog_of(manifest: Manifest, blobs: Mapping[str, bytes], url: str, like: LiveCatalog | None = None) -> LiveCatalog:
     """The catalog of a version, whose ``blobs`` have been compared with their digests. ``like``: that of a version with the same tables,
-    whose tensors it then shares, unless single ranks have others.
-
-    Raises:
-        ConsistencyError, CoverageError: the tables do not make one state.
-        FormatError: something of it cannot be read.
-    """
+    whose tensors it then shares, unless single ranks have others."""
     places = {rank: place for place, rank in enumerate(manifest.ranks)}
     try:
         own = {places[rank]: parse_json(blobs[digest]) for rank, digest in manifest.own.items()}

@@ -72,12 +72,7 @@ class Channel:
         self.sock.settimeout(_SLICE)
 
     def send(self, *views: bytes | bytearray | memoryview) -> None:
-        """Send all of these.
-
-        Raises:
-            ConnectionError: the other end is gone.
-            DeadlineError: it takes nothing.
-        """
+        """Send all of these."""
         left = [memoryview(view).cast("B") for view in views if len(view)]
         self._moved = time.monotonic()
         while left:
@@ -93,12 +88,7 @@ class Channel:
                 left[0] = left[0][count:]
 
     def receive(self, size: int) -> bytes:
-        """The next ``size`` bytes, which the caller has compared with a limit.
-
-        Raises:
-            ConnectionError: the other end is gone.
-            DeadlineError: nothing comes.
-        """
+        """The next ``size`` bytes, which the caller has compared with a limit."""
         data = bytearray(size)
         self.receive_into(memoryview(data))
         return bytes(data)
@@ -128,11 +118,7 @@ class Channel:
                 return False
 
     def check_open(self) -> None:
-        """Look, without waiting, whether the other end is there; it was not expected to say anything now.
-
-        Raises:
-            ConnectionError: it is gone.
-        """
+        """Look, without waiting, whether the other end is there; it was not expected to say anything now."""
         self._readable.register(self.sock, select.POLLIN)  # a socket with a timeout waits in recv, whatever its flags
         if self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK):
             raise ConnectionError("the stream ended early")
@@ -172,12 +158,6 @@ def dial(
 
     ``peer`` is what messages call the other end; ``purpose``, at most 16 ASCII characters, is what it is to serve. ``patient``: where all
     addresses refuse, the other end may not have started yet, and they are tried until the deadline.
-
-    Raises:
-        DeadlineError: no address answers within ``timeout`` seconds; the message has what happened at each.
-        AccessError: the secrets differ.
-        FormatError: it speaks another protocol.
-        ConnectionError: it closed the connection.
     """
     addresses, end, pause = from_here(list(addresses), same_network=same_network), time.monotonic() + timeout, _PAUSE
     while True:
@@ -219,11 +199,7 @@ class Proving:
         self._received = b""
 
     def step(self) -> str | None:
-        """Go on without waiting; what the connection is for, once the client has proved itself.
-
-        Raises:
-            ConnectionError: it is gone, or somebody else.
-        """
+        """Go on without waiting; what the connection is for, once the client has proved itself."""
         while True:
             self._received = receive_exactly(self.sock, self._missing, self._received)
             if len(self._received) < self._missing:
@@ -267,11 +243,7 @@ def receive(channel: Channel, most: int) -> tuple[dict[str, Any], bytes]:
 
 
 def receive_head(channel: Channel, most: int) -> tuple[dict[str, Any], int]:
-    """The head of the next message, and the number of bytes behind it, which the caller receives; of each at most ``most`` bytes.
-
-    Raises:
-        FormatError: it is longer, or no message of ours; else as ``Channel.receive``.
-    """
+    """The head of the next message, and the number of bytes behind it, which the caller receives; of each at most ``most`` bytes."""
     length, behind = _FRAME.unpack(channel.receive(_FRAME.size))
     if length > most or behind > most:
         raise FormatError(f"a message of {length + behind} bytes", where=channel.peer)

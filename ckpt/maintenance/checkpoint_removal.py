@@ -75,10 +75,6 @@ def remove_checkpoints(backend: Backend, removals: Sequence[Removal], referrers:
 
     Stopped anywhere, it leaves whole checkpoints or orphans. Files that are not of this format stay, and so do those of a save that began
     later. An absent checkpoint is no error. What others refer to stays.
-
-    Raises:
-        CorruptError: ``referrers`` cannot say who does.
-        StorageError: the storage failed, or a link is on the way: nothing is removed beyond one.
     """
     going = _without_used(removals, filter(None, map_tasks(partial(_look, backend), removals, _TOGETHER, "ckpt-remove")))
     ask = any(seen.may_be_referred_to for seen in going)

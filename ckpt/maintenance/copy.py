@@ -170,7 +170,7 @@ class Transfer:
     """
 
     def __init__(self, source: str, target: str, *, replace: bool = False, compare: bool = False) -> None:
-        catalog = open_catalog(source, mixed_steps=True)
+        catalog = open_catalog(source)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError(
                 f"only checkpoints in the format of ckpt that have files of their own can be copied; this is {catalog.format}",

@@ -19,6 +19,8 @@ from .step_listing import Step, in_order, look, read_steps
 
 _APART = "/data/"
 """Paths with this in them are no commit records: most of the objects of a run have it."""
+_FEW = 4000
+"""Steps of a run that is looked at after each save."""
 
 
 class _Kept(NamedTuple):
@@ -32,14 +34,28 @@ class KnownSteps:
     def __init__(self, root: str) -> None:
         self._root = root
         self._kept: dict[str, _Kept] = {}
+        self._count = 0
+        """Directories of the run, when it was listed last."""
+        self.waiting = self._most_waiting = 0
+        """Saves since :meth:`due`, and how many may be."""
+
+    def due(self) -> bool:
+        """Whether to look at the run now that one more save has ended. A look costs what the run has steps, whatever has changed, so there
+        is one save for each ``_FEW`` steps between two of them: what is to be removed waits, but is one step in ``_FEW`` at most."""
+        if self.waiting < self._most_waiting:
+            self.waiting += 1
+            return False
+        self.waiting, self._most_waiting = 0, self._count // _FEW
+        return True
 
     def list(self) -> list[Step]:
         """As :func:`ckpt.list_steps`, of the present moment; only records that are new or changed are read."""
         backend = open_backend(self._root)
-        tokens = backend.version_tokens(COMMIT_PATH, skip=_APART)  # before anything is read
         itself, names = look(backend, self._root)
+        self._count = len(names)
         if itself is not None:
             return [itself]
+        tokens = backend.version_tokens(names, COMMIT_PATH, skip=_APART)  # before any record is read
         if tokens is None:
             return in_order(read_steps(backend, self._root, names).values())
         before = self._kept

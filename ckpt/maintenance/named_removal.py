@@ -23,12 +23,7 @@ class NamedRemoval:
     run: str | None
 
     def remove(self) -> None:
-        """Remove it, and its directory if nothing else is in it.
-
-        Raises:
-            ConflictError: it was replaced, tagged or referred to since it was looked at: it stays.
-            StorageError: the storage refuses.
-        """
+        """Remove it, and its directory if nothing else is in it."""
         if self.run is None:
             remove_at(self.step.url)
         elif not remove_steps(self.run, [self.step], {}):
@@ -37,15 +32,7 @@ class NamedRemoval:
 
 
 def named_removal(url: str) -> NamedRemoval:
-    """The checkpoint at ``url``. Only looks.
-
-    Raises:
-        NotFoundError: there is none.
-        NotCommittedError: a save did not finish there, or goes on.
-        UsageError: it is a run.
-        FormatError: it is of another format.
-        ConflictError: it is tagged, or others use its files or need it.
-    """
+    """The checkpoint at ``url``. Only looks."""
     backend = open_backend(url)
     step, names = look(backend, url)
     if step is None:

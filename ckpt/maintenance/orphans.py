@@ -60,9 +60,6 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
     Args:
         older_than: seconds for which nobody touched a file that may go. 0: nobody saves or copies there now.
         now: seconds since 1970, as the storage says: ``Backend.now``.
-
-    Raises:
-        StorageError: the storage cannot be listed.
     """
     directories: dict[str, _Directory] = {}
     orphans: list[Orphan] = []
@@ -198,11 +195,7 @@ def _ago(seconds: float) -> str:
 
 
 def remove_orphans(backend: Backend, orphans: Iterable[Orphan]) -> None:
-    """Remove those that are ``removable``. What was committed since ``find_orphans`` looked stays, and so does what is being committed.
-
-    Raises:
-        StorageError: the storage failed. What is left is still an orphan.
-    """
+    """Remove those that are ``removable``. What was committed since ``find_orphans`` looked stays, and so does what is being committed."""
     going = [o for o in orphans if o.removable]
     for upload in (o.upload for o in going if o.upload is not None):
         backend.abort_upload(upload)

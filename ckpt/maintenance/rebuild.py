@@ -16,7 +16,6 @@ from ckpt.formats.native.commit import (
     COMMIT_PATH,
     ELSEWHERE,
     LABELS,
-    MIXED,
     REFERENCED,
     VALUES,
     VIRTUAL,
@@ -24,7 +23,7 @@ from ckpt.formats.native.commit import (
     is_ours,
 )
 from ckpt.formats.native.datafiles.references import is_reference, split_url
-from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index, has_steps
+from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
 from ckpt.formats.native.writer import write_index
@@ -78,16 +77,6 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
         id: of the save: the first part of the names in ``data/``. It is needed where no commit record says it; then nobody knows whether
             that save was ever whole. A tensor's last rows that are in no data file are not missed, unless they were coded.
         dry_run: only tell what would be done.
-
-    Raises:
-        NotFoundError: there are no data files.
-        UsageError: no record says which save it is, and ``id`` neither; or the record says another one.
-        FormatError: a virtual checkpoint, one that refers to data files of others or has tensors of earlier steps, or one of a later
-            version.
-        CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype. Or a commit record says that
-            there were more tensors, or fewer.
-        ConflictError: somebody else committed meanwhile, or ``url`` is a symbolic link.
-        StorageError: the storage failed.
     """
     backend = open_backend(url)
     index = _left(backend)
@@ -101,12 +90,6 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
             "a checkpoint that refers to data files of others cannot be rebuilt: its own files do not say which",
             where=url,
             hint="restore the index from a copy; the checkpoints that it refers to are whole by themselves",
-        )
-    if not index.is_whole and _is_mixed(backend, index, chosen):
-        raise FormatError(
-            "some of its tensors are of earlier steps, and no data file says which",
-            where=url,
-            hint="restore the index from a copy, or load another checkpoint",
         )
     rebuilt, lost = (_kept(index), ()) if index.is_whole else _rebuilt(backend, index, chosen)
     if not index.is_whole and refers is None and _may_refer(backend):
@@ -200,20 +183,10 @@ def _may_refer(backend: Backend) -> bool:
     return False
 
 
-def _is_mixed(backend: Backend, index: _Index, id: str) -> bool:
-    """Whether tensors are of earlier steps, as far as what is left says, and the table that tells which cannot be kept."""
-    if index.record is not None:
-        return MIXED in index.record.features and not _has_tables(index)
-    try:
-        return has_steps(backend.read_whole(index_path(id, GRIDS), INDEX_LIMIT), backend.url)
-    except (NotFoundError, CorruptError):
-        return False
-
-
 def _kept(index: _Index) -> Rebuilt:
     """What an index says that is whole."""
     features = () if index.record is None else index.record.features
-    contents = decode_index(index.files, "the index", anchored=ANCHORS in features, mixed=MIXED in features)
+    contents = decode_index(index.files, "the index", anchored=ANCHORS in features)
     return Rebuilt(contents=contents, features=())
 
 
@@ -225,7 +198,7 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     lost: tuple[str, ...] = (LABELS,) if index.record is None else ()
     if _has_tables(index):
         tables = {name: index.files[name] for name in _TABLES}
-        contents = decode_index({**of_nothing, **tables}, where, anchored=ANCHORS in known, mixed=MIXED in known)
+        contents = decode_index({**of_nothing, **tables}, where, anchored=ANCHORS in known)
         rebuilt = Rebuilt(contents=contents, features=known)
     else:
         rebuilt, lost = rebuild(backend, id), (ALIASES, *lost)

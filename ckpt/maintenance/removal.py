@@ -20,8 +20,10 @@ from .step_listing import Step, directory_name, list_steps
 
 log = logging.getLogger("ckpt")
 
-_BATCH = 1000
-"""Steps that are removed together."""
+_BATCH = 100_000
+"""Files of the steps that are removed together, about: their paths are in memory at once, and the run is listed twice for each batch."""
+_BESIDE = 8
+"""Files of a checkpoint beside those of its ranks."""
 _NOTHING = ".removed"
 """No file has this name: to delete it removes directories that are empty."""
 _LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
@@ -37,24 +39,23 @@ def remove_steps(
     """Remove checkpoints of a run, or what saves left there, each after those that use its bytes, and give those that are gone; and the
     directory if nothing else is in it. Of a link only the link goes. Stopped anywhere, it leaves whole checkpoints or orphans.
 
-    ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id
-    ``busy``, and one whose data files another one refers to; and so does what they use. ``relist`` lists the run once more, for what
+    ``referrers``: which steps use the bytes of a step. One that was replaced or tagged since it was listed stays, like that of the id or
+    URL ``busy``, and one whose data files another one refers to; and so does what they use. ``relist`` lists the run once more, for what
     refers to a step since; ``list_steps`` by default.
-
-    Raises:
-        StorageError: the storage refuses, or it has become a link since it was listed.
     """
     relist = partial(list_steps, root_url) if relist is None else relist
     root = open_backend(root_url)
     left, removed, stayed = deque(steps), list[Step](), set[int | None]()
     while left:
         batch: list[Step] = []
-        while left and len(batch) < _BATCH:
+        files = 0
+        while left and files < _BATCH:
             step = left.popleft()
+            files += _BESIDE + (step.world_size or 0)
             if not stayed.isdisjoint(referrers.get(step.number, ()) if step.number is not None else ()):
                 log.warning("%s stays, since a checkpoint that uses it does", step.url)
                 stayed.add(step.number)
-            elif busy is not None and step.id == busy:
+            elif busy is not None and busy in (step.id, step.url):
                 stayed.add(step.number)
             elif step.link is not None and batch:
                 left.appendleft(step)
@@ -109,12 +110,7 @@ def _referrers(batch: Sequence[Step], relist: Callable[[], Sequence[Step]]) -> d
 
 
 def remove_at(url: str) -> None:
-    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes.
-
-    Raises:
-        ConflictError: others of its run refer to its data files, or nobody can say whether they do. It stays.
-        StorageError: the storage refuses.
-    """
+    """Remove the checkpoint at ``url``, and the directory if nothing else is in it. If it is a symbolic link, only the link goes."""
     here = open_backend(url)
     parent, _, name = here.url.rstrip("/").rpartition("/")
     if here.link() is None and not (parent and here.url.startswith("/")):

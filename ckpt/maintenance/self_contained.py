@@ -64,11 +64,7 @@ class SelfContained:
 
     @classmethod
     def of(cls, catalog: NativeCatalog) -> SelfContained | None:
-        """None if the checkpoint has no references.
-
-        Raises:
-            CorruptError: a file that it refers to is missing, or not the one that it should be.
-        """
+        """None if the checkpoint has no references."""
         if REFERENCED not in catalog.record.features:
             return None
         chunks: defaultdict[int, list[tuple[TensorEntry, int]]] = defaultdict(list)

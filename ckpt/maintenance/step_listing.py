@@ -15,7 +15,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.branches import Branches, begun_last, left_at
 from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, MIXED, REFERENCED, VIRTUAL, CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord
 from ckpt.formats.native.datafiles.references import RunBackend
 from ckpt.formats.native.datafiles.referrers import references_of, remaining_files, remaining_references
 from ckpt.formats.native.extents import decode_sources
@@ -64,8 +64,6 @@ class Step:
     """Whether others of the run may refer to its data files."""
     part: str | None = None
     """What of a state it was saved with, as the arguments of the save, if that was a part; the rest is in its base."""
-    mixed_steps: bool = False
-    """Whether some of its tensors are of an earlier step."""
     branches: Branches = ()
     """Where the run had gone back to an earlier step before this one was saved."""
     abandoned: int | None = None
@@ -159,11 +157,7 @@ def _is_of_checkpoint(names: Sequence[str]) -> bool:
 
 def runs_below(url: str) -> list[str]:
     """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
-    many directories only the first are looked at.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    many directories only the first are looked at."""
     names = [name.rstrip("/") for name in open_backend(url).list_dir("") if name.endswith("/")]
     below = [join_url(url, name) for name in names[:_LOOKED_INTO]]
     return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]
@@ -233,7 +227,6 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         reusable=record.reusable,
         part=record.part,
         branches=record.branches,
-        mixed_steps=MIXED in record.features,
         link=link,
     )
 

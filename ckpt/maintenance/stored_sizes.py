@@ -27,9 +27,6 @@ def stored_sizes(steps: Sequence[Step]) -> dict[str, int]:
     object store, listing them would cost a request per thousand. What did not finish or is damaged has no index to believe: its files are
     listed. The files that a virtual checkpoint points into, and data files of other checkpoints that
     one refers to, are not its own and do not count.
-
-    Raises:
-        StorageError: the storage cannot be read.
     """
     sizes = map_tasks(_size_of, steps, _THREADS, "ckpt-sizes")
     return {step.url: size for step, size in zip(steps, sizes, strict=True) if size is not None}

@@ -37,12 +37,6 @@ def connect(*, start: bool = True, folder: str | os.PathLike[str] | None = None)
     """The client of this process for the daemon of ``folder``; by default ``CKPT_MEMORY_DIR`` or that of the account.
 
     ``start``: start the daemon if none runs.
-
-    Raises:
-        NotFoundError: none runs, and ``start`` is false.
-        FormatError: it is of another release, whose messages this one does not know.
-        AccessError: it is another account's.
-        StorageError: it does not answer, or cannot be started.
     """
     where = place.folder() if folder is None else Path(folder).absolute()
     with _clients_lock:
@@ -60,11 +54,7 @@ def trust(address: str, secret: str) -> None:
 
 
 def secret_for(address: str) -> str:
-    """The secret of a daemon on another machine: what ``trust`` was given, else ``CKPT_MEMORY_SECRET``, else that of the daemon here.
-
-    Raises:
-        AccessError: none is known.
-    """
+    """The secret of a daemon on another machine: what ``trust`` was given, else ``CKPT_MEMORY_SECRET``, else that of the daemon here."""
     return _secrets[address] if address in _secrets else place.secret_of(place.folder())
 
 
@@ -79,12 +69,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_daemon(folder: Path) -> None:
-    """End the daemon of a folder, of whatever release; its memory is lost.
-
-    Raises:
-        NotFoundError: none runs.
-        StorageError: it does not end.
-    """
+    """End the daemon of a folder, of whatever release; its memory is lost."""
     place.check_private(folder)
     try:
         with place.connect_socket(folder, TIMEOUT) as sock:
@@ -163,23 +148,10 @@ class MemoryClient:
         self._silent = False
 
     def _ask(self, question: Message) -> tuple[Message, Sequence[int]]:
-        # A daemon that is replaced closes its connections, after an answer and before it reads the next question. So if
-        # the connection breaks and the same daemon is there again, it has not heard this one.
         with self._lock:
             connection = self._reached(start=False)
-            try:
-                with self._noting_silence():
-                    return connection.ask(question)
-            except StorageError as err:
-                if connection.is_open() or _is_silence(err):
-                    raise
-                try:
-                    again = self._reached(start=False)
-                except NotFoundError:
-                    raise err from None
-                if again.changes()[0] != connection.changes()[0]:
-                    raise
-                return again.ask(question)
+            with self._noting_silence():
+                return connection.ask(question)
 
     # ---- objects
 
@@ -189,25 +161,8 @@ class MemoryClient:
         return ("", -1) if connection is None else connection.changes()
 
     def lend(self, size: int) -> Loan:
-        """Memory for an object of ``size`` bytes.
-
-        Raises:
-            NoSpaceError: the daemon's budget does not have so much left.
-            StorageError: the daemon is gone.
-        """
-        kept = self._idle.take_open()
-        if kept is not None:
-            try:
-                with self._noting_silence():
-                    return Loan(kept, size, self._mappings, self._idle)
-            except StorageError as err:
-                if kept.is_open() or _is_silence(err):  # the daemon refuses, or hangs
-                    kept.close()
-                    raise
-            except BaseException:
-                kept.close()
-                raise
-        connection = self._try_to_connect()  # it may have been replaced just now
+        """Memory for an object of ``size`` bytes."""
+        connection = self._idle.take_open() or self._try_to_connect()
         if connection is None:
             raise gone(self.folder, "nobody listens")
         try:
@@ -218,12 +173,7 @@ class MemoryClient:
             raise
 
     def put(self, path: str, data: bytes | memoryview, *, expected: bytes | None = None) -> MemoryObject:
-        """Compare and swap: put a small object if ``path`` has just ``expected``, or nothing if that is None.
-
-        Raises:
-            ConflictError: it has something else.
-            NoSpaceError: the daemon's budget does not have so much left.
-        """
+        """Compare and swap: put a small object if ``path`` has just ``expected``, or nothing if that is None."""
         question = {
             "ask": "put_bytes",
             "path": path,
@@ -233,19 +183,11 @@ class MemoryClient:
         return MemoryObject.of(self._ask(question)[0]["object"])
 
     def get(self, path: str) -> MappedObject:
-        """An object, to be read.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """An object, to be read."""
         answer, files = self._ask({"ask": "get", "path": path})
         return MappedObject(MemoryObject.of(answer["object"]), files[0])
 
     def stat(self, path: str) -> MemoryObject:
-        """
-        Raises:
-            NotFoundError: there is none.
-        """
         return MemoryObject.of(self._ask({"ask": "stat", "path": path})[0]["object"])
 
     def list(self, prefix: str = "") -> Sequence[MemoryObject]:
@@ -264,11 +206,7 @@ class MemoryClient:
     # ---- other machines
 
     def address(self) -> str:
-        """``host:port`` at which readers on other machines reach this one; it listens there from the first call on.
-
-        Raises:
-            UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
-        """
+        """``host:port`` at which readers on other machines reach this one; it listens there from the first call on."""
         return address_text(*self.addresses()[0])
 
     def addresses(self) -> Sequence[tuple[str, int]]:
@@ -286,21 +224,8 @@ class MemoryClient:
         return self._ask({"ask": "status"})[0]
 
     def stop(self) -> None:
-        """End it; its memory is lost. Returns when it has ended.
-
-        Raises:
-            StorageError: it does not end.
-        """
+        """End it; its memory is lost. Returns when it has ended."""
         end_daemon(self.folder)
-
-    def replace(self) -> None:
-        """Let the program that is installed now go on in its place, with all objects. For upgrades.
-
-        Raises:
-            BusyError: saves are going on.
-            StorageError: the program that is installed now does not start; the daemon goes on as it was.
-        """
-        self._ask({"ask": "replace"})
 
 
 def _is_silence(err: StorageError) -> bool:

@@ -52,10 +52,6 @@ class DaemonConnection:
         return self._id, struct.unpack("<Q", self._changes[:8])[0]
 
     def ask(self, question: Message) -> tuple[Message, Sequence[int]]:
-        """
-        Raises:
-            CkptError: what the daemon found wrong; StorageError if it is gone or hangs.
-        """
         seconds = min(TIMEOUT, self._seconds, patience.get())
         try:
             self._sock.settimeout(seconds)
@@ -117,12 +113,7 @@ def try_to_connect(folder: Path, seconds: float = TIMEOUT) -> DaemonConnection |
 
 
 def start_daemon(folder: Path) -> None:
-    """Start a daemon, which is no child of this process.
-
-    Raises:
-        UsageError: a variable of its settings has no such value. It is named here, and not in the daemon's log alone.
-        StorageError: it does not start.
-    """
+    """Start a daemon, which is no child of this process."""
     for setting in (place.given_budget, settings.memory_port, settings.memory_idle):
         setting()
     place.make_private(folder)

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt._version import __version__
-from ckpt.errors import AccessError, BusyError, CkptError, FormatError, UsageError, error_to_json
+from ckpt.errors import AccessError, CkptError, FormatError, UsageError, error_to_json
 
 from . import place
 from .messages import PROTOCOL, Message, close_all, receive, send
 from .serving import MemoryServer
-from .standby import HandedOver, Standby
 from .store import Lent, MemoryStore
 
 _TICK = 2.0
@@ -45,14 +44,6 @@ class ClientConnection:
     lent: Lent | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replaced:
-    """Why :meth:`MemoryDaemon.run` ended: another program, which stands by, is to go on with this."""
-
-    standby: Standby
-    handed_over: HandedOver
-
-
 class MemoryDaemon:
     """Serves ``store`` at the socket of ``folder``, which it listens at already."""
 
@@ -64,10 +55,9 @@ class MemoryDaemon:
         *,
         secret: str,
         idle: float,
-        lock: int,
         server: MemoryServer | None,
     ) -> None:
-        """``lock``: the descriptor that keeps other daemons from the folder; ``server``: for other machines, if it listens for them yet."""
+        """``server``: for other machines, if it listens for them yet."""
         self._folder = folder
         self._listening = listening
         self._store = store
@@ -78,14 +68,11 @@ class MemoryDaemon:
         self._server = server
         self._began = self._used = time.monotonic()
         self._ending = False
-        self._lock = lock
-        self._standby: Standby | None = None
         self._inode = place.socket_inode(folder)
         self._answers: dict[str, Callable[[ClientConnection, Message], Answer]] = {
             "hello": self._hello,
             "status": self._status,
             "stop": self._stop,
-            "replace": self._replace,
             "lend": self._lend,
             "put": self._put,
             "give_back": self._give_back,
@@ -102,15 +89,13 @@ class MemoryDaemon:
         """End soon; for handlers of signals."""
         self._ending = True
 
-    def run(self) -> Replaced | None:
-        """Serve until somebody says ``stop``, or nothing happens for long; what another program goes on with, if one is to."""
+    def run(self) -> None:
+        """Serve until somebody says ``stop``, or nothing happens for long."""
         self._listening.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ, None)
         ticked, freeing = time.monotonic(), False
-        while not self._is_over():
+        while not self._ending:
             for key, _ in self._selector.select(0 if freeing else _TICK):
-                if self._is_over():
-                    break  # what is asked now is for the new program, which has been given all objects
                 if key.data is None:
                     self._accept()
                 else:
@@ -120,10 +105,7 @@ class MemoryDaemon:
                 ticked = time.monotonic()
                 self._store.tend()
                 self._look_whether_to_go_on()
-        return self._end()
-
-    def _is_over(self) -> bool:
-        return self._ending or self._standby is not None
+        self._end()
 
     def _look_whether_to_go_on(self) -> None:
         if self._connections or self._server:
@@ -134,20 +116,15 @@ class MemoryDaemon:
         elif self._store.is_empty() and time.monotonic() - self._used > self._idle:
             self._ending = True
 
-    def _end(self) -> Replaced | None:
+    def _end(self) -> None:
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
             self._close(connection)
-        if self._standby is not None:
-            handed_over = self._hand_over()
-            self._listening.detach()
-            return Replaced(standby=self._standby, handed_over=handed_over)
         if place.is_ours(self._folder, self._inode):
             place.forget_socket(self._folder)
         self._listening.close()
         self._store.close()
-        return None
 
     # ---- connections
 
@@ -235,16 +212,6 @@ class MemoryDaemon:
     def _stop(self, connection: ClientConnection, asked: Message) -> Answer:
         self._ending = True
         return {"pid": os.getpid()}, []
-
-    def _replace(self, connection: ClientConnection, asked: Message) -> Answer:
-        if any(c.lent is not None for c in self._connections):
-            raise BusyError("saves into this memory are going on", hint="wait until they have ended, then replace the daemon")
-        self._standby = Standby(self._folder, self._hand_over())
-        return {"pid": os.getpid()}, []
-
-    def _hand_over(self) -> HandedOver:
-        store = self._store.hand_over()
-        return HandedOver(socket=self._listening.fileno(), lock=self._lock, store=store, files=self._store.files_of(store))
 
     def _lend(self, connection: ClientConnection, asked: Message) -> Answer:
         if connection.lent is not None:

@@ -43,20 +43,11 @@ class Loan:
 
     @property
     def data(self) -> Bytes:
-        """Its bytes, to be filled where they are opened.
-
-        Raises:
-            StorageError: it was put or closed.
-        """
+        """Its bytes, to be filled where they are opened."""
         return self._mapped().data[: self.size]
 
     def open(self, start: int, length: int) -> None:
-        """See ``LentMemory.open``.
-
-        Raises:
-            StorageError: it was put or closed.
-            NoSpaceError: the system refuses it.
-        """
+        """See ``LentMemory.open``."""
         try:
             self._mapped().open(start, length)
         except OSError as err:
@@ -78,12 +69,7 @@ class Loan:
         return self.data.data
 
     def put(self, path: str) -> MemoryObject:
-        """Name what was filled; from here on it cannot be written, and outlives this process. If that fails, it is given back.
-
-        Raises:
-            ConflictError: the name is taken.
-            StorageError: the daemon is gone.
-        """
+        """Name what was filled; from here on it cannot be written, and outlives this process. If that fails, it is given back."""
         mapping, self.mapping = self._mapped(), None
         try:
             self._mappings.keep(self._file, mapping)

@@ -35,11 +35,7 @@ class FileMapping:
     """A whole file of the daemon, mapped to be filled; ``data`` has its bytes."""
 
     def __init__(self, file: int, capacity: int, *, fresh: bool) -> None:
-        """``fresh``: its pages do not exist yet, so the copy makes them, by as many threads as copy.
-
-        Raises:
-            OSError: it cannot be mapped.
-        """
+        """``fresh``: its pages do not exist yet, so the copy makes them, by as many threads as copy."""
         memory = mmap.mmap(file, capacity)
         memory.madvise(mmap.MADV_DONTFORK)
         if not fresh:
@@ -49,21 +45,13 @@ class FileMapping:
         self.protected = False
 
     def open(self, start: int, length: int) -> None:
-        """Let these bytes, and the pages around them, be written to. Any number of threads may call it.
-
-        Raises:
-            OSError: the system refuses it.
-        """
+        """Let these bytes, and the pages around them, be written to. Any number of threads may call it."""
         if self.protected and length:
             first, last = start // mmap.PAGESIZE * mmap.PAGESIZE, -(-(start + length) // mmap.PAGESIZE) * mmap.PAGESIZE
             self._change(first, last, writable=True)
 
     def protect(self) -> None:
-        """Nobody writes to it from here on, until it is opened again.
-
-        Raises:
-            OSError: the system refuses it.
-        """
+        """Nobody writes to it from here on, until it is opened again."""
         self._change(0, len(self.data), writable=False)
         self.protected = True
 
@@ -73,11 +61,7 @@ class FileMapping:
 
 
 def protect(address: int, size: int, *, writable: bool) -> None:
-    """What this process may do to mapped pages: a stray write to those that are not writable ends it.
-
-    Raises:
-        OSError: the system refuses it.
-    """
+    """What this process may do to mapped pages: a stray write to those that are not writable ends it."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     if _mprotect()(address, size, access):
         code = ctypes.get_errno()
@@ -107,11 +91,7 @@ class MappingCache:
         self._kept: OrderedDict[int, FileMapping] = OrderedDict()
 
     def open(self, file: int, capacity: int, *, fresh: bool) -> FileMapping:
-        """The mapping of a lent file, to be written to where it is opened.
-
-        Raises:
-            OSError: it cannot be mapped.
-        """
+        """The mapping of a lent file, to be written to where it is opened."""
         with self._lock:
             mapping = self._kept.pop(os.fstat(file).st_ino, None)
         if mapping is None:

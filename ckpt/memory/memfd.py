@@ -29,11 +29,7 @@ def capacity_of(size: int) -> int:
 
 
 def make_file(capacity: int) -> int:
-    """A descriptor of a new file, open for writing, whose size cannot change.
-
-    Raises:
-        OSError: there is no memory for it, or this process has too many files open.
-    """
+    """A descriptor of a new file, open for writing, whose size cannot change."""
     file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, capacity)

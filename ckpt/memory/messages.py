@@ -39,11 +39,7 @@ class Packet:
 
 
 def send(sock: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    """Send one message, and ``files``, which stay open here.
-
-    Raises:
-        OSError: the other end is gone, or takes nothing.
-    """
+    """Send one message, and ``files``, which stay open here."""
     text = json.dumps(message).encode()
     if len(text) <= _INLINE:
         socket.send_fds(sock, [_HERE, text], list(files))
@@ -58,13 +54,7 @@ def send(sock: socket.socket, message: Mapping[str, Any], files: Sequence[int] =
 
 
 def receive(sock: socket.socket) -> Packet | None:
-    """The next message; None if the other end has closed.
-
-    Raises:
-        FormatError: it is no message of ours.
-        CkptError: this process has too many files open.
-        OSError: the other end is gone, or says nothing.
-    """
+    """The next message; None if the other end has closed."""
     data, files, flags, _ = socket.recv_fds(sock, _INLINE + 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:

@@ -28,11 +28,7 @@ def folder() -> Path:
 
 
 def given_budget() -> int | None:
-    """The bytes of ``CKPT_MEMORY_BUDGET``, if it is set.
-
-    Raises:
-        UsageError: it is no size.
-    """
+    """The bytes of ``CKPT_MEMORY_BUDGET``, if it is set."""
     text = settings.memory_budget()
     try:
         return None if text is None else parse_size(text)
@@ -41,11 +37,7 @@ def given_budget() -> int | None:
 
 
 def make_private(path: Path) -> None:
-    """Make the folder, unless it is there.
-
-    Raises:
-        AccessError: others can reach it, or it cannot be made.
-    """
+    """Make the folder, unless it is there."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as err:
@@ -54,11 +46,6 @@ def make_private(path: Path) -> None:
 
 
 def check_private(path: Path, hint: str = "remove it, or choose another one, and start again") -> None:
-    """
-    Raises:
-        AccessError: others than this account can reach it.
-        OSError: it is not there.
-    """
     seen = path.lstat()
     if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
         raise AccessError(
@@ -69,11 +56,7 @@ def check_private(path: Path, hint: str = "remove it, or choose another one, and
 
 
 def write_private(path: Path, text: str) -> None:
-    """Make or replace a file that this account alone can read; others see all of it, or what was there before.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Make or replace a file that this account alone can read; others see all of it, or what was there before."""
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as file:
@@ -82,11 +65,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def connect_socket(path: Path, timeout: float) -> socket.socket:
-    """A connection to the daemon of a folder.
-
-    Raises:
-        OSError: none listens there.
-    """
+    """A connection to the daemon of a folder."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     close_when_forked(sock)  # else what a process has borrowed goes back when its last child has ended, not with it
     sock.settimeout(timeout)
@@ -134,11 +113,7 @@ def open_lock(path: Path) -> int:
 
 
 def secret_of(path: Path, *, make: bool = False) -> str:
-    """What peers of the daemon prove to each other that they know: ``CKPT_MEMORY_SECRET``, or what the folder's file has.
-
-    Raises:
-        AccessError: there is none, or others can read it.
-    """
+    """What peers of the daemon prove to each other that they know: ``CKPT_MEMORY_SECRET``, or what the folder's file has."""
     given = settings.memory_secret()
     if given is not None:
         return given

@@ -22,11 +22,7 @@ _IDLE = 8
 
 
 def split_host(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[v6]:port``.
-
-    Raises:
-        UsageError: it is no such address.
-    """
+    """Host and port of ``host:port`` or ``[v6]:port``."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{address!r} is no address of a memory daemon", hint="write host:port, as `ckpt memory status --listen` shows it")
@@ -44,37 +40,18 @@ class RemoteMemory:
         self._idle = IdleConnections[Channel](_IDLE)
 
     def hello(self) -> tuple[str, str]:
-        """The id of the daemon, and the name of its machine.
-
-        Raises:
-            StorageError: the daemon is gone or hangs.
-        """
+        """The id of the daemon, and the name of its machine."""
         answer = self._answer({"ask": "hello"}, {"id": str, "host": str})
         return answer["id"], answer["host"]
 
     def list(self, prefix: str) -> list[MemoryObject]:
-        """
-        Raises:
-            StorageError: the daemon is gone or hangs.
-        """
         return [MemoryObject.of(row) for row in self._answer({"ask": "list", "prefix": prefix}, {"objects": [ROW]})["objects"]]
 
     def stat(self, path: str) -> MemoryObject:
-        """
-        Raises:
-            NotFoundError: there is no such object.
-            StorageError: the daemon is gone or hangs.
-        """
         return MemoryObject.of(self._answer({"ask": "stat", "path": path}, {"object": ROW})["object"])
 
     def read_into(self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None) -> None:
-        """Fill ``view``, and give all of it to ``update`` in order.
-
-        Raises:
-            NotFoundError: there is no such object.
-            CorruptError: it has fewer bytes.
-            StorageError: the daemon is gone or hangs.
-        """
+        """Fill ``view``, and give all of it to ``update`` in order."""
 
         def fill(channel: Channel) -> None:
             for at in range(0, len(view), limits.MIB):
@@ -138,10 +115,6 @@ class RemoteMemory:
 
 
 def _addresses(host: str, port: int) -> list[tuple[str, int]]:
-    """
-    Raises:
-        StorageError: nobody knows the name.
-    """
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as err:

@@ -26,7 +26,7 @@ from types import FrameType
 from ckpt import settings
 from ckpt.errors import BusyError, CkptError, DeadlineError
 
-from . import place, standby
+from . import place
 from .budget import default_budget
 from .daemon import MemoryDaemon
 from .serving import MemoryServer
@@ -44,14 +44,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--background", action="store_true")
     parser.add_argument("--budget", type=int)
-    parser.add_argument(standby.TAKEN_OVER, type=int, dest="state")
-    parser.add_argument(standby.STAND_BY, dest="stand_by")
-    parser.add_argument(standby.TAKEN, dest="taken")
     given = parser.parse_args()
     try:
-        if given.state is not None:
-            _go_on(given.folder, given.state, stand_by=given.stand_by, taken=given.taken)
-        elif given.background:
+        if given.background:
             start_in_background(given.folder, given.budget)
         else:
             serve(given.folder, given.budget)
@@ -60,11 +55,7 @@ def main() -> None:
 
 
 def start_in_background(folder: Path, budget: int | None) -> None:
-    """Return when a daemon listens; it goes on without this process.
-
-    Raises:
-        DeadlineError: none listens after half a minute.
-    """
+    """Return when a daemon listens; it goes on without this process."""
     place.make_private(folder)
     ours, its = os.pipe()
     if os.fork():
@@ -107,12 +98,7 @@ def _listens(folder: Path) -> bool:
 
 
 def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lambda: None) -> None:
-    """Be the daemon, until it ends; ``listens`` is called when clients can connect.
-
-    Raises:
-        BusyError: the folder has one.
-        AccessError: others can reach the folder.
-    """
+    """Be the daemon, until it ends; ``listens`` is called when clients can connect."""
     place.make_private(folder)
     lock = place.open_lock(folder)
     try:
@@ -126,7 +112,7 @@ def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lamb
     server = _server(folder, store)
     listening = place.listen_socket(folder)
     listens()
-    _run(folder, listening, store, lock, server)
+    _run(folder, listening, store, server)
 
 
 def _server(folder: Path, store: MemoryStore) -> MemoryServer | None:
@@ -135,35 +121,18 @@ def _server(folder: Path, store: MemoryStore) -> MemoryServer | None:
     return MemoryServer(store, place.secret_of(folder), port) if port else None
 
 
-def _go_on(folder: Path, state: int, *, stand_by: str | None, taken: str | None) -> None:
-    """With all that the program before this one had."""
-    handed_over = standby.HandedOver.read(state)
-    listening, store = socket.socket(fileno=handed_over.socket), MemoryStore.taken_over(handed_over.store)
-    if taken is not None:
-        standby.tell_taken(taken)
-    if stand_by is None or standby.stand_by(stand_by):
-        server = None
-        try:
-            server = _server(folder, store)
-        except CkptError as err:  # what it holds counts more
-            log.warning("other machines cannot reach this memory: %s", err)
-        _run(folder, listening, store, handed_over.lock, server)
-
-
-def _run(folder: Path, listening: socket.socket, store: MemoryStore, lock: int, server: MemoryServer | None) -> None:
+def _run(folder: Path, listening: socket.socket, store: MemoryStore, server: MemoryServer | None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft != hard else (soft, hard))
-    daemon = MemoryDaemon(folder, listening, store, secret=place.secret_of(folder), idle=settings.memory_idle(), lock=lock, server=server)
+    daemon = MemoryDaemon(folder, listening, store, secret=place.secret_of(folder), idle=settings.memory_idle(), server=server)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         daemon.stop()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    replaced = daemon.run()
-    if replaced is not None:
-        replaced.standby.replace_this_program(folder, replaced.handed_over)
+    daemon.run()
 
 
 if __name__ == "__main__":

@@ -51,13 +51,7 @@ class MemoryServer:
     """Serves the objects of a store. ``addresses`` are where it listens, the most likely first."""
 
     def __init__(self, store: MemoryStore, secret: str, port: int = 0) -> None:
-        """``port``: where to listen; by default any that is free.
-
-        Raises:
-            UsageError: a setting names no interface.
-            BusyError: another process has the port.
-            CkptError: this process has too many files open.
-        """
+        """``port``: where to listen; by default any that is free."""
         self._store = store
         ports = listen(None, port)
         if not ports:
@@ -118,12 +112,7 @@ class MemoryServer:
 
 
 def _send_file(channel: Channel, content: ObjectRange) -> None:
-    """The bytes of a file, which the kernel moves.
-
-    Raises:
-        ConnectionError: the other end is gone.
-        DeadlineError: it takes nothing.
-    """
+    """The bytes of a file, which the kernel moves."""
     file, offset, length = content
     end, moved = offset + length, time.monotonic()
     room = select.poll()  # select() takes no descriptor above 1,023, and each object has two

@@ -89,11 +89,7 @@ class MemoryStore:
     # ---- writing
 
     def lend(self, size: int) -> Lent:
-        """Memory for an object of ``size`` bytes, whatever it has in it.
-
-        Raises:
-            NoSpaceError: the budget does not have so much left.
-        """
+        """Memory for an object of ``size`` bytes, whatever it has in it."""
         capacity = capacity_of(size)
         with self._lock:
             self._recycle()
@@ -130,11 +126,7 @@ class MemoryStore:
             )
 
     def put(self, lent: Lent, path: str) -> MemoryObject:
-        """Give lent memory, which its borrower has stopped writing to, a name. If that fails it stays lent.
-
-        Raises:
-            ConflictError: the name is taken.
-        """
+        """Give lent memory, which its borrower has stopped writing to, a name. If that fails it stays lent."""
         with self._lock:
             if path in self._entries:
                 raise _taken(path)
@@ -162,12 +154,7 @@ class MemoryStore:
                 self._freeing.append(UnusedFile(lent.file, lent.capacity, time.monotonic()))
 
     def put_bytes(self, path: str, data: bytes, expected: bytes | None) -> MemoryObject:
-        """Compare and swap: put a small object if the path has just ``expected``, or nothing.
-
-        Raises:
-            ConflictError: it has something else.
-            NoSpaceError: the budget does not have so much left.
-        """
+        """Compare and swap: put a small object if the path has just ``expected``, or nothing."""
         with self._lock:
             entry = self._entries.get(path)
             if expected is None and entry is not None:
@@ -217,20 +204,12 @@ class MemoryStore:
     # ---- reading
 
     def open(self, path: str) -> tuple[MemoryObject, int]:
-        """An object, and a descriptor to read it from, which the caller closes.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """An object, and a descriptor to read it from, which the caller closes."""
         with self._lock:
             entry = self._get(path)
             return entry.known, os.dup(entry.reading)
 
     def stat(self, path: str) -> MemoryObject:
-        """
-        Raises:
-            NotFoundError: there is none.
-        """
         with self._lock:
             return self._get(path).known
 
@@ -314,43 +293,6 @@ class MemoryStore:
         more = [f"{len(largest) - _NAMED} more"] if len(largest) > _NAMED else []
         words = {"lent": "saves that are going on", "dropped": "dropped, but still read"}
         return "; ".join([*parts, *more, *(f"{words[name]}: {units.size(size)}" for name, size in kinds.items())]) or "nothing is stored"
-
-    # ---- handing over to another program of the same process
-
-    def hand_over(self) -> Message:
-        """What :meth:`taken_over` needs."""
-        with self._lock:
-            self._recycle()
-            while self.free_some():  # who had it may map it, so nobody may have it again
-                pass
-            entries = list(self._entries.values())
-            return {
-                "id": self.id,
-                "budget": self.budget,
-                "changes": [self.changes, self._changed],
-                "number": self._number,
-                "entries": [[e.known.row(), e.capacity, e.file, e.reading] for e in entries],
-                "dropped": [[left.file, left.capacity] for left in self._dropped],
-            }
-
-    @classmethod
-    def taken_over(cls, given: Message) -> MemoryStore:
-        """The store that the program before this one had in this process."""
-        store = cls(int(given["budget"]))
-        os.close(store.changes)
-        store.id, store._number = str(given["id"]), int(given["number"])
-        store.changes, store._changed = given["changes"]
-        for row, capacity, file, reading in given["entries"]:
-            known = MemoryObject.of(row)
-            store._entries[known.path] = ObjectFile(known, capacity, file, reading)
-        store._dropped = [UnusedFile(file, capacity, time.monotonic()) for file, capacity in given["dropped"]]
-        return store
-
-    @staticmethod
-    def files_of(given: Message) -> tuple[int, ...]:
-        """The descriptors that :meth:`hand_over` names."""
-        of_objects = (file for *_, writing, reading in given["entries"] for file in (writing, reading))
-        return given["changes"][0], *of_objects, *(file for file, _ in given["dropped"])
 
     def close(self) -> None:
         """Free everything that nobody reads."""

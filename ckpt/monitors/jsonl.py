@@ -9,7 +9,7 @@ from ckpt.events.event import Event
 
 
 class JsonLines:
-    """Appends each event to a local file, a line each, written at once. ``ckpt advise`` reads it.
+    """Appends each event to a local file, a line each, written at once.
 
     Args:
         path: the file; it and its directory are made if they are not there. The root of a run is a good place: ``runs/a/events.jsonl``.

@@ -73,12 +73,7 @@ def is_checkpoint(url: str) -> bool:
 
 
 def read_save(url: str) -> SavedSpans:
-    """The commit record is enough: a checkpoint with a damaged index still says how it was saved.
-
-    Raises:
-        NotFoundError, NotCommittedError, FormatError, CorruptError: there is no checkpoint of ours, or its record is damaged. What is
-            wrong with its spans is not raised.
-    """
+    """The commit record is enough: a checkpoint with a damaged index still says how it was saved."""
     backend = open_backend(url)
     data = read_record(backend)
     if data is None:
@@ -97,16 +92,12 @@ def _no_record(url: str) -> FormatError:
     """Raises what is wrong, if no checkpoint is there; gives what is wrong with one of another format."""
     from ckpt.formats.registry import open_catalog
 
-    format = open_catalog(url, mixed_steps=True).format
+    format = open_catalog(url).format
     return FormatError(f"a checkpoint of the format {format} has no spans", where=url, hint="only saves of ckpt keep them")
 
 
 def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) -> History:
-    """The saves below ``url``. What is wrong with one of them is in its ``problem``; directories that hold none are left out.
-
-    Raises:
-        StorageError: the storage cannot be listed.
-    """
+    """The saves below ``url``. What is wrong with one of them is in its ``problem``; directories that hold none are left out."""
     backend = open_backend(url)
     numbers = {name.rstrip("/"): step_number(name) for name in backend.list_dir("") if name.endswith("/")}
     names = sorted((name for name, number in numbers.items() if number is not None), key=lambda name: (numbers[name] or 0, name))

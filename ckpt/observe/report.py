@@ -91,12 +91,7 @@ class Report:
 
 
 def build_report(urls: Sequence[str], setting: Setting) -> Report:
-    """A report on a run, or on checkpoints.
-
-    Raises:
-        UsageError: a run among several URLs; a mesh that does not have the ranks of the save.
-        NotFoundError, FormatError …: a URL has no checkpoint of ours. What is wrong with spans is a note in the report.
-    """
+    """A report on a run, or on checkpoints."""
     notes: list[str] = []
     log: tuple[LogEntry, ...] = ()
     if len(urls) == 1 and not is_checkpoint(urls[0]):
@@ -266,7 +261,7 @@ def _sizes(url: str, record: CommitRecord, notes: list[str]) -> tuple[tuple[Kind
     from ckpt.formats.registry import open_catalog
 
     try:
-        entries = open_catalog(url, mixed_steps=True).tensors.values()
+        entries = open_catalog(url).tensors.values()
     except CkptError as err:
         notes.append(f"What the save consists of is not known: {err.message}")
         return (), ()

@@ -48,11 +48,7 @@ class WatchSnapshot:
 
 
 class SaveWatcher:
-    """Looks at the checkpoint or the run at ``url`` again and again, until a save that goes on, or the next one, has ended.
-
-    Raises:
-        NotFoundError: nothing at all is there.
-    """
+    """Looks at the checkpoint or the run at ``url`` again and again, until a save that goes on, or the next one, has ended."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -70,12 +66,7 @@ class SaveWatcher:
         self._following: _Following | None = None
 
     def look(self) -> WatchSnapshot:
-        """What goes on now.
-
-        Raises:
-            CorruptError: the file of the progress is damaged.
-            StorageError: the storage failed.
-        """
+        """What goes on now."""
         if self._following is not None:
             return self._following.look()
         names = [""] if self._single else list(self._steps())

@@ -40,11 +40,7 @@ class ExternalAssignment:
     assignments: Mapping[str, ChunkAssignment] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise unless the boxes tile every tensor.
-
-        Raises:
-            CoverageError: there is a hole or an overlap.
-        """
+        """Raise unless the boxes tile every tensor."""
         tiled: set[tuple[int, tuple[int, ...]]] = set()
         for name, t in self.tensors.items():
             assignment = self.assignments.get(name)
@@ -63,9 +59,6 @@ def assign_boxes(assigned: Iterable[AssignedBox]) -> ExternalAssignment:
 
     The chunks of one owner come in the same order whether the boxes of the others are given too or not: so a rank can lay out its files
     from its own boxes. Empty boxes are left out; an empty tensor is one chunk, of whoever has the box at its start.
-
-    Raises:
-        ConsistencyError: the boxes of one tensor do not agree about its shape or dtype.
     """
     tensors: dict[str, TensorSpec] = {}
     boxes: dict[str, list[tuple[Box, int]]] = {}

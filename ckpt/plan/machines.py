@@ -45,3 +45,25 @@ def neighbours(spelled: Any, place: int, ranks: Sequence[int]) -> frozenset[int]
     """Those of ``ranks`` that are on the machine of the one at ``place``, itself among them."""
     machine_of = numbers_of(spelled, len(ranks))
     return frozenset(ranks[at] for at in np.flatnonzero(machine_of == machine_of[place]).tolist())
+
+
+def ancestors(place: int, machine_of: npt.NDArray[np.int64], fan: int) -> list[int]:
+    """The ranks, by their places, through which what the first one has comes to the one at ``place``, the nearest first and the first one
+    last: ``fan`` others of a machine get it from one, and the first ranks of ``fan`` machines from the first of another. ``machine_of`` as
+    :func:`numbers_of` gives it."""
+    members = np.flatnonzero(machine_of == machine_of[place])
+    at, machine, above = int(np.searchsorted(members, place)), int(machine_of[place]), []
+    while at:
+        at = (at - 1) // fan
+        above.append(int(members[at]))
+    while machine:
+        machine = (machine - 1) // fan
+        above.append(int(np.argmax(machine_of == machine)))
+    return above
+
+
+def has_descendants(place: int, machine_of: npt.NDArray[np.int64], fan: int) -> bool:
+    """Whether anything comes to another rank through this one."""
+    members = np.flatnonzero(machine_of == machine_of[place])
+    at = int(np.searchsorted(members, place))
+    return fan * at + 1 < len(members) or (at == 0 and fan * int(machine_of[place]) + 1 <= int(machine_of.max()))

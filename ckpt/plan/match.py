@@ -18,11 +18,7 @@ from .ownership import TensorSpec
 
 
 def several(globs: str | Sequence[str]) -> tuple[str, ...]:
-    """Globs as callers give them: one may come by itself.
-
-    Raises:
-        UsageError: they are no globs.
-    """
+    """Globs as callers give them: one may come by itself."""
     given = (globs,) if isinstance(globs, str) else tuple(globs) if isinstance(globs, Iterable) else None
     if given is None or not all(isinstance(glob, str) for glob in given):
         raise UsageError(f"globs of names are text, or a list of texts, not {globs!r}")
@@ -30,11 +26,7 @@ def several(globs: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def globs_of_only(only: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The globs of ``only=``, none if everything is meant.
-
-    Raises:
-        UsageError: a list of no globs, or something that is no glob.
-    """
+    """The globs of ``only=``, none if everything is meant."""
     if only is None:
         return ()
     try:
@@ -47,11 +39,7 @@ def globs_of_only(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def rules_of_rename(rename: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """The rules of ``rename=``, in order.
-
-    Raises:
-        UsageError: it is no dict of names.
-    """
+    """The rules of ``rename=``, in order."""
     rules = tuple(rename.items()) if isinstance(rename, Mapping) else () if rename is None else None
     if rules is None or not all(isinstance(name, str) for rule in rules for name in rule):
         raise UsageError(
@@ -106,11 +94,7 @@ class Selection:
         return _first_that_fits(self.then, _first_that_fits(self.rename, stored))
 
     def view(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """Stored tensors by their names in the state.
-
-        Raises:
-            UsageError: two stored names become one.
-        """
+        """Stored tensors by their names in the state."""
         if not self.moves:
             return dict(entries)
         view: dict[str, TensorEntry] = {}

@@ -7,7 +7,7 @@ one row then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,22 +15,9 @@ from typing import Any
 import numpy as np
 
 from ckpt.layout.geometry import IntArray
+from ckpt.layout.runs import Runs
 
 from .machines import numbers_of, spell
-
-Runs = tuple[tuple[int, int], ...]
-"""Numbers of files, increasing: the first of each run, and how many follow each other."""
-
-
-def runs_of(files: Iterable[int]) -> Runs:
-    """Numbers of files as runs."""
-    runs: list[list[int]] = []
-    for file in sorted({*files}):
-        if runs and file == sum(runs[-1]):
-            runs[-1][1] += 1
-        else:
-            runs.append([file, 1])
-    return tuple((first, count) for first, count in runs)
 
 
 def spelled(runs: Sequence[Runs]) -> Any:

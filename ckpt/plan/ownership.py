@@ -44,15 +44,13 @@ from .subdivide import caps, refine
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What all ranks that hold a tensor must agree about: name, dtype, global shape, the part of it that is not padding, the layout, and
-    whether each row (index of dimension 0) has chunks of its own."""
+    """What all ranks that hold a tensor must agree about: name, dtype, global shape, the part of it that is not padding, and the layout."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     layout: TensorLayout
     logical: tuple[int, ...] | None = None
-    rows_apart: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +124,7 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
         members = of_layout.get(id(t.layout))
         if members is None:
             may_merge = merge_flat_shards and t.layout.is_flat  # some of a layout's tensors, and others not
-            grid = _flat_grid(t) if may_merge and not t.rows_apart else None
+            grid = _flat_grid(t) if may_merge else None
             if grid is not None:
                 merged[_replica_group(t.layout), t.layout.splits[-1].over].append((t, grid))
                 continue
@@ -140,10 +138,10 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
     for members in groups.values():
         alike: dict[object, ChunkAssignment] = {}
         for t, rotation in _rotations(members):
-            key = id(t.layout), t.shape, t.dtype.itemsize, rotation, t.rows_apart
+            key = id(t.layout), t.shape, t.dtype.itemsize, rotation
             known = alike.get(key)
             if known is None:
-                known = alike[key] = _assignment(t.layout, t.shape, t.dtype.itemsize, rotation, rows_apart=t.rows_apart)
+                known = alike[key] = _assignment(t.layout, t.shape, t.dtype.itemsize, rotation)
             assignments[t.name] = known
     for flat in merged.values():
         assignments.update((t.name, _assignment_of_rows(grid, rotation)) for t, grid, rotation in _merged_rotations(flat))
@@ -255,18 +253,18 @@ def _row_dim(widest: tuple[int, ...], replicas: int) -> int:
 
 
 @lru_cache(maxsize=2048)
-def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rotation: int, *, rows_apart: bool = False) -> ChunkAssignment:
+def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rotation: int) -> ChunkAssignment:
     tiling = layout.tiling(shape)
     if tiling.cuts is None:
         alone = states_boxes(layout)
-        return _assignment_of_boxes(tiling, itemsize, rotation, rows_apart=rows_apart, alone=alone)
+        return _assignment_of_boxes(tiling, itemsize, rotation, alone=alone)
     widest = tiling.widest(shape)
     replicas = tiling.holders.shape[1]
     # A cell is cut along one dimension only (``row``), so that the parts of a row-major cell stay long runs of bytes.
     # Along the others it is cut only where a chunk would be larger than ``limits.CHUNK``.
     small = replicas == 1 or not shape or math.prod(widest) * itemsize < limits.UNDIVIDED
     row = None if small else _row_dim(widest, replicas)
-    most = caps(_row(widest) if rows_apart else widest, itemsize, limits.CHUNK)
+    most = caps(widest, itemsize, limits.CHUNK)
     refined = [refine(cuts, replicas if dim == row else 1, most[dim]) for dim, cuts in enumerate(tiling.cuts)]
     counts = [len(parent) for _, parent, _ in refined]
     # The grid's cells in row-major order: ``index`` has the coordinates of every chunk, ``parents`` the cell of the
@@ -280,11 +278,7 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
     return ChunkAssignment(cuts=tuple(new for new, _, _ in refined), owners=owners, cell=parents, cell_holders=tiling.holders)
 
 
-def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (1, *shape[1:])
-
-
-def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, rows_apart: bool, alone: bool) -> ChunkAssignment:
+def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, alone: bool) -> ChunkAssignment:
     """Explicit boxes (flat ranges): each is cut by rows among its replicas and to the size of a chunk."""
     # Boxes of one shape are cut alike.
     offsets, shapes = tiling.all_boxes()
@@ -295,7 +289,7 @@ def _assignment_of_boxes(tiling: Tiling, itemsize: int, rotation: int, *, rows_a
     # Flat ranges of a model with thousands of ranks are hundreds of thousands of boxes of few different shapes. Each
     # shape is cut once, and the result is spread over all boxes that have it, by index arithmetic alone.
     kinds, kind = _distinct_rows(shapes)
-    first, counts, pieces = _cut_boxes(kinds, replicas, itemsize, rows_apart=rows_apart)
+    first, counts, pieces = _cut_boxes(kinds, replicas, itemsize)
     cell = np.repeat(np.arange(len(kind), dtype=np.int64), counts[kind])
     number = np.arange(len(cell), dtype=np.int64) - np.repeat(np.cumsum(counts[kind]) - counts[kind], counts[kind])
     at, sizes, part = (column[first[kind[cell]] + number] for column in pieces)
@@ -316,15 +310,13 @@ _Pieces = tuple[IntArray, IntArray, IntArray]
 """Of chunks of boxes: offsets in the box, shapes, and the number of the replica's part that each is in."""
 
 
-def _cut_boxes(shapes: IntArray, replicas: int, itemsize: int, *, rows_apart: bool) -> tuple[IntArray, IntArray, _Pieces]:
+def _cut_boxes(shapes: IntArray, replicas: int, itemsize: int) -> tuple[IntArray, IntArray, _Pieces]:
     """The chunks of boxes ``[n, d]``: the number of the first of each and how many it has, and all of them."""
     # Ranges that begin anywhere have an end of a row of any length: most boxes of a shape of their own are one chunk.
     nbytes = shapes.prod(axis=1) * itemsize
     whole = (nbytes < limits.UNDIVIDED) if replicas > 1 else np.ones(len(shapes), dtype=bool)
     whole &= (nbytes <= limits.CHUNK) & (nbytes > 0)
-    if rows_apart:
-        whole &= shapes[:, 0] == 1
-    cut = [_cut_box(tuple(shape), replicas, itemsize, rows_apart=rows_apart) for shape in shapes[~whole].tolist()]
+    cut = [_cut_box(tuple(shape), replicas, itemsize) for shape in shapes[~whole].tolist()]
     counts = np.ones(len(shapes), dtype=np.int64)
     counts[~whole] = [len(part) for _, _, part in cut]
     sizes = np.repeat(shapes, counts, axis=0)
@@ -335,11 +327,11 @@ def _cut_boxes(shapes: IntArray, replicas: int, itemsize: int, *, rows_apart: bo
     return np.cumsum(counts) - counts, counts, (at, sizes, part)
 
 
-def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int, *, rows_apart: bool) -> _Pieces:
+def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int) -> _Pieces:
     """The chunks of a box."""
     small = math.prod(shape) * itemsize < limits.UNDIVIDED
     row = _row_dim(shape, replicas)
-    most = caps(_row(shape) if rows_apart else shape, itemsize, limits.CHUNK)
+    most = caps(shape, itemsize, limits.CHUNK)
     refined = [refine((0, n), replicas if d == row and not small else 1, most[d]) for d, n in enumerate(shape)]
     at, sizes = cells([new for new, _, _ in refined])
     return at, sizes, refined[row][2][np.indices([len(r[1]) for r in refined])[row].ravel()]

@@ -25,11 +25,7 @@ class StatePart:
 
     @classmethod
     def of(cls, only: str | Sequence[str] | None, *, trainable: bool) -> StatePart | None:
-        """What a caller asks for; None if it is the whole state.
-
-        Raises:
-            UsageError: a list of no globs, something that is no glob, or a ``trainable`` that is neither True nor False.
-        """
+        """What a caller asks for; None if it is the whole state."""
         check_flags(trainable=trainable)
         globs = globs_of_only(only)
         return cls(only=globs, trainable=trainable) if globs or trainable else None

@@ -147,9 +147,6 @@ def parts_of(copy_number: int, copy: Copy, extent: Extent, itemsize: int, *, who
     which is needed to verify its digest. Without, it is the runs of the box: neighbours at most ``max_gap`` bytes apart share a part, and
     where they are further apart the box is cut along its outermost dimensions, so that each part is a box. Then no byte outside of the
     box's span is read, and at most ``max_gap`` bytes more than needed for each pair of neighbours that share a part.
-
-    Raises:
-        CorruptError: without ``whole_chunks``, the extent's length is not that of the chunk's elements.
     """
     if copy.box.numel == 0:
         return []

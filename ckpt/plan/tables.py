@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.layout.geometry import Box
+from ckpt.layout.runs import numbers_in, runs_of
 from ckpt.layout.stage_rules import stage_rule
 from ckpt.layout.stated_boxes import joined_layout, states_boxes
 from ckpt.layout.tensor_layout import TensorLayout, Tiling
@@ -79,7 +81,7 @@ class Table:
             if layout is None:
                 layout = by_layout[id(t.layout)] = layouts.setdefault(t.layout, len(layouts))
             names.append(t.name)
-            kind = (t.dtype.name, t.shape, layout, t.logical, t.rows_apart)
+            kind = (t.dtype.name, t.shape, layout, t.logical)
             numbers.append(kinds.setdefault(kind, len(kinds)))
         data = {
             "layouts": [layout.to_json() for layout in layouts],
@@ -92,14 +94,27 @@ class Table:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Table:
-        raw = parse_json(data)
+        return cls.from_json(parse_json(data))
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Table:
+        """The parsed bytes of :meth:`to_bytes`."""
         layouts = [_layout(json.dumps(x)) for x in raw["layouts"]]
         kinds = [
-            (dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical), rows_apart)
-            for kind, shape, number, logical, rows_apart in raw["kinds"]
+            (dtype(kind), tuple(shape), layouts[number], None if logical is None else tuple(logical))
+            for kind, shape, number, logical in raw["kinds"]
         ]
         tensors = tuple(TensorSpec(name, *kinds[number]) for name, number in zip(raw["names"], raw["numbers"], strict=True))
         return cls(tensors=tensors, aliases=raw["aliases"])
+
+
+def tables_to_bytes(tables: Iterable[tuple[Iterable[int], bytes]]) -> bytes:
+    """All tables of a job, each as :meth:`Table.to_bytes` gives it, with the ranks that have it."""
+    return b"[" + b",".join(b"[%b,%b]" % (json.dumps(runs_of(ranks)).encode(), table) for ranks, table in tables) + b"]"
+
+
+def tables_from_bytes(data: bytes) -> list[tuple[list[int], Table]]:
+    return [(numbers_in(runs), Table.from_json(raw)) for runs, raw in parse_json(data)]
 
 
 def split_tables(tensors: Iterable[TensorSpec], aliases: Mapping[str, str], own: Collection[str]) -> tuple[Table, Table]:
@@ -143,10 +158,6 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
 
     Not ``stored``: a live state, of which nobody writes anything. Then there are no assignments, which take most of the time, and
     layouts alone say whether there is a hole.
-
-    Raises:
-        ConsistencyError: ranks disagree about a shape, a dtype, padding, or which names are tied.
-        CoverageError: two groups of ranks both claim a tensor, or ranks that should hold a part of one do not have it.
     """
     claims: dict[str, _Claim] = {}
     stated: dict[str, list[_Claim]] = {}
@@ -300,13 +311,9 @@ def ranks_of(tables: Sequence[tuple[Sequence[int], Table]], numbers: Iterable[in
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3, 7``."""
-    runs: list[list[int]] = []
-    for r in sorted(ranks):
-        if runs and r == runs[-1][-1] + 1:
-            runs[-1][1:] = [r]
-        else:
-            runs.append([r])
-    text = ", ".join("-".join(map(str, run)) for run in runs[:20]) + (", …" if len(runs) > 20 else "")
+    runs = runs_of(ranks)
+    text = ", ".join(f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in runs[:20])
+    text += ", …" if len(runs) > 20 else ""
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 

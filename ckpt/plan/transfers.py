@@ -148,11 +148,7 @@ class RequestList:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> RequestList:
-        """What somebody else asks for: nothing of it is believed.
-
-        Raises:
-            FormatError: it is no list of requests.
-        """
+        """What somebody else asks for: nothing of it is believed."""
         if len(data) < _HEADER.size:
             raise _malformed("it is too short")
         magic, piece, dimensions, width, count = _HEADER.unpack_from(data)
@@ -228,11 +224,7 @@ class TransferPlan:
         return wanted_digest(self.wants)
 
     def without(self, holder: int, share: Share, pieces: Collection[int], lost: Set[int]) -> dict[int, Share]:
-        """Who else gives the ``pieces`` of a ``holder``'s share that have not come, when the ranks ``lost`` are gone.
-
-        Raises:
-            CoverageError: nobody else has some of it.
-        """
+        """Who else gives the ``pieces`` of a ``holder``'s share that have not come, when the ranks ``lost`` are gone."""
         book = _Book(self.wants, self.piece, holder)
         for number in sorted(pieces):
             for request in share.requests.pieces[number]:
@@ -267,9 +259,6 @@ def plan_transfers(
     of the source has; no two of these numbers are equal. Where a rank of the source itself is near, its memory is, and no relay is asked.
 
     Every rank makes its own plan from the catalog of the source; nothing is agreed.
-
-    Raises:
-        CoverageError: some wanted elements are in no cell of the source.
     """
     piece = limits.CACHE_BLOCK if piece is None else piece
     own: list[OwnCopy] = []

@@ -21,9 +21,6 @@ def join_values(nodes: Variants) -> Node:
     Mappings are united by key; a module without extra states counts as a mapping where others have some. Lists of equal length are
     joined element by element if an element is itself a container. ``$param_groups`` that differ are united: groups with equal options
     become one, wherever they stand. Everything else must be equal.
-
-    Raises:
-        ConsistencyError: nodes at one path differ, or a parameter has two different options; names the paths, the values and the ranks.
     """
     if not nodes:
         raise UsageError("there are no states to merge")

@@ -79,11 +79,7 @@ def whole(source: str, shape: Sequence[int]) -> LogicalTensor:
 
 
 def part(view: LogicalTensor, box: Box) -> LogicalTensor:
-    """A box of a view.
-
-    Raises:
-        UsageError: it does not lie in the view.
-    """
+    """A box of a view."""
     if len(box.shape) != len(view.shape) or not Box.whole(view.shape).contains(box):
         raise UsageError(f"{box} does not lie in a tensor of shape {list(view.shape)}")
     back = tuple(-o for o in box.offset)
@@ -91,11 +87,7 @@ def part(view: LogicalTensor, box: Box) -> LogicalTensor:
 
 
 def split(view: LogicalTensor, axis: int, sizes: Sequence[int]) -> list[LogicalTensor]:
-    """A view cut along an axis in parts of these sizes.
-
-    Raises:
-        UsageError: the sizes do not add up to the axis.
-    """
+    """A view cut along an axis in parts of these sizes."""
     _check_axis(view, axis)
     if sum(sizes) != view.shape[axis]:
         raise UsageError(f"parts of {list(sizes)} do not make up axis {axis} of shape {list(view.shape)}")
@@ -104,11 +96,7 @@ def split(view: LogicalTensor, axis: int, sizes: Sequence[int]) -> list[LogicalT
 
 
 def concat(views: Sequence[LogicalTensor], axis: int) -> LogicalTensor:
-    """Views one after another along an axis.
-
-    Raises:
-        UsageError: there are none, or they differ in another axis.
-    """
+    """Views one after another along an axis."""
     _check_alike(views, axis)
     pieces: list[ViewPiece] = []
     at = 0
@@ -120,11 +108,7 @@ def concat(views: Sequence[LogicalTensor], axis: int) -> LogicalTensor:
 
 
 def stack(views: Sequence[LogicalTensor], axis: int) -> LogicalTensor:
-    """Views one after another along a new axis.
-
-    Raises:
-        UsageError: there are none, or their shapes differ.
-    """
+    """Views one after another along a new axis."""
     return concat([_with_axis(view, axis) for view in views], axis)
 
 
@@ -139,9 +123,6 @@ def interleave(views: Sequence[LogicalTensor], axis: int, groups: int) -> Logica
 
     With the rows of queries, keys and values, and a group for each key-value head, this is Megatron's fused QKV
     (core/transformer/attention.py).
-
-    Raises:
-        UsageError: the groups do not divide an axis, or the views differ in another.
     """
     _check_alike(views, axis)
     parts = [split(view, axis, _equal(view.shape[axis], groups)) for view in views]
@@ -149,22 +130,14 @@ def interleave(views: Sequence[LogicalTensor], axis: int, groups: int) -> Logica
 
 
 def deinterleave(view: LogicalTensor, axis: int, groups: int, sizes: Sequence[int]) -> list[LogicalTensor]:
-    """What :func:`interleave` put together; ``sizes`` are those of its views along the axis.
-
-    Raises:
-        UsageError: the sizes do not add up to the axis, or the groups do not divide them.
-    """
+    """What :func:`interleave` put together; ``sizes`` are those of its views along the axis."""
     per_group = [_equal(size, groups)[0] for size in sizes]
     parts = split(view, axis, per_group * groups)
     return [concat(parts[i :: len(sizes)], axis) for i in range(len(sizes))]
 
 
 def transpose(view: LogicalTensor, axes: Sequence[int]) -> LogicalTensor:
-    """A view with its axes in another order, as ``numpy.transpose``.
-
-    Raises:
-        UsageError: ``axes`` is no permutation of the view's axes.
-    """
+    """A view with its axes in another order, as ``numpy.transpose``."""
     if sorted(axes) != list(range(len(view.shape))):
         raise UsageError(f"{list(axes)} is no order of the {len(view.shape)} axes of shape {list(view.shape)}")
     pieces = [ViewPiece(_ordered(p.box, axes), p.source, p.part, tuple(p.axes[a] for a in axes)) for p in view.pieces]
@@ -172,11 +145,7 @@ def transpose(view: LogicalTensor, axes: Sequence[int]) -> LogicalTensor:
 
 
 def padded(view: LogicalTensor, axis: int, size: int) -> LogicalTensor:
-    """A view with filling at the end of an axis.
-
-    Raises:
-        UsageError: the axis has more elements than ``size``.
-    """
+    """A view with filling at the end of an axis."""
     _check_axis(view, axis)
     if size < view.shape[axis]:
         raise UsageError(f"axis {axis} of shape {list(view.shape)} has more than {size} elements")
@@ -195,11 +164,7 @@ def in_order(piece: ViewPiece) -> bool:
 
 
 def composed(view: LogicalTensor, sources: Mapping[str, LogicalTensor]) -> LogicalTensor:
-    """The view with each stored tensor replaced by what it is made of.
-
-    Raises:
-        UsageError: a source is missing, or has not the shape that the view takes of it.
-    """
+    """The view with each stored tensor replaced by what it is made of."""
     pieces: list[ViewPiece] = []
     for piece in view.pieces:
         below = sources.get(piece.source)
@@ -210,11 +175,7 @@ def composed(view: LogicalTensor, sources: Mapping[str, LogicalTensor]) -> Logic
 
 
 def inverse(views: Mapping[str, LogicalTensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
-    """The stored tensors as views of the logical ones: ``shapes`` has their shapes.
-
-    Raises:
-        UsageError: a part of a stored tensor is in no logical one, or in several.
-    """
+    """The stored tensors as views of the logical ones: ``shapes`` has their shapes."""
     pieces: dict[str, list[ViewPiece]] = {name: [] for name in shapes}
     for name, view in views.items():
         for piece in view.pieces:

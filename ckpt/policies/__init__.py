@@ -10,7 +10,6 @@ from .both import AnyOf, BothPolicy, EverySteps
 from .both import AnyOf as Any
 from .cost import SaveCost
 from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
-from .partial_experts import PartialExperts
 from .paying import EveryBudget, EveryOptimal
 from .retention import Verdict, Verdicts, retention
 from .save import AtSteps, EveryMinutes, Moment, OnPreemption, SavePolicy
@@ -34,7 +33,6 @@ __all__ = [
     "Latest",
     "Moment",
     "OnPreemption",
-    "PartialExperts",
     "SaveCost",
     "SavePolicy",
     "StepInfo",

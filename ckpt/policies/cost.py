@@ -1,4 +1,4 @@
-"""What saves have cost a job, and the interval between saves that loses least: the formulas of Young and Daly. Pure."""
+"""What saves have cost a job, and the interval between saves that loses least: the formula of Daly. Pure."""
 
 from __future__ import annotations
 
@@ -25,19 +25,11 @@ class SaveCost:
         return max(0.0, self.blocked + self.slowed)
 
 
-def young(cost: float, mtbf: float) -> float:
+def daly(cost: float, mtbf: float) -> float:
     """Seconds of training between two saves that cost ``cost`` seconds each, for a job that fails every ``mtbf`` seconds on average.
 
-    Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: √(2·cost·mtbf).
-    """
-    return math.sqrt(2 * cost * mtbf)
-
-
-def daly(cost: float, mtbf: float) -> float:
-    """The same with the next terms, which count where a save takes a notable part of the time between failures.
-
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22, 2006, equation 37: with x = cost / 2·mtbf
-    it is √(2·cost·mtbf) · (1 + √x/3 + x/9) − cost for x < 1, else mtbf.
+    it is √(2·cost·mtbf) · (1 + √x/3 + x/9) − cost for x < 1, else mtbf. The first factor is Young's approximation of 1974.
     """
     x = cost / (2 * mtbf)
-    return young(cost, mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost if x < 1 else mtbf
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost if x < 1 else mtbf

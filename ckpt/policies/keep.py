@@ -230,11 +230,7 @@ class AnyKeep(JoinedPolicy, KeepPolicy):
 
     @classmethod
     def of(cls, *policies: KeepPolicy) -> KeepPolicy:
-        """Join policies; nested ones become one, equal ones too.
-
-        Raises:
-            UsageError: one is not a keeping policy.
-        """
+        """Join policies; nested ones become one, equal ones too."""
         for policy in policies:
             check_keeping(policy)
         members = flat(policies)

@@ -11,8 +11,7 @@ from .cost import SaveCost, daly
 from .policy import check_positive
 from .save import Moment, SavePolicy
 
-_RECENT = 5
-"""Saves whose median counts as the cost of one."""
+_RECENT = 5  # saves whose median counts as the cost of one
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -38,7 +37,6 @@ class EveryBudget(SavePolicy):
             raise UsageError(f"EveryBudget(percent) is below 100, not {self.percent!r}", hint="1.0 is one second of a hundred")
 
     def reason(self, now: Moment) -> str | None:
-        """See :meth:`SavePolicy.due`."""
         if now.measuring or _since(now) < self.least_seconds or self.owed(now.saves, now.seconds) > 0:
             return None
         words = f"{self.percent:g} % of the time pays for a save"
@@ -46,13 +44,7 @@ class EveryBudget(SavePolicy):
 
     def owed(self, saves: tuple[SaveCost, ...], seconds: float) -> float:
         """Seconds of cost that time has not paid for yet."""
-        # A leaky bucket. Cost fills it, time drains it at ``percent``; it may run below empty by one save's cost and
-        # no further:
-        #
-        #  debt  ^     save      save
-        #        |      |\        |\
-        #      0 +------|-\-------|-\--------► time
-        #        |\     |  \____/  |  \____     the floor: −cost of the save before
+        # A leaky bucket: cost fills it, time drains it at ``percent``, to one save's cost below empty and no further.
         debt, at, credit = 0.0, 0.0, 0.0
         for save in saves:
             debt = max(-credit, debt - self.percent / 100 * max(0.0, save.began - at)) + save.seconds
@@ -79,7 +71,6 @@ class EveryOptimal(SavePolicy):
         check_positive(self.least_seconds, "EveryOptimal(least_seconds)")
 
     def reason(self, now: Moment) -> str | None:
-        """See :meth:`SavePolicy.due`."""
         interval = self.interval(now.saves)
         if now.measuring or _since(now) < interval:
             return None

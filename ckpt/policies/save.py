@@ -173,11 +173,7 @@ class AnySave(JoinedPolicy, SavePolicy):
 
     @classmethod
     def of(cls, *policies: SavePolicy) -> SavePolicy:
-        """Join policies; nested ones become one, equal ones too.
-
-        Raises:
-            UsageError: one is not a saving policy.
-        """
+        """Join policies; nested ones become one, equal ones too."""
         for policy in policies:
             check_saving(policy)
         members = flat(policies)

@@ -107,11 +107,7 @@ def conditional_put() -> Literal["require", "emulate"]:
 
 
 def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None) -> tuple[str, ...] | None:
-    """Roots below which virtual checkpoints may read; None: wherever they point.
-
-    Raises:
-        UsageError: one is no root.
-    """
+    """Roots below which virtual checkpoints may read; None: wherever they point."""
     if given is None:
         text = variable("CKPT_SOURCES")
         if text is None:

@@ -21,11 +21,7 @@ from .nodes import NodeSet
 
 
 def note_copies(nodes: NodeSet, url: str, id: str) -> None:
-    """Note on every node of the job that the checkpoint ``id`` at ``url`` has all of its copies.
-
-    Raises:
-        CkptError: a node does not answer.
-    """
+    """Note on every node of the job that the checkpoint ``id`` at ``url`` has all of its copies."""
     backend, path = open_backend(url), index_path(id, COPIES)
     assert isinstance(backend, SpreadBackend)
     data = json.dumps({"nodes": [node.name for node in nodes.nodes]}).encode()
@@ -40,11 +36,7 @@ def note_copies(nodes: NodeSet, url: str, id: str) -> None:
 
 
 def forget_copies(nodes: NodeSet, url: str, id: str) -> None:
-    """Some copies are missing, though an earlier life of the job may have noted that it has all. Costs no message if it has not.
-
-    Raises:
-        CkptError: a node does not answer.
-    """
+    """Some copies are missing, though an earlier life of the job may have noted that it has all. Costs no message if it has not."""
     backend, path = open_backend(url), index_path(id, COPIES)
     assert isinstance(backend, SpreadBackend)
     with suppress(NotFoundError):

@@ -105,7 +105,9 @@ class NodeCopier:
                 log.warning("second copies could not be made: %s", err)
 
     def _round(self) -> None:
-        steps = [step for step in reversed(list_steps(self._nodes.url)) if step.committed and step.id not in self._complete]
+        listed = list_steps(self._nodes.url)
+        self._complete &= {step.id for step in listed}  # a job saves millions of steps, and few stay
+        steps = [step for step in reversed(listed) if step.committed and step.id not in self._complete]
         self.uncopied = tuple(sorted(step.number for step in steps if step.number is not None))
         for step in steps:
             if self._completed is not None and step.id is not None:

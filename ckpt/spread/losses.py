@@ -36,14 +36,10 @@ def lost_files(backend: SpreadBackend, catalog: NativeCatalog) -> list[int]:
 
 
 def loss(url: str) -> str | None:
-    """Why the checkpoint cannot be loaded from the nodes that answer; None if it can, as far as listings say.
-
-    Raises:
-        StorageError: the root cannot be listed, and the nodes lack something.
-    """
+    """Why the checkpoint cannot be loaded from the nodes that answer; None if it can, as far as listings say."""
     backend = open_backend(url)
     try:
-        catalog = open_catalog(url, mixed_steps=True)
+        catalog = open_catalog(url)
     except CkptError as err:
         return f"its index cannot be read: {err.message}"
     if not isinstance(catalog, NativeCatalog) or not isinstance(backend, SpreadBackend):

@@ -78,12 +78,7 @@ def own_node(directory: str, ranks: tuple[int, ...] = ()) -> StorageNode:
 
 
 def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
-    """Find all nodes of the job. Collective.
-
-    Raises:
-        UsageError: several nodes have the same directory, or several machines the same name; or ranks of one node name different domains.
-        StorageError: nothing can be written in the directory.
-    """
+    """Find all nodes of the job. Collective."""
     me = own_node(directory, (group.rank,))
     if group.size == 1:
         return JobNodes(nodes=[me], own=0, survivors=_survivors(directory, [_daemon_id(directory)]))

@@ -36,13 +36,7 @@ def send(channel: Channel, head: Mapping[str, Any], data: Data = b"") -> None:
 
 
 def receive(channel: Channel, into: memoryview | None = None) -> tuple[Head, Data]:
-    """The next message, with its bytes in ``into`` if they fill it.
-
-    Raises:
-        FormatError: it is too long, or no message of ours.
-        ExchangeError: its bytes were damaged on the way.
-        ConnectionError, DeadlineError: as ``Channel.receive``.
-    """
+    """The next message, with its bytes in ``into`` if they fill it."""
     head, behind = wire.receive_head(channel, MOST_BYTES)
     data = into if into is not None and len(into) == behind else memoryview(bytearray(behind))
     channel.receive_into(data)

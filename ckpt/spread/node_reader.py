@@ -147,12 +147,7 @@ class NodeReader:
         return self.parity if node == PARITY else self.node(node)
 
     def read_from_any(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from the nearest node that has the file: nothing is computed, and the root is not asked.
-
-        Raises:
-            NotFoundError: no node that answers has it.
-            StorageError, CorruptError: those that have it cannot be read.
-        """
+        """Fill ``view`` from the nearest node that has the file: nothing is computed, and the root is not asked."""
         failed: CkptError | None = None
         having = self._folder(path.partition("/")[0]).get(path, {})
         for node in (n for n in self.nodes.by_nearness() if n in having):

@@ -20,12 +20,7 @@ class NodeServer:
     """Serves ``backend``, and nothing outside it; ``addresses`` are where it listens."""
 
     def __init__(self, backend: Backend, secret: bytes, timeout: float, *, store: str | None = None) -> None:
-        """``store``: the host of the job's store, if it has one: the addresses that lead there come first.
-
-        Raises:
-            UsageError: a setting names no interface.
-            CkptError: this process has too many files open.
-        """
+        """``store``: the host of the job's store, if it has one: the addresses that lead there come first."""
         self._backend = backend
         self.network = network()
         ports = listen(store)

@@ -58,8 +58,6 @@ class NodeSet:
     """How many domains a parity group has; None for copies."""
     further: Sequence[StorageNode] = ()
     fallback: Callable[[str], Backend] | None = None
-    groups: Sequence[Sequence[str]] | None = None
-    """Of domains, once layouts have said so; else those of ``domain_groups``."""
     read_from: Counter[int] = field(default_factory=Counter)
     """Bytes of data files that this process has read, by the number of the node, ``PARITY`` or ``ROOT``."""
     _away: dict[int, float] = field(default_factory=dict)
@@ -114,11 +112,7 @@ class NodeSet:
         (log.warning if first else log.debug)("node %s is passed over: %s", self.node(node).name, err)
 
     def ask_all(self, question: Callable[[int], R], *, reachable: bool = False) -> dict[int, R]:
-        """What each node answers, asked at once. With ``reachable``, those that are away are left out, and ``further`` ones asked, too.
-
-        Raises:
-            StorageError: a node does not answer; or, with ``reachable``, the own one does not.
-        """
+        """What each node answers, asked at once. With ``reachable``, those that are away are left out, and ``further`` ones asked, too."""
         asked = [n for n in range(self.total if reachable else len(self.nodes)) if not (reachable and self.is_away(n))] or [self.own]
 
         def ask(node: int) -> R | StorageError:

@@ -55,12 +55,7 @@ class ParityRecord:
 
     @classmethod
     def decode(cls, data: bytes, id: str, path: str) -> ParityRecord:
-        """The record at ``path``.
-
-        Raises:
-            CorruptError: it is none, or its terms are not those that its name says.
-            FormatError: it is of a later release.
-        """
+        """The record at ``path``."""
         try:
             row = parse_json(data)
             if row["format"] != FORMAT:

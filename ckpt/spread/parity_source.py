@@ -56,11 +56,7 @@ class ParitySource:
         self._reported: set[str] = set()
 
     def size(self, path: str) -> int:
-        """Bytes of a file.
-
-        Raises:
-            NotFoundError: it cannot be computed.
-        """
+        """Bytes of a file."""
         save = self._of_save(path)
         size = save.table.size(path) if save is not None else None
         if save is None or size is None or save.table.pieces(path, 0, size) is None:
@@ -80,11 +76,7 @@ class ParitySource:
         update(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``.
-
-        Raises:
-            NotFoundError: something is missing that it takes to compute these bytes.
-        """
+        """See ``Backend.read_into``."""
         view = byte_view(buffer, writable=True)
         save = self._of_save(path)
         size = save.table.size(path) if save is not None else None

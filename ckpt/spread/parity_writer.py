@@ -35,12 +35,7 @@ class ParityWriter:
         self._pace = pace
 
     def make_missing(self, there: SpreadFiles) -> None:
-        """Make those that this node lacks of a checkpoint.
-
-        Raises:
-            CorruptError: a file of this node is damaged: the parity of it, which others make, is of no use.
-            StorageError: a node does not answer; or this one is full.
-        """
+        """Make those that this node lacks of a checkpoint."""
         missing, own = there.missing_parity(), there.backend.node(self._nodes.own)
         # Others compute parity of this node's files. Only this node can compare them with their digests without reading
         # them over the network; that it makes its own parity says that it has.

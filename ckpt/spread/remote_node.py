@@ -44,11 +44,7 @@ class NodeConnections:
         self._idle.clear()
 
     def ask(self, head: Head, data: Data = b"", into: memoryview | None = None) -> tuple[Head, Data]:
-        """What the node answers.
-
-        Raises:
-            StorageError: the node cannot be reached, or hangs; else the error that it had.
-        """
+        """What the node answers."""
         with self.translated():
             channel = self._idle.take(self.dial)
             try:

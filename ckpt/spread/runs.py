@@ -36,11 +36,7 @@ def forget(nodes: NodeSet) -> None:
 
 
 def open_spread(url: str) -> Backend:
-    """The files below ``url``.
-
-    Raises:
-        UsageError: no Checkpointer of this process has such a run.
-    """
+    """The files below ``url``."""
     name, _, path = url.removeprefix(f"{SCHEME}://").rstrip("/").partition("/")
     nodes = _runs.get(run_url(name))
     if nodes is None:

@@ -10,8 +10,8 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.paths import data_prefix, parity_prefix
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
-from ckpt.plan.redundancy.copies import Backups, NodeCopy, is_complete, missing_copies
-from ckpt.plan.redundancy.domains import backups_in, domain_groups, even_groups
+from ckpt.plan.redundancy.copies import NodeCopy, is_complete, missing_copies
+from ckpt.plan.redundancy.domains import domain_groups, even_groups
 from ckpt.plan.redundancy.parity import PlannedParity, plan_parity, protected_files
 
 from .backend import SpreadBackend
@@ -33,7 +33,7 @@ class SpreadFiles:
 
     @classmethod
     def of(cls, url: str, nodes: NodeSet) -> SpreadFiles:
-        backend, catalog = open_backend(url), open_catalog(url, mixed_steps=True)
+        backend, catalog = open_backend(url), open_catalog(url)
         assert isinstance(backend, SpreadBackend) and isinstance(catalog, NativeCatalog)
         id = catalog.record.id
         parity = backend.holders(parity_prefix(id)) if nodes.parity is not None else {}
@@ -56,17 +56,14 @@ class SpreadFiles:
         """Whether each file survives the loss of as many domains as it is meant to, and none is lost."""
         nodes = self.nodes
         if nodes.parity is None:
-            return is_complete(self.holders(), nodes.domains, nodes.copies, self._backups())
+            return is_complete(self.holders(), nodes.domains, nodes.copies)
         return not self.is_lost and not self.missing_parity()
-
-    def _backups(self) -> Backups | None:
-        return None if self.nodes.groups is None else backups_in(self.nodes.groups, self.nodes.copies)
 
     def missing_copies(self) -> list[NodeCopy]:
         """What has to be copied."""
         if self.nodes.parity is not None:
             return []
-        return missing_copies(self.holders(), self.nodes.domains, self.nodes.copies, self._backups())
+        return missing_copies(self.holders(), self.nodes.domains, self.nodes.copies)
 
     def missing_parity(self) -> list[PlannedParity]:
         """The parity files that have to be made. None of a checkpoint of which something is lost: it cannot be protected any more."""
@@ -77,7 +74,7 @@ class SpreadFiles:
         planned = plan_parity(holders, sizes, domains, groups)
         missing = [one for one in planned if not self._is_made(one)]
         if missing and self.parity.keys() - {path for one in planned for path in self._paths(one)}:
-            # An earlier job had other groups, by layouts or for want of nodes: what its parity protects needs no other.
+            # An earlier job had other groups, since it had other nodes: what its parity protects needs no other.
             records = read_records(self.backend.reader, self.id, self.parity)
             stored = [(domains[node], r.layout) for path, r in records.items() for node in self._nodes_with(path, r.layout.size)]
             protected = protected_files(stored, holders, sizes, domains)
@@ -101,4 +98,4 @@ class SpreadFiles:
 
 def parity_groups(nodes: NodeSet, size: int) -> Sequence[Sequence[str]]:
     """The domains in groups of ``size``, or of more where some are left over."""
-    return even_groups(domain_groups(nodes.domains, size - 1) if nodes.groups is None else nodes.groups, size)
+    return even_groups(domain_groups(nodes.domains, size - 1), size)

@@ -25,13 +25,7 @@ log = logging.getLogger("ckpt")
 
 def surviving_nodes(directory: str, known: Collection[str]) -> Sequence[StorageNode]:
     """Those that answer of the daemons that ``CKPT_MEMORY`` names, without the ones whose ids are ``known``: these are the job's own.
-    ``directory``: ``mem://name`` of the run.
-
-    Raises:
-        AccessError: a daemon has another secret.
-        FormatError: it is of a release that is not understood.
-        UsageError: what the variable has is no address.
-    """
+    ``directory``: ``mem://name`` of the run."""
     addresses = settings.memory_machines()
     if not addresses:
         return ()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,16 +14,12 @@ import xxhash
 
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
-from ckpt.coordination.step_agreement import own_store
 from ckpt.errors import CkptError, UsageError
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.maintenance.step_listing import Step
-from ckpt.plan.redundancy.domains import backups_in
-from ckpt.plan.redundancy.kinship import RankKinship, groups_by_kinship
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.policies import EverySteps, SavePolicy
 from ckpt.policies.arguments import check_arguments
-from ckpt.text.json_reader import parse_json
 from ckpt.text.printable import show_as
 from ckpt.text.urls import url_text
 
@@ -130,7 +125,7 @@ class SpreadTier:
         self._members = self._copies + 1 if given.parity is None else given.parity
         """Domains of a group."""
         self._pace = given.pace
-        self._group = group
+        self._group, self._finishing = group, group.apart()
         self._timeout = timeout
         if real_url(self._directory) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
@@ -144,7 +139,9 @@ class SpreadTier:
         self.nodes = self._set(JobNodes(nodes=[own_node(self._directory)], own=0), ())
         self._meeting: JobNodes | None = None
         self._copier: NodeCopier | None = None
-        self._placement: MirrorPlacement | None = None
+        self.placement: MirrorPlacement | None = None
+        """Which replicas make copies unnecessary, once connected; None if there are to be no copies. Parity takes less space than a second
+        copy of what replicas have."""
         self.copied: Completed = lambda step, url, id, seconds: None
         """Told, on the leader, of each step that has all of its second copies (``NodeCopier``)."""
         self._know()
@@ -169,12 +166,7 @@ class SpreadTier:
         )
 
     def connect(self, behind: Sequence[StorageNode] = ()) -> None:
-        """Find the nodes of all ranks, once. ``behind``: where the same files may be, too. Collective.
-
-        Raises:
-            UsageError: several nodes share the directory, or ranks of one node name different domains.
-            StorageError: nothing can be written there.
-        """
+        """Find the nodes of all ranks, once. ``behind``: where the same files may be, too. Collective."""
         if self._meeting is not None:
             return
         self._meeting = meeting = meet(self._group, self._directory, self.url, self._timeout)
@@ -182,6 +174,9 @@ class SpreadTier:
         self._know()
         if self._members == 1:
             return
+        if self._parity is None and len(self.nodes.nodes) > 1:
+            domain_of = {rank: node.domain for node in self.nodes.nodes for rank in node.ranks}
+            self.placement = MirrorPlacement(domains={rank: domain_of[rank] for rank in self._group.ranks}, copies=self._copies)
         domains = sorted({*self.nodes.domains})
         leads = self._group.rank == self._group.leader
         if leads and len(domains) < self._members:
@@ -196,33 +191,6 @@ class SpreadTier:
             # The leader says when a step has all of its copies; never, if it cannot have them.
             says = leads and len(domains) >= (self._members if self._parity is None else 2)
             self._copier = NodeCopier(self.nodes, self._pace, self._completed if says else None)
-
-    def placement(self, kinship: Callable[[], RankKinship]) -> MirrorPlacement | None:
-        """Where copies belong, and which replicas make them unnecessary; None if there are to be none. Parity needs none: it takes less
-        space than a second copy of what replicas have. ``kinship`` gives what this rank's state says of it, and is called once, when the
-        first save begins. Collective."""
-        if self.nodes.groups is None and self._members > 1 and len(self.nodes.nodes) > 1:
-            nodes = {rank: node for node in self.nodes.nodes for rank in node.ranks}
-            domains = {rank: nodes[rank].domain for rank in self._group.ranks}
-            call = self._group.call("copies", self.url, self._timeout)
-
-            def local() -> Row:
-                return {name: call.share(json.dumps(ranks).encode()) for name, ranks in kinship()._asdict().items()}
-
-            def groups(rows: dict[int, Row]) -> list[Sequence[str]]:
-                digests = {digest for row in rows.values() for digest in row.values()}
-                call.fetch_all(digests)
-                # One value for all ranks that say the same, which are often those of a whole mesh.
-                ranks = {digest: tuple(parse_json(call.fetch(digest))) for digest in digests}
-                of_rank = {rank: RankKinship(**{name: ranks[digest] for name, digest in row.items()}) for rank, row in rows.items()}
-                return list(groups_by_kinship(domains, of_rank, self._members - 1))
-
-            agreed = call.map_reduce("groups", local, groups)
-            call.linger()
-            if self._parity is None:
-                self._placement = MirrorPlacement(domains=domains, copies=self._copies, backups=backups_in(agreed, self._copies))
-            self.nodes.groups = agreed
-        return self._placement
 
     def judged(self, step: Step) -> Step:
         """The same step; as damaged, with the reason, if the nodes that answer and the root lack files of it."""
@@ -268,11 +236,8 @@ class SpreadTier:
             return ()
         if self._copier is not None and not self._copier.finish(self._timeout):
             log.warning("second copies are still being made after %g s", self._timeout)
-        group = self._group
-        call = Group(group.rank, group.ranks, own_store(group) if group.store is not None else None, group.served)
-        uncopied: list[int] = call.call("copies", self.url, self._timeout).map_reduce(
-            "finish", lambda: {"uncopied": list(self.uncopied)}, _united
-        )
+        call = self._finishing.call("copies", self.url, self._timeout)
+        uncopied: list[int] = call.map_reduce("finish", lambda: {"uncopied": list(self.uncopied)}, _united)
         if self._copier is not None:
             self._copier.report_complete()
         return tuple(uncopied)

@@ -16,11 +16,7 @@ def parse_json(
     finite: bool = False,
     object_of: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value that a text is. ``finite``: NaN and Infinity are refused, which Python accepts. ``object_of`` makes objects of pairs.
-
-    Raises:
-        ValueError: it is no JSON, no UTF-8, or nested too deeply.
-    """
+    """The value that a text is. ``finite``: NaN and Infinity are refused, which Python accepts. ``object_of`` makes objects of pairs."""
     text = data if isinstance(data, str) else str(data, "utf-8")
     try:
         return json.loads(text, parse_constant=_refuse if finite else None, object_pairs_hook=object_of)
@@ -31,11 +27,7 @@ def parse_json(
 def parse_object(
     data: bytes | bytearray | memoryview | str, *, object_of: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """As :func:`parse_json`, where only an object will do; the text of the error can follow "is damaged: ".
-
-    Raises:
-        ValueError: it is no JSON, or no object.
-    """
+    """As :func:`parse_json`, where only an object will do; the text of the error can follow "is damaged: "."""
     try:
         members = parse_json(data, object_of=object_of)
     except ValueError as err:

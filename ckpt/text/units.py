@@ -24,11 +24,7 @@ def size(count: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: ``5GB``, ``512MiB``, ``1000000``.
-
-    Raises:
-        UsageError: it is no size.
-    """
+    """Bytes: ``5GB``, ``512MiB``, ``1000000``."""
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?) ?([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _BYTES or not float(match[1]):
         raise UsageError(f"{text!r} is no size such as 5GB or 512MiB")

@@ -121,11 +121,7 @@ class SaveProgress:
 
     @classmethod
     def from_json(cls, fields: object) -> SaveProgress:
-        """Read what ``to_json`` gave. Nothing in it is believed.
-
-        Raises:
-            ValueError: it cannot be that.
-        """
+        """Read what ``to_json`` gave. Nothing in it is believed."""
         note = _object(fields, "it")
         if note.get("version") != VERSION:
             raise ValueError(f"its version is {note.get('version')!r:.40}")

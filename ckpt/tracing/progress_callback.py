@@ -27,11 +27,7 @@ _PATIENCE = 2.0
 
 
 def callback_of(*, progress: bool | ProgressCallback | None, leads: bool, title: str) -> ProgressCallback | None:
-    """The function that ``progress=`` stands for; True is a bar on the leading rank's terminal.
-
-    Raises:
-        UsageError: it is neither a bool nor a function.
-    """
+    """The function that ``progress=`` stands for; True is a bar on the leading rank's terminal."""
     given: object = progress
     if given is None or given is False:
         return None

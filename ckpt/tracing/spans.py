@@ -74,9 +74,6 @@ class Spans:
 
     Beyond ``limit`` single spans only sums per phase are kept (``PhaseSum``); the table says of how many. The last places are left for
     phases that come late and seldom.
-
-    Raises:
-        UsageError: ``limit`` is not between 0 and 65,536.
     """
 
     def __init__(self, *, on: bool = True, limit: int = LIMIT) -> None:
@@ -293,11 +290,7 @@ class SpanTable:
 
     @classmethod
     def from_row(cls, row: object, where: str | None = None) -> SpanTable:
-        """Read what ``to_row`` gave, or ``Spans.to_json``. Nothing in it is believed; ``where`` is for the message.
-
-        Raises:
-            CorruptError: it cannot be a row.
-        """
+        """Read what ``to_row`` gave, or ``Spans.to_json``. Nothing in it is believed; ``where`` is for the message."""
         try:
             return _table(row)
         except ValueError as err:

@@ -17,10 +17,6 @@ State = Mapping[str, Any]
 
 
 def check_memory(memory: object, local: object, local_keep: KeepPolicy | None) -> None:
-    """
-    Raises:
-        UsageError: ``memory`` is something else, ``local`` is a Memory or in memory, too, or ``local_keep`` is given without a local tier.
-    """
     if isinstance(local, Memory):
         raise UsageError("local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
     if local_keep is not None and local is None:
@@ -35,10 +31,6 @@ def check_memory(memory: object, local: object, local_keep: KeepPolicy | None) -
 
 
 def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
-    """
-    Raises:
-        UsageError: something is no number of a signal.
-    """
     try:
         return tuple(signal.Signals(number) for number in signals)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -46,11 +38,7 @@ def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
 
 
 def state_of(given: State | Callable[[], State]) -> State:
-    """The state, or what the function makes that gives it.
-
-    Raises:
-        UsageError: it is neither, such as a model alone, which could be called, too.
-    """
+    """The state, or what the function makes that gives it."""
     if not isinstance(given, dict) and callable(given) and not hasattr(given, "state_dict"):
         given = given()
     check_state(given)
@@ -58,10 +46,6 @@ def state_of(given: State | Callable[[], State]) -> State:
 
 
 def metric_values(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """
-    Raises:
-        UsageError: they are no numbers by name.
-    """
     try:
         return {str(name): float(value) for name, value in (metrics or {}).items()}
     except (AttributeError, TypeError, ValueError):

@@ -75,7 +75,7 @@ class BeginFrom:
         """
         if self.step is not None:
             return self.step
-        catalog = open_catalog(self.location, sources=checked_sources(self.sources), mixed_steps=True)
+        catalog = open_catalog(self.location, sources=checked_sources(self.sources))
         name = catalog.url.rstrip("/").rpartition("/")[2]  # not ours: of a directory above several, the catalog's is the latest of them
         number = step_number(name)
         if number is not None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.adapters.state_scan import check_state
 from ckpt.api import load
+from ckpt.catalog import Catalog
 from ckpt.coordination.group import current_group, warn_if_others_are_missing
-from ckpt.engine.load.load import recorded
+from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base.base_chunks import SaveBase
 from ckpt.engine.save.job import SaveOptions, check_capture
@@ -26,11 +27,9 @@ from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events.alerts import Alerts
 from ckpt.events.event import Listener
 from ckpt.events.reporter import Reporter
-from ckpt.formats.native.paths import step_number
 from ckpt.layout.layout import Layout, check_layout
 from ckpt.maintenance.step_listing import Step, step_url
-from ckpt.plan.redundancy.kinship import RankKinship
-from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, PartialExperts, SavePolicy, TrustFrozen
+from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, SavePolicy, TrustFrozen
 from ckpt.policies.arguments import check_arguments
 from ckpt.settings.flags import check_flags
 from ckpt.spread.tier import Memory, NodeLocal, SpreadTier
@@ -39,7 +38,7 @@ from ckpt.tracing.progress_callback import ProgressCallback, callback_of
 from ckpt.tracing.spans import Row
 
 from .arguments import State, check_memory, check_signals, metric_values, state_of
-from .bases import Bases, check_experts, codec_of, trust_of
+from .bases import Bases, codec_of, trust_of
 from .begin_from import BeginFrom
 from .lineage import Lineage
 from .memory_stage import MemoryStage
@@ -47,7 +46,6 @@ from .preemption import SIGNALS
 from .restore_order import load_nearest, load_origin
 from .restored_from import RestoredFrom, merged_sources
 from .save_schedule import SaveSchedule, check_step
-from .state_kinship import state_kinship
 from .tiers import Tiers
 from .uploader import Uploader
 
@@ -89,9 +87,6 @@ class Checkpointer:
             torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
         anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
             than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
-        partial_experts: a save writes some of the experts of each layer, in turns, and keeps of the others what an earlier save wrote,
-            although they have changed: smaller, and **not exact** (docs/guides/smaller-saves.md). What reads such a checkpoint needs
-            ``mixed_steps=True``. It has ``reuse`` in it.
         only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is its base, and is loaded whole, at
             every start.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
@@ -114,7 +109,6 @@ class Checkpointer:
         codec: str | None = None,
         reuse: bool | TrustFrozen = False,
         anchor: Anchor | None = None,
-        partial_experts: PartialExperts | None = None,
         timeout: float | None = None,
         threads: int | None = None,
         process_group: ProcessGroup | None = None,
@@ -130,7 +124,6 @@ class Checkpointer:
     ) -> None:
         root = url_text(root)
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
-        check_experts(partial_experts, anchor)
         check_memory(memory, local, local_keep)
         check_flags(run_log=run_log)
         signals = check_signals(signals)
@@ -142,12 +135,12 @@ class Checkpointer:
             timeout=timeout,
             threads=threads,
             staging=staging_bytes,
-            reusable=bool(reuse) or anchor is not None or partial_experts is not None,
+            reusable=bool(reuse) or anchor is not None,
             only=only,
             trainable=trainable,
         )
         if options.reusable and (local is not None or memory is not None):
-            what = "anchor=" if anchor is not None else "partial_experts=" if partial_experts is not None else "reuse="
+            what = "anchor=" if anchor is not None else "reuse="
             raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
@@ -156,7 +149,7 @@ class Checkpointer:
         self.keep = keep
         self.capture = capture
         self._process_group = process_group
-        self._bases = Bases(anchor, partial_experts)
+        self._bases = Bases(anchor)
         self._progress = progress
         self._options = replace(options, trust=trust_of(reuse))
         self.timeout = options.timeout
@@ -267,7 +260,8 @@ class Checkpointer:
             nonlocal nbytes
             nbytes = load(url, state, process_group=self._process_group, **{**given, **more}).bytes_needed
 
-        wanted = recorded.set(spans)
+        catalogs: list[Catalog] = []
+        wanted, taken = recorded.set(spans), opened.set(catalogs if self._options.reusable else None)
         for spread in self._spreads:
             spread.forget_sources()
         try:
@@ -284,6 +278,7 @@ class Checkpointer:
             raise
         finally:
             recorded.reset(wanted)
+            opened.reset(taken)
         if own is None:
             self._lineage.restored(None)
         else:
@@ -294,7 +289,7 @@ class Checkpointer:
                 self._memory.resumed(restored.step, saved=own is not None)
             sources = merged_sources([spread.sources() for spread in self._spreads])
             self.restored_from = RestoredFrom(step=restored.step, url=restored.lasting, sources=sources)
-            self._bases.restored(restored.url if own is not None and self._options.reusable else None)
+            self._bases.restored(restored.url if own is not None and self._options.reusable else None, catalogs)
             self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, nbytes, spans=spans)
         for spread in self._spreads:
             spread.add()
@@ -381,12 +376,10 @@ class Checkpointer:
             self._memory.begun(n)
         durable: Future[Any] | None = None
         try:
-            placement = self._spread.placement(partial(self._kinship, ready)) if self._spread is not None else None
             if isinstance(ready, BaseException):
                 self.group.call("save", self._place(n), self.timeout).fail("begin", ready)
                 raise ready
             made, options = ready
-            options = replace(options, placement=placement)
             first = self._stage.tiers if self._stage is not None else self._tiers
             handle = start_save(self._place(n), made, self.group, options, self.capture, then=first.retain_after_save)
             self.handle, durable = handle, handle.durable
@@ -414,15 +407,11 @@ class Checkpointer:
             metrics=metric_values(metrics),
             earlier=partial(self._first.earlier, n) if self._tiers.local is not None else None,
             branches=partial(self._lineage.of, n),
+            placement=self._spread.placement if self._spread is not None else None,
             progress=callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}"),
         )
         wait_for_pending_save(self.group)
         return made, options
-
-    def _kinship(self, ready: tuple[State, SaveOptions] | BaseException) -> RankKinship:
-        if isinstance(ready, BaseException):
-            raise ready
-        return state_kinship(ready[0], self.group, ready[1])
 
     def _place(self, n: int) -> str:
         """Where step ``n`` is committed first."""
@@ -444,7 +433,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the last save is committed, and what ``keep`` does not keep is removed; with a local tier, until it is published, too.
-        Every rank calls it.
+        Every rank calls it. In a run of more than 4,000 steps, ``keep`` is applied after several saves together, and by :meth:`close`.
 
         Raises:
             CkptError: it failed.
@@ -455,10 +444,10 @@ class Checkpointer:
             self._settle()
         _raise(ended or unpublished)
 
-    def _settle(self) -> None:
-        """Wait for what removes old checkpoints in the background."""
+    def _settle(self, *, rest: bool = False) -> None:
+        """Wait for what removes old checkpoints in the background; ``rest``: also of what waits there for further saves."""
         for tiers in (self._tiers, *([self._stage.tiers] if self._stage is not None else [])):
-            tiers.settle(self.timeout)
+            tiers.settle(self.timeout, rest=rest)
 
     def _published(self) -> StorageError | None:
         """Wait until everything is published; gives why it could not be."""
@@ -497,8 +486,7 @@ class Checkpointer:
             self._schedule.failed()
         saved: SaveBase | None = None
         if error is None and self._options.reusable:
-            step = step_number(handle.url.rpartition("/")[2])
-            saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False, step=step)
+            saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
         self._bases.ended(saved)
         return error
 
@@ -527,6 +515,7 @@ class Checkpointer:
         """Wait for the last save as :meth:`wait` does, and stop watching signals. Nothing can be saved or restored afterwards."""
         try:
             self.wait()
+            self._settle(rest=True)
         finally:
             self._stop()
 

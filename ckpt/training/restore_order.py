@@ -42,9 +42,6 @@ def load_nearest(
 
     A checkpoint that lost its values (``ckpt rebuild``) may lack what a job needs to go on as before. So unless ``step`` asks for it, it
     has to fit the state in full, also where ``load`` would take less; else it counts as damaged.
-
-    Raises:
-        CkptError: as :meth:`ckpt.Checkpointer.restore`.
     """
     failed: CkptError | None = None
     tried: set[tuple[str, str]] = set()
@@ -88,11 +85,7 @@ def _reason(err: CkptError) -> str:
 
 
 def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[..., object]) -> LoadedCopy:
-    """Load the checkpoint that a run begins from. The leader finds the step, for all ranks. Collective.
-
-    Raises:
-        CkptError: as :meth:`ckpt.Checkpointer.restore`.
-    """
+    """Load the checkpoint that a run begins from. The leader finds the step, for all ranks. Collective."""
     call = group.call("restore", origin.location, timeout)
     step: int = call.map_reduce("begin", dict, lambda rows: origin.find_step())
     load(origin.location, **origin.load_options)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckpt.coordination.group import Group
-from ckpt.coordination.step_agreement import Due, StepAgreement, own_store
+from ckpt.coordination.step_agreement import Due, StepAgreement
 from ckpt.errors import UsageError
 from ckpt.policies import Moment, SavePolicy
 
@@ -41,7 +41,7 @@ class SaveSchedule:
         if policy.watches_preemption:
             self._preemption.watch()
         if self._leader_part is not None and group.size > 1:
-            self._agreement = StepAgreement(group, own_store(group), timeout)
+            self._agreement = StepAgreement(group, group.own_store(), timeout)
             self._agreement.start()
 
     @property
@@ -64,11 +64,7 @@ class SaveSchedule:
         self._last_step = step if saved else None
 
     def due(self, n: int) -> Due | None:
-        """Why the state after step ``n`` is to be saved, the same on all ranks; None if it is not. May wait for other ranks.
-
-        Raises:
-            DeadlineError: a rank does not answer.
-        """
+        """Why the state after step ``n`` is to be saved, the same on all ranks; None if it is not. May wait for other ranks."""
         if self._started_step is None:
             self._started_step = n - 1
         preempted = self._preempted() and not self.answered

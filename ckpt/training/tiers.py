@@ -45,11 +45,7 @@ _NAMED = 5
 
 
 class Tiers:
-    """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays.
-
-    Raises:
-        UsageError: ``local`` is no directory of a file system, or is ``root`` itself.
-    """
+    """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays."""
 
     def __init__(
         self,
@@ -79,12 +75,12 @@ class Tiers:
         self._known_root, self._known_local = KnownSteps(root), KnownSteps(local or root)
         self._removable = local if spread is None else spread.own_url
         """Where steps of the local tier are removed: a spread one is also read from places that it does not write to."""
-        self._known_removable = KnownSteps(self._removable or root)
+        self._known_first = KnownSteps(self._removable) if self._removable is not None else self._known_root
         self._retaining = Rounds(self.retain, "ckpt-retain")
         self._retaining_root = Rounds(self.retain_root, "ckpt-retain-root")
         self._swept = False
         """Whether what earlier lives of the job have left in memory is freed."""
-        self._published: set[str] = set()
+        self._published: set[str | None] = set()
         self._passed: set[str] = set()
         """Ids of local checkpoints of which was said that the root has a later one of their step."""
         self._last_seen: str | None = None
@@ -182,14 +178,7 @@ class Tiers:
     def copies(self, step: int | None, tried: Collection[tuple[str, str]] = (), nearer: Tiers | None = None) -> list[list[Any]]:
         """Step, URL, id, losses, and the branches of what is saved after it, of the copies of the newest step that has some beside those
         ``tried``, by URL and id, on the branch that was written last; or of ``step``, on whatever branch. What was saved last comes first,
-        the nearest copy before others. All records are read: a low step may be of the last branch.
-
-        Raises:
-            NotFoundError: there is none of ``step``.
-            CorruptError: there is something, but no commit record of it can be read: a run that has checkpoints does not begin anew.
-            StorageError: the root cannot be listed, so what is newest is not known; a local copy of ``step`` needs no root.
-            UsageError: a tier is itself a checkpoint.
-        """
+        the nearest copy before others. All records are read: a low step may be of the last branch."""
         places = [(tier, tier.near()) for tier in (nearer, self) if tier is not None]
         at_root = self._far(step, [s for _, steps in places for s in steps])
         run = with_abandoned([s for _, steps in (*places, (None, at_root or ())) for s in steps])
@@ -263,7 +252,9 @@ class Tiers:
 
     def unconfirmed(self) -> list[Step]:
         """Local checkpoints that are not known to be published, the lowest step first."""
-        return [s for s in self.near() if s.committed and s.id not in self._published | self.damaged]
+        near = self.near()
+        self._published &= {s.id for s in near}  # a job saves millions of steps, and few stay
+        return [s for s in near if s.committed and s.id not in self._published | self.damaged]
 
     def behind(self) -> list[Step]:
         """Local checkpoints that are to be published, the newest first: all that ``keep`` would keep at the root."""
@@ -294,7 +285,7 @@ class Tiers:
             self.retain_root()
             return
         with self.lock:
-            _remove(self._removable, self._known_removable, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
+            _remove(self._removable, self._known_first, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
 
     def retain_after_save(self) -> None:
         """As :meth:`retain_in_background`, when a save has ended and none is going on. Once it also frees what earlier lives of the job
@@ -304,32 +295,34 @@ class Tiers:
         if self._swept or self.spread is None or not self.spread.in_memory or self._removable is None:
             return
         try:
-            for step in self._known_removable.list():
+            for step in self._known_first.list():
                 if not step.committed and not step.damaged and step.number is not None and step.link is None:
                     log.info("%s is freed: %s", step.url, step.reason)
-                    remove_step(self._removable, step, self._known_removable.list)
+                    remove_step(self._removable, step, self._known_first.list)
             self._swept = True
         except CkptError as err:
             log.warning("what earlier saves have left in memory stays there: %s", err)
 
     def retain_root(self) -> None:
         """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
-        base = self.base()
-        busy = next((s.id for s in self._known_root.list() if s.url == base), None) if base is not None and self.keep != All() else None
-        _remove(self.root, self._known_root, self.keep, busy, self.removed)
+        _remove(self.root, self._known_root, self.keep, self.base(), self.removed)
 
     def retain_in_background(self, *, root: bool = False) -> None:
         """As :meth:`retain`, and with ``root`` as :meth:`retain_root`: no save, and no step of training, waits for thousands of deletes.
-        But memory is freed now, since the next save needs it."""
-        if root and self._removable is not None:
+        But memory is freed now, since the next save needs it. In a run of very many steps it comes after some saves together."""
+        if root and self._removable is not None and self._known_root.due():
             self._retaining_root.ask()
         if open_backend(self._removable or self.root).io_hints.in_memory:
             self.retain()
-        else:
+        elif self._known_first.due():
             self._retaining.ask()
 
-    def settle(self, seconds: float) -> None:
-        """Wait until what was begun in the background is done, if that takes no longer."""
+    def settle(self, seconds: float, *, rest: bool = False) -> None:
+        """Wait until what was begun in the background is done, if that takes no longer. ``rest``: also what waits for further saves."""
+        if rest and self._known_first.waiting:
+            self._retaining.ask()
+        if rest and self._removable is not None and self._known_root.waiting:
+            self._retaining_root.ask()
         end = time.monotonic() + seconds
         if not all(rounds.wait(max(0.0, end - time.monotonic())) for rounds in (self._retaining, self._retaining_root)):
             log.warning("old checkpoints of %s are still being removed after %g s; that goes on in the background", self.root, seconds)
@@ -338,12 +331,7 @@ class Tiers:
 
     def check(self, group: Group, timeout: float) -> None:
         """Once, if there are several: whether all ranks see the files of the local tier, or are connected to those who have them.
-        Collective.
-
-        Raises:
-            UsageError: they do not, or, where each node has its own, do.
-            StorageError: nothing can be written there.
-        """
+        Collective."""
         if self.spread is not None:
             self.spread.connect()
             return
@@ -365,11 +353,7 @@ def _numbered(steps: Iterable[Step]) -> list[Step]:
 
 
 def _checked(steps: list[Step], root: str) -> list[Step]:
-    """The same steps.
-
-    Raises:
-        UsageError: ``root`` is itself a checkpoint.
-    """
+    """The same steps."""
     if any(s.url == root and (s.committed or s.damaged) for s in steps):
         parent = root.rstrip("/").rpartition("/")[0]
         hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"

@@ -19,7 +19,6 @@ from typing import Any
 from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
-from ckpt.coordination.step_agreement import own_store
 from ckpt.errors import CkptError, CorruptError, DeadlineError, StorageError, raised
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.maintenance.copy import Transfer
@@ -57,7 +56,7 @@ class Uploader:
         self.failed: Callable[[int | None, BaseException], object] = lambda step, error: None
         """Told on the leader of what was published, and of tries that failed."""
         self._tiers = tiers
-        self._group = Group(group.rank, group.ranks, own_store(group) if group.store is not None else None, group.served)
+        self._group = group.apart()
         self._timeout = timeout
         self._threads = threads
         self._lost: dict[int | None, BaseException] = {}

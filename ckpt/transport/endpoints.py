@@ -30,12 +30,7 @@ log = logging.getLogger("ckpt")
 
 
 def listen(store: str | None, port: int = 0) -> list[socket.socket]:
-    """Sockets that listen at :func:`own_addresses`, on this port, or on free ones. ``store``: the host of the job's store, if it has one.
-
-    Raises:
-        UsageError: a setting names no interface.
-        CkptError: this process has too many files open.
-    """
+    """Sockets that listen at :func:`own_addresses`, on this port or free ones. ``store``: the host of the job's store, if it has one."""
     sockets: list[socket.socket] = []
     try:
         for host in own_addresses(store):
@@ -73,11 +68,7 @@ def exhausted(what: str, err: OSError) -> CkptError:
 def own_addresses(store: str | None) -> list[str]:
     """This machine's addresses. Those of the interfaces that a setting chooses, and no others; else first the one that it reaches the
     job's store from, since the other ranks reach the store, too; then the one of most ways, then all others, and loopback last, for ranks
-    of this machine.
-
-    Raises:
-        UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
-    """
+    of this machine."""
     known = interface_addresses()
     likely = [address for host in [store, _NOWHERE] if host and (address := _way_to(host))]
     known.sort(key=lambda a: _place(a.host, likely))

@@ -175,12 +175,7 @@ class Inlet:
         return self._taker.open(announcement)
 
     def receive(self, sock: socket.socket) -> bool:
-        """Take what is there; whether all pieces of all shared reads have come.
-
-        Raises:
-            ConnectionError: the other end is gone.
-            ExchangeError: bytes were damaged on the way.
-        """
+        """Take what is there; whether all pieces of all shared reads have come."""
         if self._views.receive(sock):
             if self._room is None:
                 self._began()

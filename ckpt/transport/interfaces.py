@@ -59,11 +59,7 @@ class InterfaceFilter:
 
 
 def choose(variable: str, text: str, addresses: list[InterfaceAddress]) -> list[InterfaceAddress]:
-    """What the setting chooses of ``addresses``. The names of ``GLOO_SOCKET_IFNAME`` are whole ones, as Gloo reads it.
-
-    Raises:
-        UsageError: it names no interface that has an address.
-    """
+    """What the setting chooses of ``addresses``. The names of ``GLOO_SOCKET_IFNAME`` are whole ones, as Gloo reads it."""
     chosen = InterfaceFilter.parse(text, exact=variable == "GLOO_SOCKET_IFNAME").of(addresses)
     if not chosen:
         known: dict[str, list[str]] = {}

@@ -31,11 +31,7 @@ class WrongMemberError(ValueError):
 
 
 def checked(message: Any, kind: Kind, what: str, where: str, hint: str = "use the same release of ckpt at both ends") -> Any:
-    """The message, which is of this kind; ``what`` it should be.
-
-    Raises:
-        FormatError: it is of another kind.
-    """
+    """The message, which is of this kind; ``what`` it should be."""
     try:
         check(message, kind)
     except WrongMemberError as err:

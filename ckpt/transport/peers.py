@@ -70,14 +70,6 @@ class Peers:
         bytes. Returns when all of it has arrived, here and at the other ranks.
 
         ``alive`` is called about five times a second; an error of it ends the exchange. May run in any thread.
-
-        Raises:
-            DeadlineError: a rank died or cannot be reached, or nothing moved to or from it for ``timeout`` seconds.
-            RankFailedError: the exchange failed on another rank.
-            ExchangeError: bytes were damaged on the way.
-            ConsistencyError: two ranks do not agree how much moves between them.
-            GroupError: an earlier exchange failed.
-            UsageError: a rank is not in the group, or this rank is in the middle of another exchange.
         """
         sent = {rank: Views([*views, memoryview(_digest(views))]) for rank, views in outgoing.items()}
         digests = {rank: memoryview(bytearray(DIGEST_BYTES)) for rank in incoming}
@@ -97,9 +89,6 @@ class Peers:
 
         ``work`` puts into the feeds. It may do so itself, and call its argument often, which moves what can be moved and waits for that at
         most so many seconds; or start threads that do. ``alive`` is called also when somebody wakes a feed.
-
-        Raises:
-            as :meth:`exchange`; and CorruptError if another rank found a damaged chunk.
         """
         self._run(outgoing, incoming, alive, work, lambda: None)
 
@@ -222,10 +211,6 @@ def peers_of(group: Members, *, timeout: float | None = None) -> Peers:
 
     Calls are numbered alike on all ranks, so those of a call that failed somewhere are never mixed with those of the next one. Asking does
     not wait for other ranks. What an earlier call had is closed, at the latest when its exchange ends. ``timeout`` in seconds.
-
-    Raises:
-        DeadlineError: the job's store cannot be reached.
-        UsageError: ``CKPT_SOCKET_IFNAME`` names no interface.
     """
     known = _peers.get(group)
     if known is None or known.call != group.calls:

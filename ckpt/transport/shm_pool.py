@@ -93,12 +93,7 @@ class SlotPool:
         return Announcement(pid=os.getpid(), file=self.file, shape=self.shape, token=self.token)
 
     def take(self, wait: Callable[[], None]) -> int:
-        """A slot that nobody uses, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``.
-
-        Raises:
-            DeadlineError: nobody gave a slot back for ``timeout`` seconds.
-            BrokenPoolError: the exchange has failed.
-        """
+        """A free slot, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``."""
         began = time.monotonic()
         while (slot := self._free_slot()) is None:
             if time.monotonic() - began > self._timeout:
@@ -176,11 +171,7 @@ class SlotPool:
 
 
 class AttachedPool:
-    """The pool of another process of this machine.
-
-    Raises:
-        OSError: it cannot be opened, or what has its place here is other memory.
-    """
+    """The pool of another process of this machine."""
 
     def __init__(self, at: Announcement) -> None:
         # Three checks before a byte is trusted: the name, so that no device is opened; the size, so that no access

@@ -119,11 +119,7 @@ class Views:
         return self._advance(sock.sendmsg(list(islice(self._left, _MOST_VIEWS))))
 
     def receive(self, sock: socket.socket) -> bool:
-        """Fill with what is there; whether all is filled.
-
-        Raises:
-            ConnectionError: the other end is gone.
-        """
+        """Fill with what is there; whether all is filled."""
         # Straight into the caller's memory, many views in one call: there is no buffer between the socket and the
         # tensors.
         count = sock.recvmsg_into(list(islice(self._left, _MOST_VIEWS)))[0]
@@ -169,12 +165,7 @@ class Sending:
         return not self.greeted or (self.ready and not self.sent and not self.views.idle)
 
     def step(self) -> bool:
-        """Go on as far as is possible without waiting; whether all has arrived.
-
-        Raises:
-            OSError: the other rank cannot be reached, or is gone.
-            Refused: it does not expect what this one has.
-        """
+        """Go on as far as is possible without waiting; whether all has arrived."""
         # The four states of a sender, in order: connecting → greeted → ready → sent. Each step does what it can
         # without waiting, and the selector calls again when the socket is readable or writable.
         if not self.greeted:
@@ -210,11 +201,7 @@ class Greeting:
     _received: bytes = b""
 
     def step(self) -> Hello | None:
-        """What the other end says first, once all of that has come.
-
-        Raises:
-            ConnectionError: the other end is gone, or no rank of this group.
-        """
+        """What the other end says first, once all of that has come."""
         self._received = receive_exactly(self.sock, HELLO.size, self._received)
         return Hello.unpack(self._received, self.secret) if len(self._received) == HELLO.size else None
 
@@ -228,11 +215,7 @@ class Receiving:
     views: Incoming
 
     def step(self) -> bool:
-        """Take what is there; whether all has arrived, which the other end is then told.
-
-        Raises:
-            OSError: the other rank is gone.
-        """
+        """Take what is there; whether all has arrived, which the other end is then told."""
         if not self.views.receive(self.sock):
             return False
         self.sock.send(ARRIVED)

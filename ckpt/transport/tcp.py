@@ -43,11 +43,7 @@ def prepare(sock: socket.socket, timeout: float) -> None:
 
 
 def receive_exactly(sock: socket.socket, size: int, have: bytes = b"") -> bytes:
-    """What came of a message of ``size`` bytes, of which ``have`` came before.
-
-    Raises:
-        ConnectionError: the other end is gone.
-    """
+    """What came of a message of ``size`` bytes, of which ``have`` came before."""
     try:
         data = sock.recv(size - len(have))
     except BlockingIOError:

@@ -18,20 +18,12 @@ Special: TypeAlias = Callable[[str, Any], object]
 
 
 def decode(node: Node, special: Special) -> object:
-    """Turn a node back into the value it stands for. ``special(kind, payload)`` gives the values of the kinds in ``REFERENCES``.
-
-    Raises:
-        FormatError: the node is malformed or of an unknown kind.
-    """
+    """Turn a node back into the value it stands for. ``special(kind, payload)`` gives the values of the kinds in ``REFERENCES``."""
     return _Decoder(special).value(node, "")
 
 
 def check(node: Node) -> None:
-    """Raise what :func:`decode` would, without making values and without torch.
-
-    Raises:
-        FormatError: the node, or one below it, is malformed or of an unknown kind.
-    """
+    """Raise what :func:`decode` would, without making values and without torch."""
     _Checker().value(node, "")
 
 

@@ -26,11 +26,7 @@ _MAX_INT_BITS = 14284  # the largest that has at most 4300 decimal digits, which
 
 
 def join(path: str, key: object) -> str:
-    """The path of a child: ``a.b`` for a string key, ``a.5`` for an index or integer key, the JSON text of the key's node for others.
-
-    Raises:
-        StateError: ``key`` cannot be stored.
-    """
+    """The path of a child: ``a.b`` for a string key, ``a.5`` for an index or integer key, the JSON text of the key's node for others."""
     return child_path(path, _encode_key(key, path))
 
 
@@ -41,9 +37,6 @@ def encode(value: object, path: str, leaf: Leaf, quick: Mapping[type, Leaf] | No
     tuple, set, frozenset, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``, ``torch.device`` and
     ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in keys and in sets,
     where only plain values may be. Values of the classes in ``quick`` are given to what they have there, before anything else is tried.
-
-    Raises:
-        StateError: a value is neither plain nor known to ``leaf``, contains itself, is nested too deep, or is a string that is not Unicode.
     """
     return _Encoder(leaf, quick=quick).node(value, path)
 

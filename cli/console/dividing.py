@@ -86,11 +86,7 @@ def is_alone() -> bool:
 @contextmanager
 def divided(url: str, output: Output, *, apart: bool = False) -> Iterator[tuple[DividedWork | None, Output]]:
     """Around the work of a command and what it says of it: this process's part, None if it was started alone, and where it says something.
-    ``apart``: the command divides by RANK and WORLD_SIZE also where nothing says how the processes reach each other.
-
-    Raises:
-        CkptError: on the first process, what happened on any. The others end silently, once that process has spoken.
-    """
+    ``apart``: the command divides by RANK and WORLD_SIZE also where nothing says how the processes reach each other."""
     part = _PART.get()
     context = click.get_current_context()
     if part is not None:

@@ -23,11 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def when_interrupted(hint: str) -> Iterator[None]:
-    """Around the work of a command: after Ctrl-C the user reads ``hint`` below ``interrupted``.
-
-    Raises:
-        Interrupted: Ctrl-C was pressed in the block.
-    """
+    """Around the work of a command: after Ctrl-C the user reads ``hint`` below ``interrupted``."""
     try:
         yield
     except KeyboardInterrupt as err:

@@ -23,7 +23,6 @@ _DTYPES = 4
 
 def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     """The head of ``ckpt inspect`` as JSON fields; null where the format does not say."""
-    from ckpt.formats.mixed_steps import earlier_steps, steps_text
     from ckpt.formats.native.commit import CODED
     from ckpt.formats.native.datafiles.references import is_reference, owner_of
     from ckpt.formats.native.paths import step_number
@@ -42,7 +41,6 @@ def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
         "shared_bytes": sum(file.size for file in catalog.files) - sum(file.size for file in own),
         "shared_with": sorted({owner_of(file.path) for file in catalog.files if is_reference(file.path)}),
         "part": None if (part := part_in(catalog.state)) is None else part.text(),
-        "mixed_steps": steps_text(steps) if (steps := earlier_steps(catalog)) else None,
         "codec": _codec(catalog, entries) if record and CODED in record.features else None,
         "kinds": [{"kind": k.kind, "bytes": k.bytes, "tensors": k.tensors} for k in kinds_of(entries, 0)[0]],
         "dtypes": dict(dtypes.most_common()),
@@ -70,8 +68,6 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
     yield "format", f"{catalog.format}{writer}, {units.plural(catalog.world_size, 'rank')}"
     if fields["part"] is not None:
         yield "part", f"of a state, saved with {fields['part']}: load its base first"
-    if fields["mixed_steps"] is not None:
-        yield "mixed", f"tensors of earlier steps: {fields['mixed_steps']}"
     kinds = [f"{kind['kind']} {units.size(kind['bytes'])}" for kind in fields["kinds"]]
     if kinds:
         yield "contents", ", ".join(kinds)

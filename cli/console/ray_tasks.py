@@ -47,12 +47,7 @@ class RayTasks:
     connection: ExitStack = field(default_factory=ExitStack)
 
     def run(self, orders: Sequence[PartOrder], report: ProgressCallback) -> dict[int, Row]:
-        """Run all parts, and report the bytes that they have done: see ``RunParts`` in ``tasked_work``.
-
-        Raises:
-            RankFailedError: a part failed, or was lost too often. CorruptError: it found damage.
-            DeadlineError: Ray began no part in time, or a part gives no sign of life.
-        """
+        """Run all parts, and report the bytes that they have done: see ``RunParts`` in ``tasked_work``."""
         # Ray prints messages of the cluster on stdout, which is the report's. The thread that does so ends with the connection.
         with redirect_stdout(sys.stderr), self.connection:
             return _Watch(self, orders).run(report)
@@ -70,11 +65,7 @@ class RayTasks:
 @contextmanager
 def ray_tasks(arguments: Sequence[str], *, count: int | None, cpus: int) -> Iterator[RayTasks]:
     """Connect to the cluster that RAY_ADDRESS names, or that runs on this machine; with neither, start one here for the length of the
-    block. ``count`` is by default as many tasks as the cluster can run at once.
-
-    Raises:
-        UsageError: Ray is not installed, or no machine has as many CPUs.
-    """
+    block. ``count`` is by default as many tasks as the cluster can run at once."""
     try:
         with needed("ray", "ray"):
             import ray

@@ -8,10 +8,6 @@ from ckpt.errors import UsageError
 
 
 def require_torch(command: str) -> None:
-    """Check that PyTorch is installed, before the command begins anything.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Check that PyTorch is installed, before the command begins anything."""
     if find_spec("torch") is None:
         raise UsageError(f"{command} needs PyTorch, which is not installed", hint="pip install torch")

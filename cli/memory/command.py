@@ -26,7 +26,7 @@ _KINDS = {
     "spare": "spare, to be filled again",
     "freeing": "being freed",
 }
-_OPTIONS = {"--budget": ("serve",), "--replace": ("serve",), "--listen": ("status",), "--all": ("drop", "stop")}
+_OPTIONS = {"--budget": ("serve",), "--listen": ("status",), "--all": ("drop", "stop")}
 """Options, and what each is for."""
 
 
@@ -34,7 +34,6 @@ _OPTIONS = {"--budget": ("serve",), "--replace": ("serve",), "--listen": ("statu
 @click.argument("what", type=OneOf(("serve", "status", "drop", "stop")), metavar="serve|status|drop|stop")
 @click.argument("url", type=URL, required=False)
 @click.option("--budget", metavar="SIZE", help="serve: hold at most so much, e.g. 64GiB. [default: half of what is available]")
-@click.option("--replace", is_flag=True, help="serve: let this release go on in place of the daemon that runs, with all it holds.")
 @click.option("--listen", is_flag=True, help="status: listen for other machines, if it does not yet, and show the address.")
 @click.option("--all", "everything", is_flag=True, help="drop: everything; stop: even if it holds runs, which are lost.")
 @options
@@ -43,7 +42,6 @@ def command(
     url: str | None,
     *,
     budget: str | None,
-    replace: bool,
     listen: bool,
     everything: bool,
     as_json: bool,
@@ -64,12 +62,12 @@ def command(
     output = Output(json=as_json, quiet=quiet)
     if (url is not None) != (what == "drop" and not everything):
         raise UsageError("drop takes a URL or --all, the others no URL", hint="ckpt memory drop mem://runs/a")
-    given = {"--budget": budget is not None, "--replace": replace, "--listen": listen, "--all": everything}
+    given = {"--budget": budget is not None, "--listen": listen, "--all": everything}
     for option, of in _OPTIONS.items():
         if given[option] and what not in of:
             raise UsageError(f"{option} is an option of ckpt memory {' and '.join(of)}, not of {what}", hint="ckpt memory --help")
     if what == "serve":
-        _serve(output, None if budget is None else units.parse_size(budget), replace=replace)
+        _serve(output, None if budget is None else units.parse_size(budget))
     elif what == "status":
         _status(output, listen=listen)
     elif what == "drop":
@@ -78,16 +76,11 @@ def command(
         _stop(output, everything=everything)
 
 
-def _serve(output: Output, budget: int | None, *, replace: bool) -> None:
-    from ckpt.memory import client, place
+def _serve(output: Output, budget: int | None) -> None:
+    from ckpt.memory import place
     from ckpt.memory.running import serve
 
     folder = place.folder()
-    if replace:
-        daemon = client.connect(start=False)
-        daemon.replace()
-        output.document({"folder": str(folder), "pid": daemon.status()["pid"]}) if output.json else output.talk("replaced")
-        return
     output.talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")
     serve(folder, budget)
 

@@ -63,11 +63,7 @@ def skip_option(command: Command) -> Command:
 def views_of(
     source: str, mapping: MappingChoice, config: str | None = None
 ) -> Callable[[Mapping[str, Sequence[int]]], dict[str, LogicalTensor]] | None:
-    """The translation that the options ask for; None if they ask for none. A ``config`` of transformers has numbers of the model too.
-
-    Raises:
-        UsageError: one of them is missing or wrong.
-    """
+    """The translation that the options ask for; None if they ask for none. A ``config`` of transformers has numbers of the model too."""
     if (mapping.convention is None) != (mapping.names is None):
         raise UsageError("--names and --convention are only valid together", hint="--names llama --convention megatron")
     if mapping.convention is None or mapping.names is None:
@@ -87,11 +83,7 @@ def left_out_message(names: Sequence[str]) -> str:
 
 
 def parse_numbers(texts: Sequence[str], option: str, example: str) -> dict[str, int]:
-    """The numbers of an option that is given as ``NAME=N``, any number of times.
-
-    Raises:
-        UsageError: a text is something else.
-    """
+    """The numbers of an option that is given as ``NAME=N``, any number of times."""
     numbers = {}
     for text in texts:
         name, _, value = text.partition("=")

@@ -127,12 +127,6 @@ def merge(
         allow_nan: let elements that are NaN or infinite make the result so. By default they are an error.
         to: ``hf``, ``native``, ``torch`` or ``dcp``.
         part, dry_run, progress, options: as for :func:`ckpt.merge`.
-
-    Raises:
-        NotFoundError, FormatError: there is no adapter, or it is of a kind that is more than LoRA's products (DoRA, …).
-        NamesError, ShapeError: the adapter is of another model.
-        MismatchError: an element of the result is NaN or infinite. Nothing is left at ``url``.
-        Others as for ``ckpt.convert``.
     """
     began, base, adapter, url = time.monotonic(), url_text(base), url_text(adapter), url_text(url)
     options.setdefault("optimizer", False)

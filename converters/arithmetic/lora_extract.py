@@ -78,12 +78,6 @@ def extract(
 
     Args:
         root: key of a state that contains the model, if there are several.
-
-    Raises:
-        UsageError: ``rank`` is not positive.
-        NamesError, ShapeError: the two are not of one model.
-        MismatchError: an element is NaN or infinite, a tensor that is no floating-point one differs, or nothing differs.
-        ConflictError: something is at ``url``.
     """
     base, tuned, url = url_text(base), url_text(tuned), url_text(url)
     if rank < 1:

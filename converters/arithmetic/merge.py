@@ -131,11 +131,7 @@ def merge(
 
 
 def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
-    """URLs of the newest ``count`` committed checkpoints of a run, the oldest first, without those that it has abandoned.
-
-    Raises:
-        NotFoundError: it has fewer.
-    """
+    """URLs of the newest ``count`` committed checkpoints of a run, the oldest first, without those that it has abandoned."""
     steps = [step for step in list_steps(run_url) if step.committed and step.abandoned is None]
     if count < 2:
         raise UsageError(f"--last {count}: an average is of at least two checkpoints")
@@ -158,11 +154,7 @@ def _check_order(urls: Sequence[str]) -> None:
 def merged(
     chosen: Sequence[OutputSet], averaging: WeightedSum, *, values_from: int, copy: Sequence[str]
 ) -> tuple[OutputSet, Mapping[str, int]]:
-    """One choice whose tensors are averages of those of several, and how many are ``averaged``, ``compared`` and ``copied``.
-
-    Raises:
-        NamesError, ShapeError: they do not fit each other.
-    """
+    """One choice whose tensors are averages of those of several, and how many are ``averaged``, ``compared`` and ``copied``."""
     base = chosen[values_from]
     check_globs(copy, base.tensors, base.catalog.url)
     states = optimizer_tensors(base.catalog)

@@ -31,11 +31,7 @@ TOLERANCE = 1e-6
 
 
 def schedule_weights(schedule: str, count: int) -> tuple[float, ...]:
-    """The weights of ``count`` checkpoints, oldest first. They are positive, and their sum is 1.
-
-    Raises:
-        UsageError: there is no such schedule.
-    """
+    """The weights of ``count`` checkpoints, oldest first. They are positive, and their sum is 1."""
     decay = SCHEDULES.get(schedule)
     if decay is None:
         raise UsageError(f"no schedule {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}")
@@ -45,11 +41,7 @@ def schedule_weights(schedule: str, count: int) -> tuple[float, ...]:
 
 
 def checked_weights(weights: Sequence[float] | None, schedule: str | None, count: int, *, any_sum: bool) -> tuple[float, ...]:
-    """The weights of ``count`` checkpoints: the given ones, those of a schedule, or equal ones.
-
-    Raises:
-        UsageError: both are given, there are too few or too many, one is not finite, or the sum is not 1 without ``any_sum``.
-    """
+    """The weights of ``count`` checkpoints: the given ones, those of a schedule, or equal ones."""
     if weights is None:
         return schedule_weights("linear" if schedule is None else schedule, count)
     if schedule is not None:

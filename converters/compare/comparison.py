@@ -115,10 +115,6 @@ def compare(
         tolerances: the first whose glob fits a tensor's name counts; without one elements must be equal.
         values: whether what is no tensor is compared too.
         progress: called with the bytes of the left side that were compared, and all of them.
-
-    Raises:
-        NotFoundError, NotCommittedError, FormatError, CorruptError, StorageError: a side cannot be read.
-        NamesError: a glob or a beginning fits nothing, two names become one, or no tensor lies below ``root``.
     """
     left, right = url_text(left), url_text(right)
     began = time.monotonic()
@@ -149,7 +145,7 @@ def compare(
 
 
 def _sides(left: str, right: str, views: Views | None, rename: Mapping[str, str], root: str | None) -> tuple[Side, Side]:
-    catalogs = open_catalog(left, mixed_steps=True), open_catalog(right, mixed_steps=True)
+    catalogs = open_catalog(left), open_catalog(right)
     about = {path for catalog in catalogs for path in catalog.about_storage}
     return (
         Side(catalogs[0], views, Renaming(rename, left), root, about),
@@ -179,7 +175,10 @@ class _NameFilter:
 def _values(sides: tuple[Side, Side], chosen: _NameFilter, mixed: Set[str]) -> tuple[int, list[ValueDifference]]:
     """How many values there are on either side, but those of the names ``mixed``, and those that differ."""
     # Two states of one program have the same paths in the same order, as far as they go: there a path need not be kept.
-    left, right = (((p, n) for p, n in side.values() if chosen.takes(p) and p not in mixed) for side in sides)
+    left, right = (
+        ((p, n) for p, n in side.values() if chosen.takes(p) and p not in mixed) if chosen.globs or mixed else side.values()
+        for side in sides
+    )
     count, differ = 0, list[ValueDifference]()
     rest: list[dict[str, tree.Node]] = [{}, {}]
     for one, other in zip_longest(left, right):
@@ -199,8 +198,8 @@ def _values(sides: tuple[Side, Side], chosen: _NameFilter, mixed: Set[str]) -> t
 
 def _same(left: tree.Node, right: tree.Node) -> bool:
     """Whether the texts of two nodes are the same: 1, 1.0 and true are not, nor are the two zeros."""
-    if type(left) is type(right) and type(left) in (str, int, bool, type(None)):
-        return bool(left == right)
+    if type(left) is type(right) and type(left) in tree.SCALARS:
+        return bool(left == right) and (type(left) is not float or left != 0 or str(left) == str(right))
     return tree.text(left) == tree.text(right)
 
 

@@ -46,12 +46,7 @@ class Elements:
         self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
     def of_view(self, view: LogicalTensor, box: Box) -> Raw:
-        """A box of a logical tensor; what no stored tensor has is zero.
-
-        Raises:
-            CorruptError, NotFoundError, StorageError, FormatError: it cannot be read.
-            UsageError: it would be made of tensors of several dtypes.
-        """
+        """A box of a logical tensor; what no stored tensor has is zero."""
         first = self.catalog.tensors[view.pieces[0].source] if view.pieces else None
         out: Raw = np.zeros(box.shape, _RAW[first.dtype.itemsize if first is not None else 1])
         for piece in view.overlapping(box):
@@ -68,11 +63,7 @@ class Elements:
         return out
 
     def of_tensor(self, entry: TensorEntry, box: Box) -> Raw:
-        """A box of a stored tensor.
-
-        Raises:
-            CorruptError, NotFoundError, StorageError, FormatError: it cannot be read.
-        """
+        """A box of a stored tensor."""
         self._check_tiling(entry)
         out: Raw = np.empty(box.shape, _RAW[entry.dtype.itemsize])
         copies = overlapping_chunks(entry.grid, box)
@@ -129,11 +120,7 @@ def slices_of(inner: Box, outer: Box) -> tuple[Any, ...]:
 
 
 def numbers(raw: Raw, kind: DType) -> npt.NDArray[Any]:
-    """Elements as numbers that numpy computes with: floats of 64 bits, complex ones of 128, integers as they are.
-
-    Raises:
-        FormatError: the dtype packs several values in an element.
-    """
+    """Elements as numbers that numpy computes with: floats of 64 bits, complex ones of 128, integers as they are."""
     if kind.name in _FLOAT8 or kind.name == "float8_e8m0fnu":
         return np.asarray(_float8(kind.name)[raw])
     if kind.name == "bfloat16":

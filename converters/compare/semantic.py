@@ -63,11 +63,7 @@ class _State:
 
 
 def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticReport:
-    """Check that weights, masters, moments and steps fit each other.
-
-    Raises:
-        CorruptError, NotFoundError, StorageError, FormatError: a tensor cannot be read.
-    """
+    """Check that weights, masters, moments and steps fit each other."""
     states = list(_states(catalog))
     elements = Elements(catalog)
     masters = _masters(catalog, states)
@@ -88,11 +84,7 @@ def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticR
 
 
 def misfit_masters(catalog: Catalog, *, threads: int | None = None, first: bool = False) -> tuple[int, list[Problem]]:
-    """How many masters can be compared with their weights, and those that are not; with ``first`` no more than one of them.
-
-    Raises:
-        CorruptError, NotFoundError, StorageError, FormatError: a tensor cannot be read.
-    """
+    """How many masters can be compared with their weights, and those that are not; with ``first`` no more than one of them."""
     elements = Elements(catalog)
     masters = [s for s in _masters(catalog, _states(catalog)) if {s.entry.dtype.name, catalog.tensors[s.param].dtype.name} <= {*_LOW}]
     problems: list[Problem] = []

@@ -114,7 +114,11 @@ class Side:
 
     def _values(self) -> Iterator[tuple[str, tree.Node]]:
         for path, node in tree.leaves(self.catalog.state) if self.catalog.state is not None else ():
-            if not (self._about_storage and self._of_storage(path)) and _is_value(node):
+            if self._about_storage and self._of_storage(path):
+                continue
+            if type(node) in tree.SCALARS:  # of which there may be millions
+                yield path, node
+            elif _is_value(node):
                 yield path, self._listed(path, node)
         for rank, by_path in self.catalog.ranks.items():
             for path, node in by_path.items():

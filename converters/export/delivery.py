@@ -66,11 +66,7 @@ class Delivery:
         self._lock = threading.Lock()
 
     def run(self, peers: Peers | None, threads: int, alive: Callable[[], None]) -> None:
-        """Move and write all that is this rank's. ``alive`` is called often; an error of it ends the work.
-
-        Raises:
-            what ``write`` raises, and :meth:`ckpt.transport.peers.Peers.exchange`.
-        """
+        """Move and write all that is this rank's. ``alive`` is called often; an error of it ends the work."""
         if any(part.memory.is_cuda for tensor in self.local.values() for part in tensor.parts):
             torch.cuda.current_stream().synchronize()  # other threads, with streams of their own, read what this one has computed
         for f, rank in enumerate(self.gathering.heads):

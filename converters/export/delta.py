@@ -97,12 +97,7 @@ class DeltaRecorder:
         """Nothing: the files of the full export are not written."""
 
     def write(self, number: int, offset: int, data: memoryview) -> None:
-        """Compare bytes of a file with those of the export before. What is no tensor's is passed over.
-
-        Raises:
-            CorruptError: the export before is damaged.
-            StorageError: its storage failed.
-        """
+        """Compare bytes of a file with those of the export before. What is no tensor's is passed over."""
         file, stop = self.files[number], offset + len(data)
         first = max(0, bisect_right(self._starts[number], offset) - 1)
         for i in self._items[number][first:]:
@@ -226,12 +221,7 @@ class DeltaTransaction:
         self.journal.adopt(files)
 
     def commit(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
-        """Make the delta exist. Small files are the anchor's.
-
-        Raises:
-            ConflictError: somebody else exports to here too.
-            StorageError: the storage failed, or does not have every byte.
-        """
+        """Make the delta exist. Small files are the anchor's."""
         destination, base = self.destination, self.base
         files = sorted(
             (DeltaFile(path=r["path"], size=r["size"], head=r["head"], digest=r["digest"]) for r in receipts[0]), key=lambda file: file.path

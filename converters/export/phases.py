@@ -96,11 +96,7 @@ class ExportShare:
 
 
 def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Layout | None) -> ExportShare:
-    """Look at this rank's state. Talks to no other rank.
-
-    Raises:
-        UsageError, StateError, LayoutError: as for ``export``.
-    """
+    """Look at this rank's state. Talks to no other rank."""
     group, url = job.call.group, job.call.url
     job.options.check()
     if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
@@ -167,11 +163,7 @@ class BegunExport:
 
 
 def begin(job: ExportJob, share: ExportShare, undo: ExitStack) -> BegunExport:
-    """Agree on the model and the files.
-
-    Raises:
-        ConsistencyError, ConflictError, MismatchError, NamesError, StorageError: as for ``export``.
-    """
+    """Agree on the model and the files."""
     if job.call.is_leader:
         leader = job.call.lead(share.row(job), lambda rows: _begin_files(job, share, rows, undo), lambda begun: begun.agreed)
         return BegunExport(job=job, share=share, layout=leader.layout, agreed=leader.agreed, leader=leader)

@@ -58,12 +58,7 @@ class Destination:
         return record_path(self.name)
 
     def clear(self) -> None:
-        """Remove what exports that were killed left here, and check that nothing else is in the way.
-
-        Raises:
-            ConflictError: something is, a conversion was begun here and did not finish, or the directory is a symbolic link. Then all is as
-            it was.
-        """
+        """Remove what exports that were killed left here, and check that nothing else is in the way."""
         if self.name is None:
             check_no_link(self.backend)
         begun, replaces = self._begun()
@@ -117,11 +112,7 @@ class Destination:
         return begun.files, begun.replaces
 
     def put(self, path: str, data: bytes) -> None:
-        """Make a small file hold ``data``.
-
-        Raises:
-            ConflictError: there is another one, which is not to be replaced.
-        """
+        """Make a small file hold ``data``."""
         if not self.replace:
             publish_once(self.backend, path, data)
             return
@@ -147,12 +138,7 @@ class ExportTransaction:
 
     @classmethod
     def begin(cls, destination: Destination, files: Sequence[OutputFile], beside: Sequence[str]) -> ExportTransaction:
-        """Begin all files; ``beside`` are the names of small ones that come with them.
-
-        Raises:
-            UsageError: something would be replaced where that cannot be done.
-            StorageError: the storage failed; nothing is left.
-        """
+        """Begin all files; ``beside`` are the names of small ones that come with them."""
         transaction = cls(destination, files, beside)
         first = destination.backend.create_shared(files[0].path, files[0].size) if files else None
         if first is None:
@@ -185,12 +171,7 @@ class ExportTransaction:
         return None if self.shared is None else [s.part_size for s in self.shared]
 
     def commit(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
-        """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last.
-
-        Raises:
-            ConflictError: somebody else has taken a name meanwhile, or exports to here too.
-            StorageError: the storage failed, or does not have every byte.
-        """
+        """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last."""
         if self.shared is None:
             self._check_there()
         else:

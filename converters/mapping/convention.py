@@ -26,21 +26,13 @@ MEGATRON = {"num_layers", "num_attention_heads", "padded_vocab_size"}
 
 
 def translated_views(url: str, translation: str, convention: str, numbers: Mapping[str, int]) -> Views:
-    """From the shapes of the tensors at ``url`` to the same in ``convention``. ``numbers`` go before what the files tell.
-
-    Raises:
-        UsageError: there is no such translation, or it is not one to or from this convention.
-    """
+    """From the shapes of the tensors at ``url`` to the same in ``convention``. ``numbers`` go before what the files tell."""
     return model_views(translation, convention, numbers, stored_numbers=numbers_of_files(url))
 
 
 def model_views(translation: str, convention: str, numbers: Mapping[str, int], *, stored_numbers: Mapping[str, int] | None = None) -> Views:
     """From the shapes of a model's tensors to the same in ``convention``; ``numbers`` are those that the translation's terms name, and go
-    before those that files have ``stored_numbers``.
-
-    Raises:
-        UsageError: there is no such translation, or it is not one to or from this convention, or there is no such number.
-    """
+    before those that files have ``stored_numbers``."""
     rules = load_translation(translation)
     direction = _direction(rules, convention)
     asked = [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))]
@@ -60,14 +52,10 @@ def model_views(translation: str, convention: str, numbers: Mapping[str, int], *
 
 def numbers_of_files(url: str) -> Dimensions:
     """Numbers that the files of a checkpoint tell: transformers' ``config.json``, or the arguments that Megatron keeps, also where they
-    were converted or imported. None if there are neither.
-
-    Raises:
-        FormatError, CorruptError: what tells them cannot be read.
-    """
+    were converted or imported. None if there are neither."""
     data = _config(url)
     if data is None:
-        catalog = open_catalog(url, mixed_steps=True)
+        catalog = open_catalog(url)
         arguments = catalog.state.get(ARGUMENTS) if isinstance(catalog.state, dict) else None
         if isinstance(arguments, dict) and arguments.keys() >= MEGATRON:
             return of_arguments(arguments)

@@ -74,9 +74,6 @@ def in_all_roles(translate: Callable[[Shapes, bool], dict[str, LogicalTensor]], 
     """What ``translate(shapes of parameters, whether some may be missing)`` makes of a checkpoint's tensors, whatever their role.
 
     Where parameters are put together and each has a number of its own (a step), that of the first is taken.
-
-    Raises:
-        NamesError, UsageError: as ``translate``; or a state has another shape than its parameter, which is more than renamed.
     """
     by_role: dict[Role, dict[str, str]] = {}
     for name, (role, parameter) in roles_of(shapes, knows).items():

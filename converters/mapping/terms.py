@@ -34,11 +34,7 @@ Number = int | str
 
 
 class Dimensions(dict[str, int]):
-    """Numbers of a model by name: what its configuration says of it.
-
-    Raises:
-        UsageError: from :meth:`of`, for a number that is not there.
-    """
+    """Numbers of a model by name: what its configuration says of it."""
 
     def of(self, number: Number | None) -> int:
         if number is None:
@@ -138,11 +134,7 @@ class Term:
     def rightwards(
         self, matched: Mapping[str, MatchedTensor], shape_of: Callable[[str], Sequence[int]], numbers: Dimensions
     ) -> dict[str, LogicalTensor]:
-        """The right side's tensors as views of the left side's.
-
-        Raises:
-            UsageError: a partner is missing, or the shapes do not fit the steps.
-        """
+        """The right side's tensors as views of the left side's."""
         made = {}
         for key, names in _grouped(matched, self.over).items():
             target = name_of(self.right, dict(key))

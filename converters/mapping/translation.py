@@ -56,10 +56,6 @@ class Translation:
         """The tensors of the other side as views of these: ``shapes`` has all tensors of one side by name.
 
         ``numbers`` are those of the model that the terms name. ``partial``: not all of the model is there, so a term may find nothing.
-
-        Raises:
-            NamesError: names that no term takes, terms that no name fits, or layers or experts that are not there.
-            UsageError: a name fits two terms, a tensor's partners are missing, or shapes do not fit the steps; all of them in one message.
         """
         matched, others = self._matched(shapes, direction, partial=partial)
         known = Dimensions(numbers or {})
@@ -182,11 +178,7 @@ def builtin() -> list[str]:
 
 
 def load_translation(source: str) -> Translation:
-    """A translation that comes with this package, by its name, or one in a TOML file, by its path.
-
-    Raises:
-        UsageError: there is none, or it is not one; the message says where.
-    """
+    """A translation that comes with this package, by its name, or one in a TOML file, by its path."""
     if source.endswith(".toml"):
         try:
             with open(source, encoding="utf-8") as file:
@@ -199,11 +191,7 @@ def load_translation(source: str) -> Translation:
 
 
 def parse_translation(text: str, where: str) -> Translation:
-    """A translation from TOML.
-
-    Raises:
-        UsageError: it is not TOML, or not a translation.
-    """
+    """A translation from TOML."""
     try:
         data = tomllib.loads(text)
         terms = [term for row in data.pop("term", []) for term in _terms(row)]

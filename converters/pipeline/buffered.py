@@ -80,13 +80,7 @@ class WindowFiller:
 
     def fill(self, items: Mapping[int, FileItem], size: int, put: Put, on_written: Callable[[], None]) -> None:
         """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``on_written`` is called when
-        some are written.
-
-        Raises:
-            CorruptError: stored bytes are damaged or missing.
-            StorageError: the storage failed.
-            MismatchError: the values are not such as what is computed takes.
-        """
+        some are written."""
         numbers, listed = list(items), list(items.values())
         last = Pending(lambda: None, "ckpt-convert")
         try:

@@ -62,12 +62,7 @@ class Computing:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, boxes: Sequence[ComputedBox]) -> None:
-        """Compute all of these boxes.
-
-        Raises:
-            CorruptError, StorageError: operands cannot be read.
-            MismatchError: operands have values that the formula does not take.
-        """
+        """Compute all of these boxes."""
         batch, used = list[ComputedBox](), 0
         for part in (part for box in boxes for part in self._parts(box)):
             if batch and used + part.operand_bytes > min(self._memory, _BATCH):

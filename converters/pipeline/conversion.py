@@ -269,11 +269,7 @@ class Conversion:
         return self._is_over(planned, self.record)
 
     def _is_over(self, planned: OutputPlan, record: ConversionJournal, *, alone: bool = False) -> bool:
-        """Whether this process or another has finished it. ``alone``: there is no other.
-
-        Raises:
-            ConflictError: somebody has removed what is needed.
-        """
+        """Whether this process or another has finished it. ``alone``: there is no other."""
         over = find(self.backend, self.name, self.digest) is None
         if not over and not alone:
             return False

@@ -41,13 +41,7 @@ class WrittenFiles:
 
 
 def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressCallback | None) -> WrittenFiles:
-    """Write the conversion, together with the other processes of ``work``. Every process gives the counts of all.
-
-    Raises:
-        UsageError: it is one file, which one process writes.
-        ConsistencyError: the processes convert different things.
-        CkptError: what failed in this process; RankFailedError: in another one.
-    """
+    """Write the conversion, together with the other processes of ``work``. Every process gives the counts of all."""
     if conversion.name is not None:
         text = f"{conversion.format.name} writes one file, and a file is written by one process"
         raise UsageError(text, where=conversion.url, hint="run the command in one process; --threads says how many threads it has")

@@ -111,12 +111,7 @@ class FileStream:
         return self._fetch.read + (0 if self._windowed is None else self._windowed.bytes_read)
 
     def write(self, numbers: Sequence[int], progress: ProgressCallback | None) -> None:
-        """Write the files of these numbers: a file is made durable while the next one is written.
-
-        Raises:
-            CorruptError: the source is damaged, or what was written is not what is read again.
-            StorageError: the storage failed. No file that is not durable is left.
-        """
+        """Write the files of these numbers: a file is made durable while the next one is written."""
         total = sum(self.planned.files[n].size for n in numbers)
 
         def on_written() -> None:
@@ -185,11 +180,7 @@ class FileStream:
         self._done(number)
 
     def _compare(self, opened: _Open) -> None:
-        """Read a file again, and compare each item with the digest of what was written.
-
-        Raises:
-            CorruptError: the storage or the memory of this machine is faulty. The file is gone.
-        """
+        """Read a file again, and compare each item with the digest of what was written."""
         reader = DigestReader(StorageSource(self.backend), crc32=True)
         try:
             for item, digest in zip(opened.file.items, opened.digests, strict=True):
@@ -259,6 +250,14 @@ class _Open:
         if self.kind is not None:
             empty = _DIGESTS[self.kind]().intdigest()
             self.digests = [self._state[i].intdigest() if i in self._state else empty for i in range(len(self.file.items))]
-        for offset, data in self.file.ends(self.digests):
-            self.writer.write(offset, [data])
+        # Archives have very many, of a few bytes, and most follow one another. The last ones come first: each fills the gap behind the last
+        # of the ranges that are written already, and no list of them is moved for it.
+        start, parts, size = 0, list[bytes](), 0
+        for offset, data in [*reversed(self.file.ends(self.digests)), (0, b"")]:
+            if parts and (offset + len(data) != start or not data or size >= limits.CACHE_BLOCK):
+                self.writer.write(start, [b"".join(reversed(parts))])
+                parts, size = [], 0
+            if data:
+                parts.append(data)
+                start, size = offset, size + len(data)
         self.writer.commit()

@@ -50,11 +50,7 @@ def digest_of(chosen: OutputSet, *options: object) -> str:
 
 
 def check_source(chosen: OutputSet, digest: str, *options: object) -> None:
-    """That the source is still what it was when ``digest_of`` gave ``digest``: what has no digests of its own cannot say so by itself.
-
-    Raises:
-        CorruptError: files of the source changed meanwhile.
-    """
+    """That the source is still what it was when ``digest_of`` gave ``digest``: what has no digests of its own cannot say so by itself."""
     try:
         for number, catalog in enumerate(chosen.catalogs):
             if isinstance(catalog, VirtualCatalog):
@@ -153,11 +149,7 @@ def _folders(backend: Backend, name: str | None) -> Iterator[tuple[str, str]]:
 
 
 def find(backend: Backend, name: str | None, digest: str) -> ConversionJournal | None:
-    """The conversion that was begun here; None if there is none.
-
-    Raises:
-        ConflictError: it is another one.
-    """
+    """The conversion that was begun here; None if there is none."""
     try:
         data = backend.read_whole(record_path(name), RECORD_LIMIT)
     except NotFoundError:
@@ -174,11 +166,7 @@ def find(backend: Backend, name: str | None, digest: str) -> ConversionJournal |
 
 
 def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> ConversionJournal:
-    """Begin a conversion, or join the same one that another process has begun meanwhile.
-
-    Raises:
-        ConflictError: another one was begun.
-    """
+    """Begin a conversion, or join the same one that another process has begun meanwhile."""
     record = ConversionJournal(backend, name, begun.id, begun.digest)
     try:
         record.begin(begun.to_bytes())

@@ -39,7 +39,6 @@ class ConvertKeywords(MergeKeywords, total=False):
     parallel: MegatronParallel | None
     repair: bool
     job: Mapping[str, int]
-    mixed_steps: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,6 @@ class ConvertOptions:
     job: Mapping[str, int] = field(default_factory=dict)
     config: str | os.PathLike[str] | None = None
     require_config: bool = False
-    mixed_steps: bool = False
 
     @property
     def selection(self) -> SelectOptions:

@@ -78,12 +78,7 @@ class _TakenPart(NamedTuple):
 
 
 def runs_of(chosen: OutputSet, items: Sequence[FileItem]) -> dict[int, list[ByteRun]]:
-    """The runs of each item that is made of nothing else, by its number. Looks up where the source has its chunks.
-
-    Raises:
-        CorruptError: a file of the source is missing or damaged, or its chunks do not tile a tensor.
-        FormatError: the elements of the source are stored in a way that is not read.
-    """
+    """The runs of each item that is made of nothing else, by its number. Looks up where the source has its chunks."""
     placed = [(n, places) for n, item in enumerate(items) if (places := _places(chosen, n, item)) is not None]
     flat = [place for _, places in placed for place in places]
     extents: list[Extent] = []
@@ -159,12 +154,7 @@ def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
 
 
 def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
-    """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are.
-
-    Raises:
-        CorruptError: they are not what their digests say. ``put`` may have had them before.
-        StorageError: the storage failed.
-    """
+    """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are."""
     memory = memoryview(mmap.mmap(-1, limits.PIECE + PAGE))
     times = Counter(run.item for run in runs)
     small, large = list[ByteRun](), list[ByteRun]()

@@ -54,10 +54,6 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
 
     Args:
         job: arguments of Megatron that the checkpoint does not have, or has wrong: ``formats.megatron.job.NAMES``.
-
-    Raises:
-        UsageError: no state of an optimizer is chosen, the arguments are no such ones, or with them the masters would not be the weights.
-        FormatError: the state is spread in a way that is not known here.
     """
     unknown = sorted(set(job) - set(NAMES))
     if unknown:

@@ -30,10 +30,6 @@ def read_views(reader: Reader, parts: Iterable[ViewBox]) -> None:
     """Fill the memory of all parts, in one go: near ranges together, in parallel, compared with the digests that there are.
 
     Filling of views becomes zeros.
-
-    Raises:
-        CorruptError: stored bytes are damaged or missing.
-        StorageError: the storage failed.
     """
     reader.run(reader.plan(job for part in parts for job in _jobs(reader.catalog, part)))
 

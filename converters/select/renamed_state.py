@@ -63,9 +63,6 @@ def renamed_state(
         entries: names of the stored tensors that may be taken.
         rest: the stored state without optimizers and without what refers to names that are not among the new ones (``pruning.pruned``).
         optimizers: take optimizers too.
-
-    Raises:
-        UsageError: parameters that become one have different steps, options or other values.
     """
     pairs, state = _by_key(catalog.state), _by_key(rest)
     own = {name for name, entry in catalog.tensors.items() if entry.rank is not None}

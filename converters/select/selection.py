@@ -120,12 +120,7 @@ class SelectOptions:
 
 
 def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
-    """All that a conversion into a training checkpoint takes.
-
-    Raises:
-        NamesError: a glob fits nothing, or views do not fit the names.
-        UsageError: there is no such dtype to convert to, or views do not fit.
-    """
+    """All that a conversion into a training checkpoint takes."""
     of_optimizers = optimizer_tensors(catalog)
     entries = {n: e for n, e in not_skipped(catalog, choice.skip).items() if choice.optimizer or n not in of_optimizers}
     return _chosen(catalog, entries, choice, of_optimizers, "")
@@ -135,9 +130,6 @@ def choose_weights(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     """The tensors of one model alone, under the names that they have in the model: without the key that it has in the state.
 
     ``choice.root`` is that key; by default the only one with tensors, optimizers and values of single ranks left out.
-
-    Raises:
-        UsageError: several keys of the state have tensors, or the given one has none; the others as :func:`choose`.
     """
     of_optimizers = optimizer_tensors(catalog)
     names = [n for n, e in not_skipped(catalog, choice.skip).items() if e.rank is None and n not in of_optimizers]
@@ -150,11 +142,7 @@ def choose_weights(catalog: Catalog, choice: SelectOptions) -> OutputSet:
 
 
 def not_skipped(catalog: Catalog, skip: Sequence[str]) -> Mapping[str, TensorEntry]:
-    """The stored tensors that fit no glob of ``skip``.
-
-    Raises:
-        NamesError: a glob fits nothing.
-    """
+    """The stored tensors that fit no glob of ``skip``."""
     check_globs(skip, catalog.tensors, catalog.url)
     return {n: e for n, e in catalog.tensors.items() if not _fits(n, skip)} if skip else catalog.tensors
 
@@ -163,11 +151,7 @@ def wanted_views(
     catalog: Catalog, entries: Mapping[str, TensorEntry], views: Views | None, only: Sequence[str], also: Iterable[str] = ()
 ) -> dict[str, LogicalTensor]:
     """The tensors that are to be made of ``entries``, those that fit a glob of ``only``. Tensors of single ranks stay as they are. A glob
-    may fit a path among ``also`` instead.
-
-    Raises:
-        NamesError: a glob fits nothing.
-    """
+    may fit a path among ``also`` instead."""
     options = option_tensors(catalog) if views is not None else set[str]()
     shapes = {name: t.shape for name, t in entries.items() if views is not None and t.rank is None and name not in options}
     made = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes and name not in options}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class _Marked:
     tensor: torch.Tensor
     wanted: OutputTensor = field(repr=False)
 
-    @property
+    @cached_property
     def boxes(self) -> list[Box]:
         return boxes_of(Box.whole(self.wanted.shape), self.wanted.dtype.itemsize)
 

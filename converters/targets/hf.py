@@ -96,11 +96,7 @@ def _file(path: str, members: Sequence[OutputTensor]) -> OutputFile:
 
 
 def check_readable(backend: Backend, file: OutputFile) -> None:
-    """Open a written file by the safetensors library, the reference for all that will read it. It opens files of file systems only.
-
-    Raises:
-        CorruptError: it refuses the file, or shows other tensors. The file is gone.
-    """
+    """Open a written file by the safetensors library, the reference for all that will read it. It opens files of file systems only."""
     if not is_file_system(backend.url):
         return
     from safetensors import SafetensorError, safe_open

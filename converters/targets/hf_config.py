@@ -34,12 +34,7 @@ class Configuration:
 
 
 def read_configuration(given: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None) -> Configuration:
-    """From a configuration of transformers, the content of ``config.json``, its path or URL, or that of a directory that has it.
-
-    Raises:
-        NotFoundError: nothing is there.
-        UsageError: it is no configuration of a model.
-    """
+    """From a configuration of transformers, the content of ``config.json``, its path or URL, or that of a directory that has it."""
     if given is None:
         return Configuration()
     if isinstance(given, os.PathLike):

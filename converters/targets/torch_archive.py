@@ -70,6 +70,8 @@ class ArchivePlan:
             self._add(f"data/{key}", content)
         self._add("version", b"3\n")
         self._directory = self._at
+        self._known = [None if r.content is None else (_local(r, r.crc) + r.content, _central(r, r.crc)) for r in self._records]
+        """Of each record whose content is there already, what the file has of it, and its entry in the directory."""
         self.size = self._directory + len(self._tail([0] * len(stands)))
 
     def moved(self, base: int) -> ArchivePlan:
@@ -88,17 +90,18 @@ class ArchivePlan:
 
     def ends(self, crcs: Sequence[int]) -> list[tuple[int, bytes]]:
         """All but the bytes of the stands, whose CRC-32 these are: bytes and where they go in the file."""
-        ends = []
-        for record, crc in zip(self._records, self._sums(crcs), strict=True):
-            ends.append((self.base + record.header, _local(record, crc) + (record.content or b"")))
+        later = iter(crcs)
+        ends = [
+            (self.base + record.header, _local(record, next(later)) if known is None else known[0])
+            for record, known in zip(self._records, self._known, strict=True)
+        ]
         return [*ends, (self.base + self._directory, self._tail(crcs))]
 
-    def _sums(self, crcs: Sequence[int]) -> list[int]:
-        later = iter(crcs)
-        return [next(later) if r.content is None else r.crc for r in self._records]
-
     def _tail(self, crcs: Sequence[int]) -> bytes:
-        entries = b"".join(_central(r, crc) for r, crc in zip(self._records, self._sums(crcs), strict=True))
+        later = iter(crcs)
+        entries = b"".join(
+            _central(record, next(later)) if known is None else known[1] for record, known in zip(self._records, self._known, strict=True)
+        )
         count, end = len(self._records), self._directory + len(entries)
         long = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(entries), self._directory)
         locator = struct.pack("<IIQI", 0x07064B50, 0, end, 1)

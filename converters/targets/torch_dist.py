@@ -63,11 +63,7 @@ class ChosenParameters(OutputSet):
 
 def choose_parameters(catalog: Catalog, choice: SelectOptions) -> ChosenParameters:
     """The parameters of a model with Megatron's names, in the form in which Megatron-Core would have saved them, and the state of its
-    optimizer, if the checkpoint has all that Megatron needs of it.
-
-    Raises:
-        UsageError: the names are not Megatron's, or it is not known how Megatron stores one of them; the others as :func:`choose`.
-    """
+    optimizer, if the checkpoint has all that Megatron needs of it."""
     chosen = choose(catalog, choice)
     head = "model" if choice.root is None else choice.root
     weights = _weights(chosen, f"{head}.")

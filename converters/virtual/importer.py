@@ -87,14 +87,6 @@ def import_checkpoint(
             noticed by its size and time alone.
         overwrite: replace a checkpoint that is at ``url``.
         progress: called with the bytes that were read so far and all bytes, with ``digest``.
-
-    Raises:
-        NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``source``.
-        ConflictError: there is a checkpoint at ``url``, or other files are, or ``url`` is a symbolic link.
-        CoverageError: a tensor would have elements that no file has.
-        NamesError: a glob fits nothing, or ``views`` do not fit the names.
-        UsageError: ``views`` do not fit, take a part of a chunk that is coded, or make one parameter of several whose steps or options
-            differ; or ``url`` is the place of what is imported.
     """
     source, url = url_text(source), url_text(url)
     began = time.monotonic()
@@ -222,11 +214,7 @@ def _state(
 
 
 def _check_whole(source: str) -> None:
-    """Parts of chunks get digests of their own: those of the whole chunks have to be right first, else damage would have a digest.
-
-    Raises:
-        CorruptError: a chunk is damaged.
-    """
+    """Parts of chunks get digests of their own: those of the whole chunks have to be right first, else damage would have a digest."""
     report = verify(source)
     if not report.ok:
         raise CorruptError(str(report.problems[0]), where=source, hint="`ckpt verify` lists all that is damaged")

@@ -72,12 +72,7 @@ class References:
         return tuple(sorted({*self.catalog.tensors} - self._taken - self.state.united | {*self.state.left_out}))
 
     def add(self, wanted: Mapping[str, LogicalTensor]) -> None:
-        """Tensors, as they are stored or as views of stored ones.
-
-        Raises:
-            CoverageError: one has no stored elements, some in several stored tensors, or filling that nothing can be found for.
-            UsageError: one is of several dtypes, or takes a part of a coded chunk.
-        """
+        """Tensors, as they are stored or as views of stored ones."""
         taken = {name: [] if self._stays_alias(name, wanted) else self._takes(name, view) for name, view in wanted.items()}
         extents = iter(self.catalog.extents_of([(t.stored, t.copy.chunk) for takes in taken.values() for t in takes]))  # of all at once
         for name, view in wanted.items():

@@ -8,14 +8,15 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import DTYPES, dtype
-from ckpt.errors import CorruptError, FormatError
+from ckpt.errors import CorruptError, FormatError, NotCommittedError
 from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid
 from ckpt.formats.external.hf_index import sizes_of
+from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import node_maker
 from ckpt.formats.torchzip.table import TensorTable
@@ -42,12 +43,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
 
 
 def open_dcp(backend: Backend) -> ExternalCatalog:
-    """Open what ``recognises`` found.
-
-    Raises:
-        FormatError: a form of the format that is not read.
-        CorruptError: metadata or files are damaged or missing.
-    """
+    """Open what ``recognises`` found."""
     if METADATA not in backend.list_dir():
         hint = "save it with use_collectives=True"
         raise FormatError("every rank kept metadata of its own, which do not make one checkpoint", where=backend.url, hint=hint)
@@ -156,11 +152,7 @@ class _ItemTensors:
 
 
 def nested(nodes: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], where: str) -> tree.Node:
-    """The node of the state that was saved: names whose keys are known are put where they were, all others stand at the top.
-
-    Raises:
-        CorruptError: the keys of two names contradict each other, or are more than ``MAX_DEPTH``.
-    """
+    """The node of the state that was saved: names whose keys are known are put where they were, all others stand at the top."""
     root: dict[str | int, Any] = {}
     for name, node in nodes.items():
         *above, last = paths.get(name, (name,))
@@ -197,3 +189,23 @@ def _closed(branch: dict[str | int, Any]) -> tree.Node:
 
 FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_dcp)
 """This format, for ckpt.formats.registry."""
+
+
+def _is_unfinished(backend: Backend, names: Sequence[str]) -> bool:
+    """``.metadata`` is written last."""
+    return METADATA not in names and any(_DATA.fullmatch(name) for name in names)
+
+
+def _open_unfinished(backend: Backend) -> NoReturn:
+    if isinstance(backend, SingleFile):
+        message = f"this is a data file of {FORMAT_NAME}, which says nothing without {METADATA} beside it"
+        raise FormatError(message, where=backend.url, hint="name the directory that has both")
+    raise NotCommittedError(
+        f"this is a save of {FORMAT_NAME} that was not finished: there are data files, and no {METADATA}",
+        where=backend.url,
+        hint="open another one; or, if a copy left out hidden files, copy it again",
+    )
+
+
+UNFINISHED = Format(name=f"unfinished save of {FORMAT_NAME}", recognises=_is_unfinished, open=_open_unfinished)
+"""Recognised so that a listing shows it, and no other format takes what is there for a checkpoint."""

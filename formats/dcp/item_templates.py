@@ -84,12 +84,7 @@ class Places:
         self._kinds: dict[int, list[_ItemTemplate]] = {}
 
     def find(self, wanted: Sequence[Described]) -> list[tuple[int, int | None]]:
-        """Where in their files the bytes of boxes begin, and their CRC-32 if the items say it.
-
-        Raises:
-            CorruptError: an item does not lie in its file, is damaged, or holds something else than the metadata say.
-            FormatError: it is no archive of ``torch.save``, or its elements are not stored row by row.
-        """
+        """Where in their files the bytes of boxes begin, and their CRC-32 if the items say it."""
         places: list[tuple[int, int | None]] = []
         for first in range(0, len(wanted), AT_ONCE):
             batch = wanted[first : first + AT_ONCE]

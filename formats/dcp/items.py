@@ -36,12 +36,7 @@ Held = tuple[tuple[int, bytes], tuple[int, bytes]]
 
 
 def open_items(backend: Backend, items: Sequence[DcpItem], sizes: Mapping[str, int]) -> Iterator[Archive]:
-    """The archives of items, in order; many are read at once, and those of up to ``WHOLE`` bytes completely.
-
-    Raises:
-        CorruptError: an item does not lie in its file, or is damaged.
-        FormatError: it is no archive of ``torch.save``.
-    """
+    """The archives of items, in order; many are read at once, and those of up to ``WHOLE`` bytes completely."""
     for first in range(0, len(items), AT_ONCE):
         batch = items[first : first + AT_ONCE]
         ranges = [ranges_of(item, sizes, WHOLE, backend.url) for item in batch]
@@ -63,11 +58,7 @@ def archive_of(backend: Backend, item: DcpItem, cached: Held) -> Archive:
 
 
 def ranges_of(item: DcpItem, sizes: Mapping[str, int], least: int, url: str) -> list[Range]:
-    """What to read of an item before anything is known of it: its beginning and its end, or all of it if it has up to ``least`` bytes.
-
-    Raises:
-        CorruptError: it does not lie in its file.
-    """
+    """What to read of an item before anything is known of it: its beginning and its end, or all of it if it has up to ``least`` bytes."""
     if item.offset + item.length > sizes[item.path]:
         raise CorruptError(
             f"an item should end at byte {item.offset + item.length:,} of a file of {sizes[item.path]:,} bytes",
@@ -80,12 +71,7 @@ def ranges_of(item: DcpItem, sizes: Mapping[str, int], least: int, url: str) -> 
 
 
 def box_place(archive: Archive, name: str, dtype: str, box: DcpBox) -> tuple[int, int | None]:
-    """Where in its file the bytes of a stored box begin, and their CRC-32 if the item says it.
-
-    Raises:
-        CorruptError: the archive holds something else than the metadata say.
-        FormatError: its elements are not stored row by row.
-    """
+    """Where in its file the bytes of a stored box begin, and their CRC-32 if the item says it."""
     value = archive.values.meaning(archive.load())
     if type(value) is not StoredView or (value.dtype, value.shape) != (dtype, box.shape):
         has = f"{value.dtype} {list(value.shape)}" if type(value) is StoredView else "no tensor"

@@ -64,12 +64,7 @@ class Metadata:
 
 
 def read_metadata(backend: Backend) -> Metadata:
-    """Read and check ``.metadata``.
-
-    Raises:
-        CorruptError: it is damaged, or leads out of the checkpoint.
-        FormatError: items are transformed (compressed, for example), or have a dtype that is not known.
-    """
+    """Read and check ``.metadata``."""
     where = f"{backend.url.rstrip('/')}/{METADATA}"
     if backend.size(METADATA) > limits.FOREIGN_PICKLE:
         raise FormatError(f"metadata of more than {limits.FOREIGN_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")

@@ -39,12 +39,7 @@ _AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
 def open_deepspeed(backend: Backend) -> ExternalCatalog:
-    """Open what ``is_checkpoint`` found; the catalog's ``url`` says which tag that is.
-
-    Raises:
-        FormatError: partitions or slices of a kind that is not known, or only known to the program that wrote them.
-        CorruptError: files are missing, damaged, or of different saves.
-    """
+    """Open what ``is_checkpoint`` found; the catalog's ``url`` says which tag that is."""
     backend = resolve(backend)
     return _Opened(backend, read_directory(backend.list_dir(), backend.url)).catalog()
 

@@ -51,11 +51,7 @@ class Directory:
         return sorted({stage for stage, _ in self.models})
 
     def ranks(self, stage: int) -> list[str]:
-        """The optimizer states of a stage, by rank.
-
-        Raises:
-            CorruptError: a rank in between is missing.
-        """
+        """The optimizer states of a stage, by rank."""
         paths = {rank: path for (at, rank), path in self.states.items() if at == stage}
         gap = next((rank for rank in range(len(paths)) if rank not in paths), None)
         if gap is not None:
@@ -99,12 +95,7 @@ def _latest(backend: Backend) -> str | None:
 
 
 def read_directory(names: Iterable[str], where: str) -> Directory:
-    """Sort the files of a checkpoint.
-
-    Raises:
-        FormatError: there are files of a kind that is not read.
-        CorruptError: there are files of two saves.
-    """
+    """Sort the files of a checkpoint."""
     models: dict[tuple[int, int], str] = {}
     states: dict[tuple[int, int], str] = {}
     layers: dict[int, str] = {}

@@ -27,11 +27,7 @@ class SharedGroup:
 
 
 def owned_parameters(shapes: Mapping[str, tuple[int, ...]], count: int, ranks: Sequence[RankStates]) -> Iterator[SharedGroup]:
-    """The parameters of a flat group that is cut for ``count`` of the ranks: for each set of ranks those that it has.
-
-    Raises:
-        FormatError: it is cut for fewer than all ranks, and not a group of experts.
-    """
+    """The parameters of a flat group that is cut for ``count`` of the ranks: for each set of ranks those that it has."""
     everyone = len(ranks)
     if count == everyone and not any(_EXPERT.fullmatch(name) for name in shapes):
         yield SharedGroup(shapes=shapes, names={name: name for name in shapes}, ranks=tuple(range(everyone)))

@@ -32,11 +32,7 @@ class Partitioned:
 
 
 def find_parameters(shapes: Sequence[Shapes], ranks: Sequence[RankStates]) -> list[Partitioned]:
-    """Where the parameters of one pipeline stage lie: ``shapes`` of those of each flat group, in order.
-
-    Raises:
-        CorruptError, FormatError: sizes or files do not fit the parameters.
-    """
+    """Where the parameters of one pipeline stage lie: ``shapes`` of those of each flat group, in order."""
     same_groups(ranks)
     return _cut_each(shapes, ranks) if ranks[0].zero == 3 else _cut_evenly(shapes, ranks)
 
@@ -129,12 +125,7 @@ class StateTable:
         self._checked: set[tuple[int, str]] = set()
 
     def add(self, partitioned: Partitioned, name: str, master: str, further: str | None) -> None:
-        """All states of a parameter: ``name.exp_avg``, …, and its master as ``master`` and under a ``further`` name.
-
-        Raises:
-            FormatError: a state is neither flat nor a single number.
-            CorruptError: the ranks have different states.
-        """
+        """All states of a parameter: ``name.exp_avg``, …, and its master as ``master`` and under a ``further`` name."""
         if not partitioned.fragments:
             return
         keys = {frozenset(self.ranks[f.rank].keys[f.group]) for f in partitioned.fragments}

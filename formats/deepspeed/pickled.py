@@ -86,11 +86,7 @@ class PickledFile:
 
 
 def open_files(backend: Backend, paths: Iterable[str]) -> list[PickledFile]:
-    """The objects of many files, several at a time.
-
-    Raises:
-        NotFoundError, FormatError, CorruptError: a file is missing, no archive, or damaged.
-    """
+    """The objects of many files, several at a time."""
     numbered = list(enumerate(paths))
     return map_tasks(lambda n: PickledFile(open_archive(backend, n[1]), n[1], n[0]), numbered, _THREADS, "ckpt-open")
 

@@ -59,12 +59,7 @@ def others_of(content: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def read_states(file: PickledFile) -> RankStates:
-    """Take a file apart.
-
-    Raises:
-        FormatError: it has partitions of a kind that is not known.
-        CorruptError: it is not what DeepSpeed writes.
-    """
+    """Take a file apart."""
     content = file.mapping(file.root.get("optimizer_state_dict"), "'optimizer_state_dict'")
     zero = file.number(content["zero_stage"], "'zero_stage'") if "zero_stage" in content else (3 if _EACH in content else 1)
     key = {1: _EVENLY, 2: _EVENLY, 3: _EACH}.get(zero)

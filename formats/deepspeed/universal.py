@@ -45,11 +45,7 @@ class Universal:
         self.values: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, states: Mapping[str, PickledFile]) -> None:
-        """A parameter that is trained, or anything else that was put among them.
-
-        Raises:
-            CorruptError: a file has no tensor, or one that does not fit the parameter.
-        """
+        """A parameter that is trained, or anything else that was put among them."""
         if name not in self.shapes:
             label = f"{MODEL}.{name}"
             if label not in self.table.entries and _FULL in states:

@@ -122,11 +122,7 @@ class Weights:
                     self.table.add_alias(f"{MODEL}.{name}", fits[0])
 
     def tied(self) -> None:
-        """Further names: those that a file lists, and in ZeRO-3 also entries that shared the memory of a parameter.
-
-        Raises:
-            FormatError: an entry is empty, and nothing says where its elements are.
-        """
+        """Further names: those that a file lists, and in ZeRO-3 also entries that shared the memory of a parameter."""
         by_storage: dict[tuple[int, str], list[str]] = {}
         for file, name, key in self._empty:
             if f"{MODEL}.{name}" in self.table.entries:

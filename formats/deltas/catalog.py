@@ -57,14 +57,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
 
 
 def open_delta(backend: Backend, allowed: Sequence[str] | None = None) -> ExternalCatalog:
-    """Open what ``recognises`` found, and all that it follows. ``allowed``: roots below which that may lie; None: anywhere.
-
-    Raises:
-        AccessError: something of it does not.
-        CorruptError: a link is missing, damaged, not the one that was followed, or follows itself.
-        FormatError: a version that is not known.
-        StorageError: the storage failed.
-    """
+    """Open what ``recognises`` found, and all that it follows. ``allowed``: roots below which that may lie; None: anywhere."""
     links = _links(backend, None if allowed is None else tuple(map(real_url, allowed)))
     newest = links[-1].manifest
     anchor, places = _anchor(newest)
@@ -94,13 +87,7 @@ def open_delta(backend: Backend, allowed: Sequence[str] | None = None) -> Extern
 
 
 def open_base(url: str) -> Base:
-    """The export at ``url`` as what a delta follows.
-
-    Raises:
-        NotFoundError: nothing is there.
-        FormatError: it is no export.
-        CorruptError: it is damaged; see ``open_delta``.
-    """
+    """The export at ``url`` as what a delta follows."""
     backend = open_backend(url)
     if MANIFEST not in backend.list_dir():
         anchor, id = _open_anchor(url)

@@ -182,11 +182,7 @@ class ChainBackend(ReadOnly):
 
 
 def _checked(link: Link, part: _StoredChanges, codes: bytes, values: bytes) -> Section:
-    """A section whose bytes were read; read again if they do not fit their digest.
-
-    Raises:
-        CorruptError: they do not fit it again.
-    """
+    """A section whose bytes were read; read again if they do not fit their digest."""
     given = [(codes, values)]
 
     def read() -> Section:

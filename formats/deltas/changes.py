@@ -59,22 +59,14 @@ class Section(NamedTuple):
 
 
 def unit(itemsize: int) -> np.dtype[Any]:
-    """The integer that elements of ``itemsize`` bytes are compared as; of more than 8 bytes, half of an element is.
-
-    Raises:
-        UsageError: no element has so many bytes.
-    """
+    """The integer that elements of ``itemsize`` bytes are compared as; of more than 8 bytes, half of an element is."""
     if itemsize not in (1, 2, 4, 8, 16):
         raise UsageError(f"elements of {itemsize} bytes are not compared", hint="1, 2, 4, 8 or 16 bytes")
     return np.dtype(f"<u{min(itemsize, 8)}")
 
 
 def find_changes(base: RunBytes, new: RunBytes, itemsize: int) -> Changes:
-    """What differs between two versions of the same run.
-
-    Raises:
-        UsageError: they have different lengths, or are no whole elements.
-    """
+    """What differs between two versions of the same run."""
     kind = unit(itemsize)
     before, after = np.frombuffer(base, np.uint8), np.frombuffer(new, np.uint8)
     if len(before) != len(after) or len(before) % itemsize:
@@ -190,11 +182,7 @@ def encode_gaps(gaps: IntArray, width: int) -> npt.NDArray[np.uint8]:
 
 
 def decode_gaps(codes: npt.NDArray[np.uint8], width: int, count: int, length: int, where: str) -> IntArray:
-    """The ``count`` indices that codes stand for, in a run of ``length`` elements.
-
-    Raises:
-        CorruptError: they are more or fewer, or reach beyond the run.
-    """
+    """The ``count`` indices that codes stand for, in a run of ``length`` elements."""
     read = codes.view(_CODES[width])
     changed = read != _most(width)
     reached = np.cumsum(read.astype(np.int64) + changed)
@@ -219,11 +207,7 @@ def encode_run(base: RunBytes, new: RunBytes, itemsize: int) -> Section:
 
 
 def decode_section(section: Section, length: int, itemsize: int, where: str) -> Changes:
-    """The changes that a section of a run of ``length`` bytes stands for.
-
-    Raises:
-        CorruptError: it does not fit the run.
-    """
+    """The changes that a section of a run of ``length`` bytes stands for."""
     kind = unit(itemsize)
     units = length // kind.itemsize
     if section.width not in (0, *WIDTHS):
@@ -239,11 +223,7 @@ def decode_section(section: Section, length: int, itemsize: int, where: str) -> 
 
 
 def apply_section(into: memoryview, section: Section, itemsize: int, where: str) -> None:
-    """Make the new version of a run of the old one, in place.
-
-    Raises:
-        CorruptError: the section does not fit the run; nothing has changed then.
-    """
+    """Make the new version of a run of the old one, in place."""
     changes = decode_section(section, into.nbytes, itemsize, where)
     if section.width == 0:
         if len(section.values):
@@ -261,11 +241,7 @@ def pack(section: Section) -> bytes:
 
 
 def unpack(data: RunBytes, where: str) -> Section:
-    """What ``pack`` has packed.
-
-    Raises:
-        CorruptError: the lengths do not fit.
-    """
+    """What ``pack`` has packed."""
     if not len(data):
         return Section(0, np.empty(0, np.uint8), np.empty(0, np.uint8))
     if len(data) < _HEAD.size:

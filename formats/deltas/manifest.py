@@ -91,12 +91,7 @@ class DeltaManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, url: str) -> DeltaManifest:
-        """What the file at ``url`` says.
-
-        Raises:
-            CorruptError: it is damaged.
-            FormatError: it is of a version that this software does not know.
-        """
+        """What the file at ``url`` says."""
         where = f"{url.rstrip('/')}/{MANIFEST}"
         try:
             fields = parse_json(data)

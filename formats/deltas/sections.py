@@ -106,11 +106,7 @@ class TensorSections:
 
 
 def read_sections(backend: Backend, files: Sequence[DeltaFile], tensors: Sequence[DeltaTensor]) -> tuple[list[TensorSections], str]:
-    """The tables of all files of a delta, by tensor; and the digest of what they make.
-
-    Raises:
-        CorruptError: a file is missing, damaged or of another delta, or the sections do not tile a tensor.
-    """
+    """The tables of all files of a delta, by tensor; and the digest of what they make."""
     parts = [_file_sections(backend, tensors, file, number) for number, file in enumerate(files)]
     parts.append((np.empty((0, COLUMNS), np.int64), *(np.empty(0, np.int64) for _ in range(4))))
     columns = [np.concatenate([part[i] for part in parts]) for i in range(5)]

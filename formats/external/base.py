@@ -92,12 +92,7 @@ class ExternalCatalog(CatalogDefaults):
         return self._replicas()
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
-        """Where the bytes of these chunks are; see ``Catalog.extents``.
-
-        Raises:
-            CorruptError: a file is missing or damaged, or does not fit what the checkpoint says of it.
-            FormatError: the elements are stored in a way that is not read.
-        """
+        """Where the bytes of these chunks are; see ``Catalog.extents``."""
         return self.extents_of([(entry, int(n)) for n in chunks])
 
     def extents_of(self, wanted: ChunkRequests) -> list[Extent]:
@@ -128,11 +123,7 @@ Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 def grid_of(name: str, shape: Sequence[int], boxes: Boxes, files: Sequence[int], where: str) -> tuple[Grid, list[int]]:
     """The grid of the chunks of tensor ``name``, and the order that it numbers them in: regular if they are the cells of cuts, else these
-    boxes. ``files`` has the row of the file of each.
-
-    Raises:
-        CorruptError: the boxes have more or fewer elements than the tensor: nobody asks for memory by a shape that was only claimed.
-    """
+    boxes. ``files`` has the row of the file of each."""
     offsets = np.array([o for o, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
     shapes = np.array([s for _, s in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
     _check_volume(name, shape, shapes, where)

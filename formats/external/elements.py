@@ -37,10 +37,6 @@ def read_box(stored: ExtentSource, entry: TensorEntry, box: Box) -> npt.NDArray[
     """The elements of a box as unsigned integers of their size: equal bits are equal numbers.
 
     Of a chunk whose part of the box is contiguous only that part is read; others are read whole.
-
-    Raises:
-        CorruptError: a file is missing or damaged.
-        FormatError: the chunks are coded, or the elements have more than 8 bytes.
     """
     out = np.zeros(box.shape, _UNSIGNED.get(entry.dtype.itemsize, np.uint8))
     copies = overlapping_chunks(entry.grid, box)

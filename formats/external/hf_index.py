@@ -22,11 +22,7 @@ _THREADS = 16
 
 
 def find_index(names: Sequence[str], suffix: str, url: str) -> str | None:
-    """The index among the ``names`` of a directory, which end in ``suffix``; None if there is none.
-
-    Raises:
-        FormatError: there are several: the directory holds variants of a model.
-    """
+    """The index among the ``names`` of a directory, which end in ``suffix``; None if there is none."""
     indexes = [name for name in names if name.endswith(suffix)]
     plain = [name for name in indexes if name.count(".") == suffix.count(".")]
     if len(indexes) > 1 and len(plain) != 1:
@@ -35,11 +31,7 @@ def find_index(names: Sequence[str], suffix: str, url: str) -> str | None:
 
 
 def read_index(backend: Backend, path: str) -> dict[str, str]:
-    """Name of a tensor → file that has it, relative to the root.
-
-    Raises:
-        CorruptError: no such index, or one that leads out of the directory.
-    """
+    """Name of a tensor → file that has it, relative to the root."""
     where = f"{backend.url.rstrip('/')}/{path}"
     try:
         weight_map = parse_json(backend.read_whole(path, limits.FOREIGN_TABLE))["weight_map"]
@@ -55,11 +47,7 @@ def read_index(backend: Backend, path: str) -> dict[str, str]:
 
 
 def sizes_of(backend: Backend, paths: Sequence[str]) -> list[int]:
-    """The sizes of files that a checkpoint names.
-
-    Raises:
-        CorruptError: some are missing.
-    """
+    """The sizes of files that a checkpoint names."""
 
     def size_of(path: str) -> int | None:
         try:
@@ -76,11 +64,7 @@ def sizes_of(backend: Backend, paths: Sequence[str]) -> list[int]:
 
 
 def check_index(index: Mapping[str, str], located: Mapping[str, str], where: str) -> None:
-    """Compare the index with what the files have: name → file, both.
-
-    Raises:
-        CorruptError: they disagree.
-    """
+    """Compare the index with what the files have: name → file, both."""
     if dict(index) == dict(located):
         return
     lines = [f"{n} should be in {f} and is in {located[n]}" for n, f in index.items() if n in located and located[n] != f]
@@ -97,11 +81,7 @@ _SHARD = re.compile(r"(?:shard-\d+-)?(.*?)(\d{1,6})-of-(\d{1,6})(\D.*)", re.ASCI
 
 
 def check_all_there(backend: Backend, paths: Sequence[str]) -> None:
-    """What the names of shards say of each other, where no index says it. A file that was given alone may be one of several.
-
-    Raises:
-        CorruptError: files are missing.
-    """
+    """What the names of shards say of each other, where no index says it. A file that was given alone may be one of several."""
     groups: dict[tuple[str, str, str], dict[int, str]] = {}
     for match in filter(None, map(_SHARD.fullmatch, paths)):
         groups.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]

@@ -26,13 +26,7 @@ class Range(NamedTuple):
 
 
 def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
-    """The bytes of each range, in the order asked for.
-
-    Raises:
-        NotFoundError: a file is missing.
-        CorruptError: a range reaches beyond the end of its file.
-        StorageError: the storage failed.
-    """
+    """The bytes of each range, in the order asked for."""
     groups = group_ranges(ranges, max_bytes=limits.GROUPED_READ, max_gap=limits.GAP)
     contents: list[bytes] = [b""] * len(ranges)
 

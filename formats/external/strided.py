@@ -36,11 +36,7 @@ def reach(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def gather(codec: str, stored: memoryview, out: memoryview, itemsize: int) -> None:
-    """Put the elements in row-major order into ``out``.
-
-    Raises:
-        CorruptError: the bytes are not as many as shape and strides need.
-    """
+    """Put the elements in row-major order into ``out``."""
     shape, strides = (_numbers(part) for part in codec.removeprefix(PREFIX).split(":"))
     if reach(shape, strides, itemsize) != len(stored) or int(np.prod(shape, dtype=np.int64)) * itemsize != len(out):
         raise CorruptError(f"{len(stored)} bytes are not a chunk that is {codec}", hint="import the checkpoint again")

@@ -52,11 +52,7 @@ def rank_sets(names: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def _check_all_there(sets: Mapping[str, Mapping[int, str]], url: str) -> int:
-    """How many ranks wrote the files.
-
-    Raises:
-        CorruptError: files are missing.
-    """
+    """How many ranks wrote the files."""
     missing = []
     for files in sets.values():
         match = _FILE.fullmatch(next(iter(files.values())))  # any file of the set has what all have in common
@@ -76,11 +72,7 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
 
 
 def open_ranks(backend: Backend) -> ExternalCatalog:
-    """Open what ``recognises`` found. With several sets, names begin with that of the set.
-
-    Raises:
-        FormatError, CorruptError: as for a single file; or the files of the ranks do not fit each other.
-    """
+    """Open what ``recognises`` found. With several sets, names begin with that of the set."""
     sets = rank_sets(backend.list_dir())
     ranks = _check_all_there(sets, backend.url)
     paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]

@@ -44,9 +44,6 @@ def likely_buckets(arguments: Mapping[str, Any]) -> list[Buckets]:
     """The buckets that the job had by its arguments, the likeliest first; what these do not say is as Megatron has it by default.
 
     Without a number of ranks a power of two up to 128 is taken: all of them pad alike.
-
-    Raises:
-        UsageError: the size of buckets follows from numbers that nobody kept.
     """
     context = count(arguments, "context_parallel_size") or 1
     ranks = (count(arguments, "data_parallel_size") or 1) * context

@@ -31,11 +31,7 @@ from .stored_buffers import BucketState, Buffer, GroupOf, Values, collect
 
 
 def add_bucket_space(table: PieceTable, tensors: Mapping[str, DcpTensor], values: Values, arguments: Mapping[str, Any]) -> BucketState:
-    """Add the optimizer's tensors to a table that has the model's; gives all that was stored of the buffers.
-
-    Raises:
-        FormatError: the layout of the buffers cannot be told from what is stored.
-    """
+    """Add the optimizer's tensors to a table that has the model's; gives all that was stored of the buffers."""
     collected = collect(table, tensors, values)
     buffers = collected.buffers
     spread = ParallelLayout(table, arguments, buffers)

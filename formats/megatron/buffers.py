@@ -148,9 +148,6 @@ def pieces_of(param: LocalParam, start: int, segments: Sequence[BufferSegment]) 
     """What a flat buffer has of a parameter that begins at ``start``: the tensor's name and a piece of it, for each box.
 
     ``segments`` are in order and do not overlap.
-
-    Raises:
-        ValueError: a transposed block is cut by a segment's end, so that it is no box.
     """
     for block in param.blocks:
         first = start + block.start

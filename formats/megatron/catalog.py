@@ -70,13 +70,7 @@ def _latest(backend: Backend) -> str:
 
 
 def open_megatron(backend: Backend) -> MegatronCatalog:
-    """Open what ``recognises`` found.
-
-    Raises:
-        NotFoundError: the latest iteration is not there.
-        FormatError: a form of the format that is not read, or parameters whose layout is not known.
-        CorruptError: files are damaged or missing.
-    """
+    """Open what ``recognises`` found."""
     from .legacy.rank_files import open_legacy  # the catalogs of other formats ask this module too, and need none of these
     from .torch_dist import open_torch_dist
 

@@ -25,11 +25,7 @@ class FlatStates:
         self._pieces: dict[tuple[str, str], list[SourcePiece]] = {}
 
     def add(self, param: LocalParam, start: int, segments: Mapping[str, Sequence[BufferSegment]]) -> None:
-        """The states of a parameter that begins at ``start`` of a flat buffer; ``segments`` by Megatron's key.
-
-        Raises:
-            FormatError: experts that are stored transposed and in parts.
-        """
+        """The states of a parameter that begins at ``start`` of a flat buffer; ``segments`` by Megatron's key."""
         for key, own in segments.items():
             try:
                 for name, piece in pieces_of(param, start, own):
@@ -39,11 +35,7 @@ class FlatStates:
                 raise FormatError(f"{err} is stored transposed and in parts", where=self.table.backend.url, hint=hint) from err
 
     def finish(self) -> None:
-        """Put what was collected into the table.
-
-        Raises:
-            CorruptError: a state has not all elements of its parameter, or there is no such parameter.
-        """
+        """Put what was collected into the table."""
         for (name, key), pieces in self._pieces.items():
             weight = self.table.entries.get(f"{MODEL}{name}")
             if weight is None:

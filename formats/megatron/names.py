@@ -72,11 +72,7 @@ def depends_on_specification(name: str) -> bool:
 
 def tensor_parallel_axis(name: str, *, cut_latent: bool = False) -> int | None:
     """The axis along which tensor parallelism cuts a parameter; None if every rank has all of it. ``cut_latent``: what depends on the layer
-    specification is cut.
-
-    Raises:
-        KeyError: a name that is not known here, so nobody can say.
-    """
+    specification is cut."""
     tail = ".".join(name.split(".")[-2:])
     if tail in _ROWS or (cut_latent and tail in _LATENT_DOWN):
         return 0
@@ -195,11 +191,7 @@ _KINDS = {"layer_norm_weight": 0, "layer_norm_bias": 1, "weight": 2, "bias": 3}
 
 
 def order_key(name: str, order: tuple[str, bool]) -> tuple[int, ...]:
-    """Sorts the parameters of a model as ``named_parameters()`` gives them.
-
-    Raises:
-        KeyError: a name whose place is not known.
-    """
+    """Sorts the parameters of a model as ``named_parameters()`` gives them."""
     spec, grouped = order
     top = _first(_TOP, name, name)
     match = LAYER.fullmatch(name)

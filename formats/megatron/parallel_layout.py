@@ -30,11 +30,7 @@ _COMPARED_NUMEL = 1 << 14
 
 
 class ParallelLayout:
-    """How the parameters of the model in ``table`` are spread over ``groups`` of ranks; the ranks of each have the same parameters.
-
-    Raises:
-        FormatError: the groups do not fit the model.
-    """
+    """How the parameters of the model in ``table`` are spread over ``groups`` of ranks; the ranks of each have the same parameters."""
 
     def __init__(self, table: PieceTable, arguments: Mapping[str, Any], groups: Collection[GroupOf]) -> None:
         self.table = table
@@ -126,11 +122,7 @@ class ParallelLayout:
             self.refuse(f"nobody knows where {name} comes in the model's order")
 
     def ordered(self, group: GroupOf, names: Sequence[str], order: tuple[str, bool]) -> list[LocalParam]:
-        """The parameters of these names as the ranks of a group have them, in an order of the model.
-
-        Raises:
-            FormatError: the place of a name, or how it is cut, is not known.
-        """
+        """The parameters of these names as the ranks of a group have them, in an order of the model."""
         return [self._param(group, name) for name in sorted(names, key=lambda n: self._key(n, order))]
 
     def _param(self, group: GroupOf, name: str) -> LocalParam:

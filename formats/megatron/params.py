@@ -61,11 +61,7 @@ class ParamPart(NamedTuple):
 
 def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: bool, cut_latent: bool = False) -> ParamPart:
     """What part of tensor ``name`` a parameter of shape ``local`` is on tensor-parallel ``rank`` of ``ranks``; for ``cut_latent`` see
-    ``tensor_parallel_axis``.
-
-    Raises:
-        KeyError: how this tensor is cut is not known.
-    """
+    ``tensor_parallel_axis``."""
     zeros = (0,) * len(local)
     axis = tensor_parallel_axis(name, cut_latent=cut_latent) if ranks > 1 else None
     if axis is None or axis >= len(local):
@@ -80,11 +76,7 @@ def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: b
 
 
 def local_shape(name: str, shape: tuple[int, ...], ranks: int, *, cut_latent: bool = False) -> tuple[int, ...] | None:
-    """The shape of a rank's part of a whole tensor; None if it cannot be divided.
-
-    Raises:
-        KeyError: how this tensor is cut is not known.
-    """
+    """The shape of a rank's part of a whole tensor; None if it cannot be divided."""
     axis = tensor_parallel_axis(name, cut_latent=cut_latent) if ranks > 1 else None
     if axis is None:
         return shape

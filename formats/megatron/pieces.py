@@ -100,11 +100,7 @@ class PieceTable:
     def add(
         self, name: str, kind: str, shape: tuple[int, ...], pieces: Iterable[SourcePiece], logical: tuple[int, ...] | None = None
     ) -> None:
-        """A tensor. Of pieces with the same box, which are replicas, the first counts.
-
-        Raises:
-            CorruptError: the pieces do not make up the tensor, or have another dtype, or the name is there already.
-        """
+        """A tensor. Of pieces with the same box, which are replicas, the first counts."""
         if name in self.entries:
             raise CorruptError(f"two tensors have the name {name!r}", where=self.backend.url, hint="files of several saves are mixed")
         first: dict[tuple[tuple[int, ...], tuple[int, ...]], SourcePiece] = {}
@@ -149,11 +145,7 @@ class PieceTable:
         return self._pieces[name]
 
     def with_pieces(self, backend: Backend, files: Sequence[ExternalFile], pieces: Mapping[str, Sequence[SourcePiece]]) -> PieceTable:
-        """The same tensors, some of them made of other ``pieces``, which may lie in further ``files`` of the ``backend``.
-
-        Raises:
-            CorruptError: the pieces do not make up their tensor.
-        """
+        """The same tensors, some of them made of other ``pieces``, which may lie in further ``files`` of the ``backend``."""
         made = PieceTable(backend, [*self.files, *files], self.archives, self._rows)
         for name, entry in self.entries.items():
             own = pieces[name] if name in pieces else [*self._pieces[name], *self._copies.get(name, ())]
@@ -181,11 +173,7 @@ class PieceTable:
         return read_extent(self.backend, piece.source.dtype, extent, piece.shape)
 
     def read_scalars(self, sources: Sequence[InArchive]) -> list[float]:
-        """The numbers that these tensors without axes are, as ``float`` has them; many small reads at a time.
-
-        Raises:
-            FormatError: a dtype that is no usual number.
-        """
+        """The numbers that these tensors without axes are, as ``float`` has them; many small reads at a time."""
         extents = self._extents([("of one number", whole_piece(source, ())) for source in sources])
         data = read_ranges(self.backend, [Range(e.path, e.offset, e.length) for e in extents])
         return [float(np.frombuffer(raw, self._number(source))[0]) for raw, source in zip(data, sources, strict=True)]

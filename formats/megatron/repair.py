@@ -71,10 +71,6 @@ def repaired_states(
         data_parallel: data-parallel ranks that shared a buffer of parameters that are no experts', context parallelism included.
         divisor: 65536 if buckets were padded for high bus bandwidth.
         arguments: of the job, where the checkpoint's own are to be replaced.
-
-    Raises:
-        UsageError: the checkpoint is not of this form, or the sizes are not those of the job: repaired masters would not be the weights.
-        FormatError: it is spread in a way that is not known here.
     """
     if catalog.suspect is None:
         raise UsageError("this optimizer state is not of a form that was displaced", where=catalog.url, hint="only fully_reshardable was")

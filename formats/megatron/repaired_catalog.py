@@ -37,10 +37,6 @@ def repaired_catalog(catalog: MegatronCatalog, repaired: Repaired) -> tuple[Mega
     """The repaired checkpoint, and what was done to which tensor.
 
     Memory: 4 bytes for each element of a master that is lost.
-
-    Raises:
-        FormatError: the weights have a dtype that a master cannot be made of.
-        CorruptError: what was found does not make up the tensors.
     """
     table, filling = catalog.table, _Filling(catalog.table, repaired.lost)
     pieces = {name: [*own, *filling.pieces(name)] for name, own in repaired.pieces.items()}

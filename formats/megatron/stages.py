@@ -21,11 +21,7 @@ from ckpt.errors import FormatError
 
 
 def layers_of_chunks(arguments: Mapping[str, Any], layers: int, stages: int, chunks: int = 1) -> list[int]:
-    """How many layers each chunk has, in the pipeline's order; ``chunks`` is their number on each of the ``stages``.
-
-    Raises:
-        FormatError: the layers cannot be divided so.
-    """
+    """How many layers each chunk has, in the pipeline's order; ``chunks`` is their number on each of the ``stages``."""
     plan = arguments.get("pipeline_model_parallel_layout")
     if plan is not None and stages > 1:
         counts = [part.count("t") for part in _unfolded(str(plan)).split("|")] if isinstance(plan, str) else []

@@ -67,11 +67,7 @@ class BucketState:
 
 
 def collect(table: PieceTable, tensors: Mapping[str, DcpTensor], values: Values) -> BucketState:
-    """Sort the items of flat buffers.
-
-    Raises:
-        FormatError: keys of the state, or a form of it, that are not known.
-    """
+    """Sort the items of flat buffers."""
     buffers: Buffers = {}
     groups: dict[int, list[Group]] = {}
     scalers: dict[int, tuple[int, Any]] = {}
@@ -118,11 +114,7 @@ def _buckets(meaning: Meaning, used: Any, padded: Any, own: dict[int, Buffer], w
 
 
 def coalesced(meaning: Meaning, number: int, value: Any, where: str) -> dict[int, Buffer]:
-    """The buffers of one ``distrib_optim.pt``, or of the same as an object: numbers as keys, then dtypes, then keys of the state.
-
-    Raises:
-        FormatError: the form that Megatron-LM before 2024 wrote, or keys that are not known.
-    """
+    """The buffers of one ``distrib_optim.pt``, or of the same as an object: numbers as keys, then dtypes, then keys of the state."""
     own: dict[int, Buffer] = {}
     _coalesced(meaning, number, value, own, where)
     return own

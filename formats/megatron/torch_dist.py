@@ -60,12 +60,7 @@ class ModelPart(NamedTuple):
 
 
 def open_torch_dist(backend: Backend) -> MegatronCatalog:
-    """Open a directory of the format.
-
-    Raises:
-        FormatError: an optimizer state in a form that is not read, or whose layout is not known.
-        CorruptError: metadata or files are damaged or missing.
-    """
+    """Open a directory of the format."""
     if METADATA not in backend.list_dir():
         raise CorruptError("there is no .metadata", where=backend.url, hint="the save was not finished, or files are missing")
     return _TorchDist(backend, read_metadata(backend)).catalog()

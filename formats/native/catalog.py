@@ -14,6 +14,7 @@ import xxhash
 
 from ckpt import settings
 from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
+from ckpt.concurrency.workers import map_tasks
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.protocol import Format
@@ -23,7 +24,7 @@ from ckpt.reread import read_checked
 from .checks import find_excess
 from .coding.codec import CHUNK_LIMIT
 from .coding.codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
-from .commit import ANCHORS, CODED, COMMIT_PATH, MIXED, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
+from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
 from .datafiles.header import Header, StoredChunk, parse_header
 from .datafiles.header_rows import Known, Sought, Stretches, find_alike
 from .datafiles.keys import box_text, chunk_key, coded_key
@@ -46,12 +47,6 @@ class NativeCatalog(CatalogDefaults):
     """A committed native checkpoint; ``record`` is its commit record if that was read just now.
 
     Opening reads and verifies record and index; headers are read when they are asked for. Thread-safe.
-
-    Raises:
-        NotCommittedError: files of a save are there, but no commit record.
-        NotFoundError: nothing is there.
-        FormatError: a version, feature or dtype that this software does not know.
-        CorruptError: the record or an index file is damaged, missing or truncated.
     """
 
     def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
@@ -110,11 +105,7 @@ class NativeCatalog(CatalogDefaults):
         return self._ranks
 
     def header(self, file: int) -> Header:
-        """The verified header of data file number ``file`` of ``files``; read once.
-
-        Raises:
-            CorruptError: the file is missing or has another size, or its header is damaged.
-        """
+        """The verified header of data file number ``file`` of ``files``; read once."""
         with self._locks[file]:
             header = self._headers.get(file)
             if header is None:
@@ -122,11 +113,7 @@ class NativeCatalog(CatalogDefaults):
             return header
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
-        """Where the bytes of these chunks of ``entry`` are, in the order asked for.
-
-        Raises:
-            CorruptError: a file is missing or truncated, or its header does not fit the index.
-        """
+        """Where the bytes of these chunks of ``entry`` are, in the order asked for."""
         numbers = np.fromiter(chunks, dtype=np.int64)
         if len(numbers) == 1:  # by far the most common case: no arrays for it
             return self.extents_of([(entry, int(numbers[0]))])
@@ -261,9 +248,6 @@ def read_record(backend: Backend, prefix: str = "") -> bytes | None:
     """The bytes of the commit record below ``prefix`` (empty, or ending in a slash), or None if there is none.
 
     What cannot be a record is read again; if it stays so, its bytes are given all the same: whoever parses them says what is wrong.
-
-    Raises:
-        CorruptError: it has more bytes than any record, or is no regular file.
     """
     path, data = prefix + COMMIT_PATH, None
 
@@ -284,11 +268,7 @@ def read_record(backend: Backend, prefix: str = "") -> bytes | None:
 
 
 def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
-    """One index file, verified.
-
-    Raises:
-        CorruptError: it is missing, or its size or digest is not what the record says.
-    """
+    """One index file, verified."""
     file = record.index[name]
     where = _join(backend.url, file.path)
     hint = "restore this file from a copy, or rebuild the index from the data files: `ckpt rebuild`"
@@ -347,17 +327,18 @@ def _record_after(backend: Backend, err: CkptError, before: bytes) -> bytes:
 
 
 def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents:
-    files = {n: read(backend, record, n) for n in record.index if n != RANK_ROWS}  # which few read all of
+    names = [n for n in record.index if n != RANK_ROWS]  # which few read all of
+    # What the record repeats is no request, and where reads take no time, threads do.
+    requests = sum(n not in record.inline for n in names) if backend.io_hints.concurrency > 1 else 1
+    files = dict(zip(names, map_tasks(partial(read, backend, record), names, max(1, requests), "ckpt-index"), strict=True))
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     try:
-        contents = decode_index(files, where, anchored=ANCHORS in record.features, mixed=MIXED in record.features)
+        contents = decode_index(files, where, anchored=ANCHORS in record.features)
         excess = find_excess(contents)
     except MemoryError as err:
         raise too_little_memory(sum(map(len, files.values())), where) from err
     if excess is None and any(is_reference(f.path) for f in contents.files) != (REFERENCED in record.features):
         excess = f"it has {'the' if REFERENCED in record.features else 'not the'} feature {REFERENCED}, unlike its data files"
-    if excess is None and MIXED in record.features and all(t.step is None for t in contents.tensors):
-        excess = f"it has the feature {MIXED}, and no chunk is of an earlier step"
     if excess is not None:
         raise CorruptError(
             f"the index cannot be: {excess}", where=where, hint="restore the index from a copy, or rebuild it: `ckpt rebuild`"

@@ -127,10 +127,6 @@ def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
         return f"its grid has {grid.count} chunks, but names a file for {len(grid.files)}"
     if grid.files.min() < 0 or grid.files.max() >= files:
         return f"its grid names a data file that is not one of the {files}"
-    if grid.steps is not None and len(grid.steps) not in (1, grid.count):
-        return f"its grid has {grid.count} chunks, but gives a step for {len(grid.steps)}"
-    if grid.steps is not None and grid.steps.min() < -1:
-        return f"its grid gives the step {grid.steps.min()}"
     if grid.anchors is None:
         return None
     if len(grid.anchors) != grid.count:

@@ -40,11 +40,7 @@ _HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or
 
 
 def check_no_link(backend: Backend) -> None:
-    """That the root of ``backend`` is where a checkpoint may be written, replaced or tagged.
-
-    Raises:
-        ConflictError: it is a symbolic link: what is behind it belongs to another name.
-    """
+    """That the root of ``backend`` is where a checkpoint may be written, replaced or tagged."""
     target = backend.link()
     if target is not None:
         raise ConflictError(
@@ -55,11 +51,7 @@ def check_no_link(backend: Backend) -> None:
 
 
 def check_free(backend: Backend, what: str) -> None:
-    """That nothing but what is left of saves and copies is at the root of ``backend``, where no checkpoint is; ``what`` will be put there.
-
-    Raises:
-        ConflictError: something is. A checkpoint beside it would hide it from everything that reads checkpoints.
-    """
+    """That nothing but what is left of saves and copies is at the root of ``backend``, where no checkpoint is; ``what`` comes there."""
     others = others_files(backend)
     if others:
         hint = f"{what} to another URL, such as a new directory in this one"
@@ -68,11 +60,7 @@ def check_free(backend: Backend, what: str) -> None:
 
 def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: tuple[str, str] | None = None) -> None:
     """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away; and that the checkpoint is there
-    whose files it refers to: ``base``, by its name in the run and its id.
-
-    Raises:
-        StorageError: it has not, or somebody is; or the storage failed.
-    """
+    whose files it refers to: ``base``, by its name in the run and its id."""
     problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0], base)
     if problem is not None:
         raise problem
@@ -82,11 +70,7 @@ def confirm(
     backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None, base: tuple[str, str] | None = None
 ) -> list[str] | None:
     """That what was just committed has all of its files, or was replaced by another save since. If it has not, ``previous`` is committed
-    again, or nothing is. Gives the paths of everything that is there, if it took a look at everything.
-
-    Raises:
-        StorageError: it has not.
-    """
+    again, or nothing is. Gives the paths of everything that is there, if it took a look at everything."""
     try:
         there, everything = _listed(backend, id, sizes)
         problem = _problem(backend, id, sizes, there, base)
@@ -155,11 +139,7 @@ def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
 
 
 def claim(backend: Backend, id: str) -> None:
-    """Mark save ``id``, whose files are about to be removed and copied again: another copy of it cannot be committed before ``resume``.
-
-    Raises:
-        ConflictError: it is committed, by another copy.
-    """
+    """Mark save ``id``, whose files are about to be removed and copied again: another copy of it cannot be committed before ``resume``."""
     mark = index_path(id, CLEARING)
     mine = True
     try:
@@ -182,11 +162,7 @@ def resume(backend: Backend, id: str) -> None:
 
 
 def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committed: Callable[[], str | None]) -> bool:
-    """Remove files of save ``id`` below ``within`` (empty, or ending in a slash), unless it is ``committed`` or goes on. Whether all went.
-
-    Raises:
-        StorageError: the storage failed. What is left is still an orphan.
-    """
+    """Remove files of save ``id`` below ``within`` (empty or ending in a slash), unless ``committed`` or going on; whether all went."""
     mark = f"{within}{index_path(id, CLEARING)}"
     # ``marked``: the mark is there, whoever put it. ``mine``: this process put it, and so removes it in any case.
     marked = mine = True

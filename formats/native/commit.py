@@ -36,10 +36,10 @@ REFERENCED = "references"
 """The extension of checkpoints some of whose data files lie in others of the run."""
 ANCHORS = "anchors"
 """The extension of checkpoints some of whose chunks are stored as differences from chunks of another one, their anchors."""
-MIXED = "mixed-steps"
-"""The extension of checkpoints some of whose tensors are of an earlier step."""
-FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS, MIXED})
+FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS})
 """Extensions that this reader knows."""
+DROPPED = {"mixed-steps": "some of its tensors are of earlier steps than the others, so it is not what the job had at any moment"}
+"""Extensions of earlier writers that no reader knows any more, and why not."""
 VALUES, ALIASES, LABELS, ELSEWHERE = "values", "aliases and padding", "metrics and tags", "what lies in other checkpoints"
 """What a rebuild may not recover, as ``lost`` in the record says it."""
 
@@ -92,11 +92,7 @@ class CommitRecord:
     """Where its run had gone back to an earlier step; empty if it never had, or nobody knows."""
 
     def to_bytes(self) -> bytes:
-        """The whole file. Equal records give equal bytes.
-
-        Raises:
-            UsageError: a tag, or the name of a metric, is not Unicode.
-        """
+        """The whole file. Equal records give equal bytes."""
         for text in (*self.tags, *self.metrics):
             try:
                 text.encode()
@@ -138,12 +134,7 @@ class CommitRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CommitRecord:
-        """Read and verify a commit record; ``where`` is its URL, for messages.
-
-        Raises:
-            CorruptError: the bytes are damaged.
-            FormatError: not a commit record of ours, or a version or feature that this software does not know.
-        """
+        """Read and verify a commit record; ``where`` is its URL, for messages."""
         members = _parse(data, where)
         _check_digest(data, members, where)
         _check_known(members, where)
@@ -283,15 +274,20 @@ def _check_known(members: dict[str, Any], where: str) -> None:
     features = members.get("features")
     unknown = [f for f in features if not isinstance(f, str) or f not in FEATURES] if isinstance(features, list) else [features]
     if unknown:
+        dropped = next((f for f in unknown if isinstance(f, str) and f in DROPPED), None)
         raise FormatError(
-            f"it needs features that are not known: {', '.join(map(repr, unknown))}",
+            f"it needs features that are not known: {', '.join(map(repr, unknown))}"
+            if dropped is None
+            else f"it has the feature {dropped!r}, which is not read any more: {DROPPED[dropped]}",
             where=where,
-            hint=f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one",
+            hint=f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one"
+            if dropped is None
+            else f"load another step, or convert it with the software that wrote it ({members.get('writer')})",
         )
 
 
 def _record(members: dict[str, Any], where: str) -> CommitRecord:
-    for feature in (CODED, APART, REFERENCED, ANCHORS, MIXED):
+    for feature in (CODED, APART, REFERENCED, ANCHORS):
         if {feature, VIRTUAL} <= set(members["features"]):
             _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
     index = _member(members, "index", dict, where)

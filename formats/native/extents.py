@@ -35,11 +35,7 @@ _DIGITS = 16
 
 
 def encode_extents(contents: Contents) -> dict[str, bytes]:
-    """The two index files by name.
-
-    Raises:
-        ConsistencyError: a tensor has not an extent for each chunk, or one does not lie in its source.
-    """
+    """The two index files by name."""
     rows: list[Extent] = []
     for entry in _stored(contents.tensors):
         extents = contents.extents.get(entry.name, ())
@@ -61,11 +57,7 @@ def encode_extents(contents: Contents) -> dict[str, bytes]:
 
 
 def decode_sources(data: bytes, where: str) -> tuple[SourceFile, ...]:
-    """The rows of sources.arrow.
-
-    Raises:
-        CorruptError: it cannot be read, or a row cannot be.
-    """
+    """The rows of sources.arrow."""
     columns = from_file(data, _SOURCES, f"{where}/{SOURCES}")
     rows = zip(*(columns[n].to_pylist() for n in _SOURCES.names), strict=True)
     sources = tuple(SourceFile(root=r, path=p, size=s, stamp=t) for r, p, s, t in rows)
@@ -77,11 +69,7 @@ def decode_sources(data: bytes, where: str) -> tuple[SourceFile, ...]:
 
 
 def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequence[SourceFile], where: str) -> dict[str, list[Extent]]:
-    """The extents of each tensor's chunks. The paths are those of :func:`source_path`.
-
-    Raises:
-        CorruptError: it cannot be read, or the rows do not fit the tensors and sources.
-    """
+    """The extents of each tensor's chunks. The paths are those of :func:`source_path`."""
     columns = from_file(data, _EXTENTS, f"{where}/{EXTENTS}")
     offsets, lengths, digests, strides = (columns[n].to_pylist() for n in _EXTENTS.names)
     if sum(t.grid.count for t in _stored(tensors)) != len(offsets):

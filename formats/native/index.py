@@ -61,7 +61,6 @@ _GRIDS = pa.schema(
     ]
 )
 _ANCHORS = pa.field("anchors", pa.list_(pa.int32()))
-_STEPS = pa.field("steps", _NUMBERS)
 _FILES = pa.schema(
     [
         pa.field("path", pa.utf8(), nullable=False),
@@ -94,12 +93,7 @@ class IndexCache:
 
 
 def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[str, bytes]:
-    """The index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``.
-
-    Raises:
-        ConsistencyError: the contents contradict themselves; the message names the tensor or file.
-        StateError: the state is not JSON, or a file would be larger than readers take.
-    """
+    """The index files by name. Grids of equal value become one row. What the next index can have from this one is left in ``kept``."""
     cache = IndexCache() if cache is None else cache
     problem = find_problem(replace(contents, tensors=()) if cache.tables else contents)
     if problem is not None:
@@ -152,15 +146,14 @@ def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[in
 
 
 def _plain(grid: Grid) -> Grid:
-    """The same grid with one file number or step instead of many equal ones."""
-    files, steps = np.asarray(grid.files, dtype=np.int32), grid.steps
+    """The same grid with one file number instead of many equal ones."""
+    files = np.asarray(grid.files, dtype=np.int32)
     files = files[:1] if (files == files[0]).all() else files
-    steps = steps[:1] if steps is not None and (steps == steps[0]).all() else steps
-    return Grid(cuts=grid.cuts, boxes=grid.boxes, files=files, anchors=grid.anchors, steps=steps)
+    return Grid(cuts=grid.cuts, boxes=grid.boxes, files=files, anchors=grid.anchors)
 
 
 def _value(grid: Grid) -> tuple[object, ...]:
-    places = tuple(None if column is None else column.tobytes() for column in (grid.files, grid.anchors, grid.steps))
+    places = tuple(None if column is None else column.tobytes() for column in (grid.files, grid.anchors))
     if grid.cuts is not None:
         return tuple(map(tuple, grid.cuts)), *places
     boxes = _box_rows(grid)
@@ -185,12 +178,10 @@ def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict
 
 
 def _encode_grids(grids: Sequence[Grid]) -> bytes:
-    """grids.arrow; the columns of anchors and steps are there only if a chunk has one."""
+    """grids.arrow; the column of anchors is there only if a chunk has one."""
     columns, schema = _grid_columns(grids), _GRIDS
     if any(grid.anchors is not None for grid in grids):
         columns["anchors"], schema = _nullable([grid.anchors for grid in grids], np.int32), schema.append(_ANCHORS)
-    if any(grid.steps is not None for grid in grids):
-        columns["steps"], schema = _nullable([grid.steps for grid in grids], np.int64), schema.append(_STEPS)
     return to_file(columns, schema)
 
 
@@ -232,24 +223,19 @@ def _encode_state(contents: Contents) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = False, mixed: bool = False) -> Contents:
+def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = False) -> Contents:
     """The contents that the index files say; ``where`` is their directory's URL, for messages. Digests are the caller's to check.
-    ``anchored``: whether chunks have anchors; ``mixed``: whether chunks have steps of their own.
-
-    Raises:
-        CorruptError: a file is not what the format says, or they contradict each other.
-        FormatError: a dtype is unknown.
-    """
+    ``anchored``: whether chunks have anchors."""
     data_files = decode_files(files[FILES], f"{where}/{FILES}")
     state, ranks = _decode_state(files[STATE], f"{where}/{STATE}")
     sources = decode_sources(files[SOURCES], where) if SOURCES in files else ()
     # Compared as bytes, not by digest: an equal key is the same table, so the result of all checks is the same too. A
     # job that lists or reloads its steps decodes the tables of 100,000 tensors once.
-    key = files[TENSORS], files[GRIDS], len(data_files) or len(sources), anchored, mixed
+    key = files[TENSORS], files[GRIDS], len(data_files) or len(sources), anchored
     tensors = _known.get(key)
     known = tensors is not None
     if tensors is None:
-        grids = _GridTable(files[GRIDS], f"{where}/{GRIDS}", anchored=anchored, mixed=mixed)
+        grids = _GridTable(files[GRIDS], f"{where}/{GRIDS}", anchored=anchored)
         tensors = _decode_tensors(files[TENSORS], grids, f"{where}/{TENSORS}")
     problem = find_problem(Contents(tensors=() if known else tensors, files=data_files, sources=sources))
     if problem is not None:
@@ -262,7 +248,7 @@ def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = Fal
     return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks, sources=sources, extents=extents, rank_rows=rows)
 
 
-_known: Recent[tuple[bytes, bytes, int, bool, bool], tuple[TensorEntry, ...]] = Recent(2)
+_known: Recent[tuple[bytes, bytes, int, bool], tuple[TensorEntry, ...]] = Recent(2)
 """Tables of tensors that were decoded and checked, by their bytes: the steps of a job have equal ones."""
 
 
@@ -271,16 +257,6 @@ def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:
     columns = from_file(data, _FILES, where)
     rows = zip(*(columns[n].to_pylist() for n in _FILES.names), strict=True)
     return tuple(DataFile(path=p, size=s, header=h, digest=d, rank=r) for p, s, h, d, r in rows)
-
-
-def has_steps(data: bytes, where: str) -> bool:
-    """Whether grids.arrow has a chunk of an earlier step. Raises CorruptError if it cannot be read."""
-    try:
-        columns = from_file(data, _GRIDS.append(_STEPS), where)
-    except CorruptError:
-        from_file(data, _GRIDS, where)  # without the column
-        return False
-    return bool((flat_values(columns["steps"]) >= 0).any())
 
 
 def _contradicts(what: str, where: str) -> NoReturn:
@@ -335,9 +311,8 @@ class _Nullable:
 class _GridTable:
     """grids.arrow, decoded a row at a time: how to read boxes depends on the number of dimensions, which tensors know."""
 
-    def __init__(self, data: bytes, where: str, *, anchored: bool, mixed: bool) -> None:
-        schema = _GRIDS.append(_ANCHORS) if anchored else _GRIDS
-        columns = from_file(data, schema.append(_STEPS) if mixed else schema, where)
+    def __init__(self, data: bytes, where: str, *, anchored: bool) -> None:
+        columns = from_file(data, _GRIDS.append(_ANCHORS) if anchored else _GRIDS, where)
         self._where = where
         self._dims = Ragged.of(columns["cuts"])
         self._cuts = Ragged.of(columns["cuts"].values)
@@ -347,7 +322,6 @@ class _GridTable:
         self._files = Ragged.of(columns["files"])
         self._file_values = flat_values(columns["files"])
         self._anchors = _Nullable(columns["anchors"] if anchored else None)
-        self._steps = _Nullable(columns["steps"] if mixed else None)
         self._made: dict[int, Grid] = {}
 
     def grid(self, row: int, dims: int, name: str) -> Grid:
@@ -364,17 +338,15 @@ class _GridTable:
         if files is None or files.start == files.stop or (axes is None) == (boxes is None):
             _contradicts(f"the grid of tensor {name!r} needs files and exactly one of cuts and boxes", self._where)
         numbers = self._file_values[files]
-        anchors, steps = self._anchors.row(row), self._steps.row(row)
-        if steps is not None and not len(steps):
-            _contradicts(f"the grid of tensor {name!r} has steps of no chunk", self._where)
+        anchors = self._anchors.row(row)
         if axes is not None:
             spans = [self._cuts.span(i) or slice(0) for i in range(axes.start, axes.stop)]
-            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers, anchors=anchors, steps=steps)
+            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers, anchors=anchors)
         values = self._box_values[boxes]
         if dims == 0 or len(values) % (2 * dims):
             _contradicts(f"the boxes of tensor {name!r} do not have its {dims} dimensions", self._where)
         rows = values.reshape(-1, 2 * dims)
-        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers, anchors=anchors, steps=steps)
+        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers, anchors=anchors)
 
 
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:

@@ -31,11 +31,7 @@ class ProgressFile:
         self._last: bytes | None = None
 
     def write(self, progress: SaveProgress) -> None:
-        """Take the place of what was written before.
-
-        Raises:
-            StorageError: the storage failed, or somebody else changed or removed the file.
-        """
+        """Take the place of what was written before."""
         data = json.dumps(progress.to_json(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
         self._backend.put_if(self._path, data, expected=self._last)
         self._last = data
@@ -46,11 +42,7 @@ class ProgressFile:
 
 
 def find_progress(backend: Backend, within: str = "") -> str | None:
-    """The path of the progress of the newest save that goes on, or was killed, in the directory ``within`` (empty, or ending in a slash).
-
-    Raises:
-        StorageError: the storage cannot be listed.
-    """
+    """The path of the progress of the newest save that goes on, or was killed, in the directory ``within`` (empty or ending in a slash)."""
     names = [name for name in backend.list_dir(within.rstrip("/")) if name.endswith("/") and id_of(f"{name}{PROGRESS}")]
     for name in sorted(names, reverse=True):
         if PROGRESS in backend.list_dir(f"{within}{name}".rstrip("/")):
@@ -59,12 +51,7 @@ def find_progress(backend: Backend, within: str = "") -> str | None:
 
 
 def read_progress(backend: Backend, path: str) -> SaveProgress | None:
-    """What ``find_progress`` has found; None if it is gone.
-
-    Raises:
-        CorruptError: it is damaged, or no such file.
-        StorageError: the storage failed.
-    """
+    """What ``find_progress`` has found; None if it is gone."""
     where = f"{backend.url.rstrip('/')}/{path}"
     id = path.rpartition("/index-")[2].partition("/")[0] if "/index-" in path else path.removeprefix("index-").partition("/")[0]
     with suppress(NotFoundError):

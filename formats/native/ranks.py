@@ -67,11 +67,7 @@ def encode_tensors(tensors: Sequence[OwnTensor], aliases: Mapping[str, str]) -> 
 
 
 def encode_row(tensors: bytes, values: Mapping[str, Any]) -> bytes:
-    """One rank's row, of what ``encode_tensors`` gave and of nodes by path.
-
-    Raises:
-        StateError: a value cannot be stored.
-    """
+    """One rank's row, of what ``encode_tensors`` gave and of nodes by path."""
     for path, node in values.items():
         problem = node_problem(node, REFERENCES_OF_RANKS)
         if problem is not None:
@@ -112,11 +108,7 @@ class RankPart:
 
 
 class RankParts:
-    """The rows of a checkpoint, each read when it is asked for first. ``of_job`` are the tensors of no single rank. Thread-safe.
-
-    Raises:
-        CorruptError: the table does not fit the file of the rows.
-    """
+    """The rows of a checkpoint, each read when it is asked for first. ``of_job`` are the tensors of no single rank. Thread-safe."""
 
     def __init__(
         self,
@@ -152,11 +144,7 @@ class RankParts:
         return self._number.keys()
 
     def part(self, rank: int) -> RankPart | None:
-        """What a rank has of its own; None if nothing.
-
-        Raises:
-            CorruptError: it cannot be read.
-        """
+        """What a rank has of its own; None if nothing."""
         number = self._number.get(rank)
         if number is None:
             return None

@@ -63,11 +63,6 @@ def rebuild(backend: Backend, id: str) -> Rebuilt:
 
     Whole rows at the end of a tensor that are lost together with their data file cannot be noticed unless another chunk of it is
     coded: no other header says the global shape.
-
-    Raises:
-        NotFoundError: there are no data files of this save.
-        FormatError: a codec that this software does not know.
-        CorruptError: a header is damaged, or the chunks of a tensor leave a hole, overlap, or differ in dtype.
     """
     entries = list(backend.list_prefix(data_prefix(id)))
     if not entries:

@@ -77,11 +77,7 @@ def _slowest(tables: Mapping[int, SpanTable]) -> dict[int, SpanTable]:
 
 
 def add_entry(backend: Backend, entry: LogEntry) -> None:
-    """Add to the log of the run at the root of ``backend``. What cannot be read of it is replaced.
-
-    Raises:
-        StorageError: the storage failed, or others write all the time.
-    """
+    """Add to the log of the run at the root of ``backend``. What cannot be read of it is replaced."""
     for tries_left in reversed(range(_TRIES)):
         try:
             before = backend.read_whole(PATH, SIZE_LIMIT)
@@ -107,12 +103,7 @@ def add_entry(backend: Backend, entry: LogEntry) -> None:
 
 
 def read_log(backend: Backend) -> tuple[LogEntry, ...]:
-    """The entries of each kind, the newest last; none if there is no log.
-
-    Raises:
-        CorruptError: it is damaged, or no log.
-        StorageError: the storage failed.
-    """
+    """The entries of each kind, the newest last; none if there is no log."""
     try:
         return tuple(_decode(backend.read_whole(PATH, SIZE_LIMIT)))
     except NotFoundError:

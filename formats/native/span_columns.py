@@ -34,11 +34,7 @@ class SpanGroups:
 
 
 def encode_groups(rows: Mapping[int, Row]) -> SpanGroups:
-    """Rows as ``Spans.to_json`` gives them, by rank.
-
-    Raises:
-        ValueError, TypeError, KeyError: one of them is no row.
-    """
+    """Rows as ``Spans.to_json`` gives them, by rank."""
     by_phases: dict[tuple[str, ...], list[int]] = {}
     for rank, row in rows.items():
         by_phases.setdefault(tuple(row["phases"]), []).append(rank)
@@ -103,11 +99,7 @@ def _runs(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTable]]:
-    """What ``encode_groups`` gave. Nothing in it is believed.
-
-    Raises:
-        ValueError: it cannot be that.
-    """
+    """What ``encode_groups`` gave. Nothing in it is believed."""
     if not isinstance(groups, list) or len(groups) > world_size:
         raise ValueError("its groups are no array")
     left, sums = world_size, MOST_SUMS  # no rank is in two groups
@@ -184,11 +176,7 @@ class About:
 
 
 def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
-    """SpanGroups over the ranks in rising order; what no rank says is left out.
-
-    Raises:
-        ValueError, TypeError, KeyError: a rank says what cannot be.
-    """
+    """SpanGroups over the ranks in rising order; what no rank says is left out."""
     abouts = [_about(row) for row in rows.values()]
     about: dict[str, Any] = {}
     names = list(dict.fromkeys(one.host or "" for one in abouts))

@@ -42,11 +42,6 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> dict[int,
     many seconds each of these was busy.
 
     Empty rows are left out; without any other nothing is written.
-
-    Raises:
-        CorruptError: a row is none.
-        UsageError: more ranks than fit.
-        StorageError: the storage failed, or has spans of this save already.
     """
     path = index_path(id, SPANS)
     rows = {rank: rows[rank] for rank in sorted(rows) if rows[rank]}
@@ -71,12 +66,7 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> dict[int,
 
 
 def read_spans(backend: Backend, record: CommitRecord) -> dict[int, SpanTable]:
-    """The spans of the ranks that sent any, by rank.
-
-    Raises:
-        NotFoundError: none were kept.
-        CorruptError: the file is damaged, or of another save.
-    """
+    """The spans of the ranks that sent any, by rank."""
     path = index_path(record.id, SPANS)
     where = f"{backend.url.rstrip('/')}/{path}"
 

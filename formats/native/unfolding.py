@@ -30,12 +30,7 @@ _RECORD_BATCH = 3
 
 
 def stream_of(data: bytes) -> pa.Buffer:
-    """The messages of an Arrow IPC file, which are an Arrow stream.
-
-    Raises:
-        ValueError: it is no such file, or takes more memory than any index of its size.
-        pa.ArrowException: it is damaged.
-    """
+    """The messages of an Arrow IPC file, which are an Arrow stream."""
     if not data.startswith(_MAGIC) or not data.endswith(_MAGIC):
         raise ValueError("it does not begin and end as an Arrow IPC file does")
     stream = pa.py_buffer(data).slice(_START)

@@ -73,11 +73,7 @@ class VirtualCatalog(CatalogDefaults):
         return self.extents_of([(entry, int(chunk)) for chunk in chunks])
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
-        """Where these chunks are.
-
-        Raises:
-            CorruptError: a source is missing, or not the file that was imported.
-        """
+        """Where these chunks are."""
         extents = [self._contents.extents[entry.alias or entry.name][chunk] for entry, chunk in wanted]
         for path, digested in {(extent.path, extent.digest is not None) for extent in extents}:
             self._sources.check(path, digested=digested)
@@ -126,11 +122,7 @@ class Sources(ReadOnly):
             return self._backends[root]
 
     def check(self, path: str, *, digested: bool) -> None:
-        """That the source is the file that was imported; looked at once. What has a digest says so itself, also if the file was touched.
-
-        Raises:
-            CorruptError: it is missing or another one.
-        """
+        """That the source is the file that was imported; looked at once. What has a digest says so itself, also if the file was touched."""
         if (path, digested) in self._checked:
             return
         backend, source = self._find(path)

@@ -52,10 +52,6 @@ def write_index(
     it any more (``CommitRecord.lost``). ``reusable``, ``branches``: see there. ``listed`` takes what
     ``CheckpointJournal.commit`` gives. If this raises, the save is not committed, and its index files are removed unless the
     journal is resumable; the case that ``CheckpointJournal.commit`` leaves open is open here, too.
-
-    Raises:
-        ConsistencyError, StateError: the contents cannot be an index.
-        ConflictError, StorageError: see ``CheckpointJournal.commit``.
     """
     check_no_link(journal.backend)
     cache = IndexCache() if cache is None else cache
@@ -88,13 +84,7 @@ def write_index(
 
 def set_tags(backend: Backend, tags: Collection[str], *, id: str | None = None, instead_of: Collection[str] = ()) -> CommitRecord:
     """Give a committed checkpoint these tags in place of those that it has. With ``id`` and ``instead_of``, those that it had when somebody
-    decided, nothing is changed if it has others now: a tag of somebody else would be lost.
-
-    Raises:
-        NotFoundError: there is no commit record.
-        ConflictError: somebody else changed it meanwhile, or the root is a symbolic link.
-        CorruptError, FormatError: it cannot be read.
-    """
+    decided, nothing is changed if it has others now: a tag of somebody else would be lost."""
     check_no_link(backend)
     data = read_record(backend)
     if data is None:
@@ -108,12 +98,7 @@ def set_tags(backend: Backend, tags: Collection[str], *, id: str | None = None, 
 
 
 def committed_id(backend: Backend, within: str = "") -> str | None:
-    """The id of the save that is committed here, or in the directory ``within`` (empty, or ending in a slash); None if none is.
-
-    Raises:
-        CorruptError, FormatError: the record cannot be read.
-        StorageError: the storage cannot say.
-    """
+    """The id of the save that is committed here, or in the directory ``within`` (empty, or ending in a slash); None if none is."""
     data = read_record(backend, within)
     return None if data is None else CommitRecord.from_bytes(data, _where(backend, within)).id
 

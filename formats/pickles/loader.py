@@ -56,12 +56,7 @@ _FAILURES = (
 
 
 def load_pickle(data: bytes, where: str) -> Any:
-    """The value of a pickle, with stand-ins for all that is not plain data.
-
-    Raises:
-        CorruptError: these bytes are no pickle, or one that no pickler writes.
-        FormatError: a pickle that needs more than itself: extension codes, buffers kept apart, a newer protocol; or one that is too long.
-    """
+    """The value of a pickle, with stand-ins for all that is not plain data."""
     if len(data) > limits.FOREIGN_PICKLE:
         raise FormatError(f"a pickle of {len(data):,} bytes is longer than the {limits.FOREIGN_PICKLE:,} that are read", where=where)
     unpickler = InertUnpickler(data, where)

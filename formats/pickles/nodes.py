@@ -41,12 +41,7 @@ class NodeMaker:
         self._left = 10_000 + SLACK * pickle_bytes
 
     def root(self, value: Any, path: str = "") -> Node:
-        """The node of the whole graph.
-
-        Raises:
-            CorruptError: it contains itself, is nested too deep, or unfolds to far more than its bytes.
-            FormatError: it holds a tensor of a kind that is not known, or a key or a text that no checkpoint can have.
-        """
+        """The node of the whole graph."""
         try:
             return self.node(value, path, 0)
         except StateError as err:

@@ -27,12 +27,7 @@ class PickleValues:
         self.keys = Keys()
 
     def meaning(self, value: Any) -> Any:
-        """The value that a stand-in is for; whatever is none, or has no known meaning, comes back as it is.
-
-        Raises:
-            CorruptError: a known name with arguments that no program gives it.
-            FormatError: a tensor or dtype of a kind that this reader does not know.
-        """
+        """The value that a stand-in is for; whatever is none, or has no known meaning, comes back as it is."""
         if type(value) is not Made:
             return value
         known = MEANINGS.get(value.name)

@@ -45,12 +45,7 @@ def _begins_right(backend: Backend, path: str) -> bool:
 
 
 def open_safetensors(backend: Backend) -> ExternalCatalog:
-    """Open what ``recognises`` found.
-
-    Raises:
-        CorruptError: a file is damaged or missing, has what another one has too, or not what the index says.
-        FormatError: a dtype that is not known, or several indexes.
-    """
+    """Open what ``recognises`` found."""
     names = backend.list_dir()
     index_path = find_index(names, INDEX_SUFFIX, backend.url)
     index = None if index_path is None else read_index(backend, index_path)
@@ -67,11 +62,7 @@ def open_safetensors(backend: Backend) -> ExternalCatalog:
 
 
 def _owners(headers: Sequence[FileHeader], paths: Sequence[str], url: str) -> dict[str, str]:
-    """Name → file, of all files.
-
-    Raises:
-        CorruptError: two files have the same name.
-    """
+    """Name → file, of all files."""
     owners: dict[str, str] = {}
     for header, path in zip(headers, paths, strict=True):
         twice = [name for name in header.tensors if name in owners]

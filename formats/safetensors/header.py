@@ -44,12 +44,7 @@ class FileHeader(NamedTuple):
 
 
 def read_header(backend: Backend, path: str, size: int) -> FileHeader:
-    """Read and check the header of a file of ``size`` bytes.
-
-    Raises:
-        CorruptError: no such file, or one whose tensors overlap, leave holes or reach beyond its end.
-        FormatError: a dtype that is not known.
-    """
+    """Read and check the header of a file of ``size`` bytes."""
     where = f"{backend.url.rstrip('/')}/{path}"
     data = backend.read(path, 0, min(size, FIRST))
     stop = data_start(data, size, where)
@@ -59,11 +54,7 @@ def read_header(backend: Backend, path: str, size: int) -> FileHeader:
 
 
 def data_start(data: bytes, size: int, where: str) -> int:
-    """Where the bytes of tensors begin in a file of ``size`` bytes, of which ``data`` are the first.
-
-    Raises:
-        CorruptError: nowhere.
-    """
+    """Where the bytes of tensors begin in a file of ``size`` bytes, of which ``data`` are the first."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > MAX_HEADER or 8 + length > size:
         _damaged(where, f"a header of {length:,} bytes in a file of {size:,}")
@@ -71,11 +62,7 @@ def data_start(data: bytes, size: int, where: str) -> int:
 
 
 def parse_header(data: bytes, size: int, where: str) -> FileHeader:
-    """Check the header of a file of ``size`` bytes, which is among its first bytes, ``data``.
-
-    Raises:
-        CorruptError, FormatError: see ``read_header``.
-    """
+    """Check the header of a file of ``size`` bytes, which is among its first bytes, ``data``."""
     start = data_start(data, size, where)
     content = _json(data[8:start], where)
     metadata = content.pop("__metadata__", None) or {}

@@ -31,12 +31,7 @@ RESAVE = "load it with torch (weights_only=True) and `torch.save` it again"
 
 
 class Archive:
-    """An archive in a window of a file. Its directory is read at once, the pickle by ``load``.
-
-    Raises:
-        CorruptError: no archive, or a damaged one.
-        FormatError: an archive of something else than ``torch.save``, or in a form that is not read.
-    """
+    """An archive in a window of a file. Its directory is read at once, the pickle by ``load``."""
 
     def __init__(self, backend: Backend, window: FileRange) -> None:
         self._backend = backend
@@ -91,11 +86,7 @@ class Archive:
         return self._window.checked(read)
 
     def starts(self, storages: Sequence[StoredStorage]) -> list[int]:
-        """Where in the file the bytes of these storages begin. Reads their local headers, near ones together; each once.
-
-        Raises:
-            CorruptError: a storage has no record, or one that is too short for it.
-        """
+        """Where in the file the bytes of these storages begin. Reads their local headers, near ones together; each once."""
         wanted = {s.key: self._record(s) for s in storages if s.key not in self._starts}
         self._starts |= self._located(wanted)
         return [self._starts[s.key] for s in storages]
@@ -133,13 +124,7 @@ class Archive:
 
 
 def open_archive(backend: Backend, path: str) -> Archive:
-    """The archive that a whole file is.
-
-    Raises:
-        NotFoundError: the file is missing.
-        FormatError: it is of the format before torch 1.6, or no archive.
-        CorruptError: it is damaged.
-    """
+    """The archive that a whole file is."""
     size = backend.size(path)
     where = f"{backend.url.rstrip('/')}/{path}"
     head = backend.read(path, 0, min(size, 512))

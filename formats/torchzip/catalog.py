@@ -40,12 +40,7 @@ def is_torch_file(backend: Backend, path: str) -> bool:
 
 
 def open_torch(backend: Backend) -> ExternalCatalog:
-    """Open what ``recognises`` found.
-
-    Raises:
-        FormatError: the files are in a form that is not read, or hold tensors of a kind that is not known.
-        CorruptError: a file is damaged or missing.
-    """
+    """Open what ``recognises`` found."""
     names = backend.list_dir()
     index = find_index(names, INDEX_SUFFIX, backend.url)
     if index is not None:

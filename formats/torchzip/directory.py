@@ -50,12 +50,7 @@ class ZipRecord(NamedTuple):
 
 
 def read_directory(window: FileRange) -> dict[str, ZipRecord]:
-    """Read and check the central directory: all records by name. Positions count from the start of the window.
-
-    Raises:
-        CorruptError: no zip archive, or records that overlap, come twice or lie outside of it.
-        FormatError: compressed or encrypted records, or an archive in several parts.
-    """
+    """Read and check the central directory: all records by name. Positions count from the start of the window."""
     tail_at = max(window.size - window.tail, 0)
     tail = window.read(tail_at, window.size - tail_at)
     at = tail.rfind(b"PK\5\6")
@@ -163,11 +158,7 @@ def header_length(record: ZipRecord) -> int:
 
 
 def data_offset(record: ZipRecord, header: bytes, where: str) -> int:
-    """Where the data of a record begins, by its local header.
-
-    Raises:
-        CorruptError: the header is not that of the record, or its data reaches into what comes after it.
-    """
+    """Where the data of a record begins, by its local header."""
     magic, _, flags, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack_from(header)
     start: int = record.header + LOCAL_SIZE + name_len + extra_len
     named = header[LOCAL_SIZE : LOCAL_SIZE + name_len] == record.name.encode()

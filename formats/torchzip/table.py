@@ -95,11 +95,7 @@ class TensorTable:
         self.rows = self.rows or range(len(self.archives))
 
     def add(self, name: str, file: int, view: StoredView, rank: int | None = None) -> None:
-        """A whole tensor. The same view again, as of tied weights, is an alias.
-
-        Raises:
-            CorruptError: its storage is not in the archive, or the name is there already.
-        """
+        """A whole tensor. The same view again, as of tied weights, is an alias."""
         self._check_new(name, file)
         if math.prod(view.shape):
             self.archives[file].check(view.storage)
@@ -117,11 +113,7 @@ class TensorTable:
 
     def add_parts(self, name: str, kind: str, shape: tuple[int, ...], parts: Sequence[tuple[int, tuple[int, ...], StoredView]]) -> None:
         """A tensor of which several files have parts: file, offset of the box, and view. Of equal boxes the first counts; the others
-        are its replicas.
-
-        Raises:
-            CorruptError: as for :meth:`add`, or a part has another dtype or does not lie in the tensor.
-        """
+        are its replicas."""
         rows: list[tuple[Row, int, StoredStorage, int]] = []
         seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for file, offset, view in parts:
@@ -158,11 +150,7 @@ class TensorTable:
         return rows if self._rows_used <= MAX_ROWS_OF_ALL else None
 
     def add_placed(self, name: str, kind: str, shape: tuple[int, ...], grid: Grid, blocks: Sequence[StorageBlock]) -> None:
-        """A tensor of which it is known where each chunk of ``grid`` lies.
-
-        Raises:
-            CorruptError: the name is there already.
-        """
+        """A tensor of which it is known where each chunk of ``grid`` lies."""
         self._check_new(name, blocks[0].file if blocks else 0)
         self.entries[name] = TensorEntry(name=name, dtype=dtype(kind), shape=shape, grid=grid)
         self._blocks[name] = list(blocks)

@@ -55,11 +55,7 @@ class FileRange:
         return read_checked(self._backend, self.path, again, offset=self.start, length=self.size)
 
     def read(self, offset: int, length: int) -> bytes:
-        """These bytes.
-
-        Raises:
-            CorruptError: they reach beyond the window, or the window beyond the file.
-        """
+        """These bytes."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise CorruptError(
                 f"bytes {offset:,} to {offset + length:,} were wanted of {self.size:,}", where=self.where, hint="the file was cut off"

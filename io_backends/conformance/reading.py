@@ -241,9 +241,9 @@ class ListingRows:
     def test_version_tokens(self, backend: Backend) -> None:
         for path in ("a/mark", "b/mark", "c/data/mark", "mark", "d/mark.txt", "e/x/mark"):
             backend.put_if(path, b"old", expected=None)
-        before = backend.version_tokens("mark", skip="/data/")
+        before = backend.version_tokens(list("abcde"), "mark", skip="/data/")
         backend.put_if("b/mark", b"new", expected=b"old")
-        after = backend.version_tokens("mark", skip="/data/")
+        after = backend.version_tokens(list("abcde"), "mark", skip="/data/")
         if before is not None and after is not None:
             assert before.keys() | after.keys() <= {"a", "b"}
             assert after.get("a", "a") == before.get("a", after.get("a", "a"))

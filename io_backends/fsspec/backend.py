@@ -16,12 +16,13 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ckpt.concurrency.workers import map_tasks
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
@@ -34,16 +35,16 @@ from .writer import GatheringWriter
 
 _PAUSE = 0.03
 """Seconds, growing with each try."""
+_FEW = 32
+"""Objects of a directory that are listed with those of others."""
+_SEVERAL = 5
+"""Directories of which listings take fewer requests than to read an object of each."""
 
 
 class FsspecBackend(Backend):
     """The storage at a URL that fsspec understands, by the options of its file system, or by a file system that is there already.
 
     Options win over fsspec's own configuration, and that over what the file system finds in the environment.
-
-    Raises:
-        UsageError: the package for this scheme is not installed, the URL names nothing below a root, or an option is wrong.
-        AccessError: there are no credentials.
     """
 
     _publishing: ClassVar[threading.Lock] = threading.Lock()
@@ -180,19 +181,30 @@ class FsspecBackend(Backend):
         below_base = (name.removeprefix(f"{base}/") for name, i in names.items() if name.startswith(f"{base}/") and i["type"] != "other")
         return sorted(name for name in below_base if name.strip("/"))
 
-    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
-        """See ``Backend.version_tokens``: of object stores whose listings tell generations or ETags. All objects are listed."""
+    def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str] | None:
+        """See ``Backend.version_tokens``: of object stores whose listings tell generations or ETags. Directories of few objects are listed
+        all at once, others each by itself and without what is in directories below: a listing has a thousand objects a request."""
+        if len(directories) < _SEVERAL or self._place.speaks(DIRECTORIES):
+            return None
         with self._place.errors(self._url, "list", reading=True):
+            sample = self._fs.find(self._place.key(directories[len(directories) // 2]), detail=True)
+            if sample and not any(map(_version, sample.values())):
+                return None
             self._fs.invalidate_cache()
-            listed = {} if self._place.speaks(DIRECTORIES) else self._fs.find(self._place.root, detail=True)
-        below = len(self._place.root) + 1
-        tokens = {}
-        for path, info in listed.items():
-            directory, _, rest = path[below:].partition("/")
-            token = next((info[key] for key in ("generation", "etag", "ETag") if info.get(key)), None)
-            if rest == name and token is not None:
-                tokens[directory] = f"{token} {info.get('size')}"
-        return tokens or None
+            if len(sample) <= _FEW:
+                infos: Iterable[dict[str, Any]] = self._fs.find(self._place.root, detail=True).values()
+            else:
+                infos = chain.from_iterable(map_tasks(self._infos, directories, self.io_hints.concurrency, "ckpt-look"))
+            below = ((info, *info["name"][len(self._place.root) + 1 :].partition("/")) for info in infos)
+            tokens = {directory: _version(info) for info, directory, _, rest in below if rest == name}
+        return {directory: token for directory, token in tokens.items() if token is not None}
+
+    def _infos(self, directory: str) -> list[dict[str, Any]]:
+        try:
+            listed: list[dict[str, Any]] = self._fs.ls(self._place.key(directory), detail=True)
+        except FileNotFoundError:  # it was removed since the root was listed
+            return []
+        return listed
 
     # ---- writing
 
@@ -326,6 +338,12 @@ class FsspecBackend(Backend):
                 return float(self._fs.modified(self._place.key(path)).timestamp())
             except NotImplementedError:
                 return None
+
+
+def _version(info: dict[str, Any]) -> str | None:
+    """A text that is another one once the object was replaced; None if the listing does not tell."""
+    token = next((info[key] for key in ("generation", "etag", "ETag") if info.get(key)), None)
+    return None if token is None else f"{token} {info.get('size')}"
 
 
 def _is_file(info: Any) -> bool:

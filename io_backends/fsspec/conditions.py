@@ -79,11 +79,7 @@ def _refuses(where: str, again: Callable[[], object]) -> bool:
 
 
 def conditional(fs: Any, bucket: str, where: str) -> bool:
-    """Whether ``bucket``, which has been tried, keeps the condition.
-
-    Raises:
-        StorageError: it does not, and nobody has said that this is good enough.
-    """
+    """Whether ``bucket``, which has been tried, keeps the condition."""
     kept = _known[fs._fs_token, bucket]
     if not kept and settings.conditional_put() == "require":
         raise StorageError(

@@ -14,11 +14,7 @@ from ckpt.text.json_reader import parse_json
 
 
 def fsspec_config(*protocols: str) -> dict[str, Any]:
-    """The options that are configured for file systems of these protocols; a later one wins, as in fsspec.
-
-    Raises:
-        UsageError: a variable ``FSSPEC_<PROTOCOL>`` is no JSON object.
-    """
+    """The options that are configured for file systems of these protocols; a later one wins, as in fsspec."""
     if not _is_configured():
         return {}
     from fsspec.config import conf, set_conf_env  # late: it is slow to import

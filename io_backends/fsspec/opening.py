@@ -57,12 +57,7 @@ def protocols_of(filesystem: Any) -> tuple[str, ...]:
 
 
 def opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system for ``url``, and what it calls the place.
-
-    Raises:
-        UsageError: the package for this scheme is not installed, or an option or the URL cannot be understood.
-        AccessError: there are no credentials.
-    """
+    """The file system for ``url``, and what it calls the place."""
     from fsspec import get_filesystem_class
 
     scheme = url.partition("://")[0]

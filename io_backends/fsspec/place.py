@@ -22,12 +22,7 @@ TRIES = 8
 
 
 class FsspecPlace:
-    """The file system for ``url``, by its options, or by a file system that is there already. Usable after a fork.
-
-    Raises:
-        UsageError: the package for this scheme is not installed, the URL names nothing below a root, or an option is wrong.
-        AccessError: there are no credentials.
-    """
+    """The file system for ``url``, by its options, or by a file system that is there already. Usable after a fork."""
 
     def __init__(self, url: str, options: Mapping[str, Any], filesystem: Any) -> None:
         self.scheme, _, rest = url.partition("://")
@@ -94,11 +89,7 @@ class FsspecPlace:
         return self.root[: start + len(self.root[start:].partition("/")[0])]
 
     def check_bucket(self, cause: Exception | None = None) -> None:
-        """Asks once: a bucket that was there stays.
-
-        Raises:
-            NotFoundError: the storage has buckets, and this one is not there.
-        """
+        """Asks once: a bucket that was there stays."""
         if self._bucket_is_there or BUCKETS.isdisjoint(protocols_of(self.fs)):
             return
         try:
@@ -111,11 +102,7 @@ class FsspecPlace:
             raise NotFoundError(f"the bucket does not exist: {self.bucket}", where=self.url, hint=hint) from cause or err
 
     def put(self, key: str, write: Callable[[], object]) -> None:
-        """Call ``write``, which writes ``key``; if its directory is missing make that and try again: a ``delete`` may prune it meanwhile.
-
-        Raises:
-            NotFoundError: the bucket is missing. Making directories would make it.
-        """
+        """Call ``write``, which writes ``key``; if its directory is missing make it and try again: a ``delete`` may prune it meanwhile."""
         for tries_left in reversed(range(TRIES)):
             try:
                 write()
@@ -132,11 +119,7 @@ class FsspecPlace:
     # ---- conditions
 
     def is_conditional(self) -> bool:
-        """Whether the store itself creates objects only if they are absent. File systems with directories never do.
-
-        Raises:
-            StorageError: it is an object store that does not, and nobody has said that this is good enough.
-        """
+        """Whether the store itself creates objects only if they are absent. File systems with directories never do."""
         if self.speaks(DIRECTORIES):
             return False
         if not is_known(self.fs, self.bucket):
@@ -145,11 +128,7 @@ class FsspecPlace:
 
     def prepare(self) -> None:
         """Write a small object and remove it: on object stores once for all places beside each other, such as the steps of a run. The first
-        time in a bucket, try conditions with it.
-
-        Raises:
-            StorageError: as ``is_conditional``, or nothing can be written.
-        """
+        time in a bucket, try conditions with it."""
         run = self.root.rpartition("/")[0]
         if self.speaks(DIRECTORIES) or (is_known(self.fs, self.bucket) and not is_writable(self.fs, run)):
             self._probe()

@@ -125,11 +125,7 @@ class MemBackend(ObjectsBackend):
     # ---- writing
 
     def prepare(self) -> None:
-        """Start the daemon, if none runs.
-
-        Raises:
-            UsageError: this is the memory as a whole, where the files of several checkpoints would be mixed.
-        """
+        """Start the daemon, if none runs."""
         if not self._root:
             raise UsageError("this URL is all memory of the machine, not a place in it", where=SCHEME, hint="mem://runs/a/step-00000100")
         client.connect()

@@ -12,7 +12,13 @@ from ckpt.memory.objects import MemoryObject
 from ckpt.memory.remote import RemoteMemory, split_host
 from ckpt.settings import limits
 
+from .backend import MemBackend
 from .objects import ObjectsBackend
+
+
+def open_memory(url: str) -> ObjectsBackend:
+    """The backend for a ``mem://`` URL: the memory of this machine, or of the one that it names."""
+    return RemoteMemBackend(url) if is_remote(url) else MemBackend(url)
 
 
 def is_remote(url: str) -> bool:
@@ -77,31 +83,15 @@ class RemoteMemBackend(ObjectsBackend):
         return self._memory.list(prefix)
 
     def create(self, path: str, size: int) -> Writer:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def delete(self, path: str) -> None:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def prepare(self) -> None:
-        """
-        Raises:
-            AccessError: always.
-        """
         raise self._read_only()
 
     def _read_only(self) -> AccessError:

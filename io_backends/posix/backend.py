@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from mmap import PAGESIZE
 from typing import TypeVar
@@ -175,16 +175,15 @@ class PosixBackend(Backend):
         with storage_errors(file, "get the time of", reading=True):
             return f"mtime {os.stat(file).st_mtime_ns}"
 
-    def version_tokens(self, name: str, *, skip: str) -> dict[str, str]:
+    def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str]:
         """See ``Backend.version_tokens``. Files are opened: of an open file network file systems ask the server, of others their caches."""
-        names = [child.removesuffix("/") for child in self.list_dir() if child.endswith("/")]
         check_path(name)
 
-        def tokens(part: list[str]) -> dict[str, str]:
+        def tokens(part: Sequence[str]) -> dict[str, str]:
             pairs = ((directory, _token(os.path.join(self._root, directory, name))) for directory in part)
             return {directory: token for directory, token in pairs if token is not None}
 
-        parts = [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
+        parts = [directories[at : at + _AT_ONCE] for at in range(0, len(directories), _AT_ONCE)]
         return {directory: token for part in map_tasks(tokens, parts, _THREADS, "ckpt-look") for directory, token in part.items()}
 
     def modified(self, path: str) -> float:

@@ -95,12 +95,7 @@ def suppress_loops() -> Iterator[None]:
 
 
 def regular_size(status: os.stat_result, file: str) -> int:
-    """The size of a regular file.
-
-    Raises:
-        NotFoundError: it is a directory.
-        CorruptError: it is a pipe, a socket or a device: no storage puts one where a checkpoint has a file.
-    """
+    """The size of a regular file."""
     if stat.S_ISREG(status.st_mode):
         return status.st_size
     if stat.S_ISDIR(status.st_mode):
@@ -252,11 +247,7 @@ def remove_file(file: str, root: str) -> None:
 
 def delete_below(root: str, path: str) -> None:
     """Unlink ``path`` below ``root`` if it is there, then the directories that this leaves empty. No link is followed but ``root`` itself,
-    whatever anybody puts in its way meanwhile.
-
-    Raises:
-        StorageError: a link is on the way.
-    """
+    whatever anybody puts in its way meanwhile."""
     *parents, name = path.split("/")
     opened: list[int] = []
     try:

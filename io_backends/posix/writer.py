@@ -125,11 +125,7 @@ class PosixWriter(WriterBase):
     # opened anew, whose fsync then tells about this file alone.
     def _reopen(self) -> None:
         """Go on through the page cache alone, after a direct write was refused. The error may belong to an earlier write, and file systems
-        keep it for what comes next through the same descriptors: so these are not written to any more.
-
-        Raises:
-            StorageError: runs that were written directly may be lost.
-        """
+        keep it for what comes next through the same descriptors: so these are not written to any more."""
         with self._reopening:
             if not self._reopened:
                 self._reopened = True

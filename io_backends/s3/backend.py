@@ -7,7 +7,7 @@ profile, region and endpoint are those of the options (``s3_options``), and else
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
@@ -156,7 +156,7 @@ class S3Backend(Backend):
         below = (name.removeprefix(start) for name in names)
         return sorted(name for name in below if _is_path(name.removesuffix("/")))
 
-    def version_tokens(self, name: str, *, skip: str) -> dict[str, str] | None:
+    def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str] | None:
         """See ``Backend.version_tokens``: ETags of a listing in which all paths of a directory that contain ``skip`` count as one."""
         tokens = {}
         try:

@@ -69,11 +69,7 @@ class Sums:
     """What the ETag has to be; empty where it is something else."""
 
     def check(self, tag: str) -> None:
-        """Compare with the ETag of the answer.
-
-        Raises:
-            ChangedError: the store has other bytes.
-        """
+        """Compare with the ETag of the answer."""
         stored = md5_in(tag)
         if self.md5 and stored and stored != self.md5:
             raise ChangedError(f"the store got other bytes than were sent: their MD5 is {stored}, not {self.md5}", tag=tag)
@@ -101,11 +97,7 @@ class ConfirmedPart:
 
 
 def check_whole(checks: Checks, parts: Sequence[ConfirmedPart], answer: Mapping[str, Any]) -> None:
-    """Compare the checksum that the store gives of the whole object, if it gives one, with what its parts make.
-
-    Raises:
-        ChangedError: it has made something else of them.
-    """
+    """Compare the checksum that the store gives of the whole object, if it gives one, with what its parts make."""
     suffix = f"-{len(parts)}"
     crc, tag = str(answer.get("ChecksumCRC32", "")), str(answer.get("ETag", "")).strip('"')
     if crc.endswith(suffix) and all(part.crc for part in parts):

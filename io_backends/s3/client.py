@@ -101,11 +101,7 @@ class S3Client:
         self._checksums = False
 
     def attempt(self, what: str, where: str, request: Callable[[Any, Tries], R], *, over: Callable[[], bool] | None = None) -> R:
-        """Give what ``request`` does with botocore's client; try again while that may help and ``over`` does not say stop.
-
-        Raises:
-            CkptError: what went wrong, in our words.
-        """
+        """Give what ``request`` does with botocore's client; try again while that may help and ``over`` does not say stop."""
         tries = Tries(what, where, self.patience, self._store, over)
         # Which errors end the loop: one of ours (already explained), and one that ``Tries.again`` gives up on. New
         # credentials, after the old ones have expired, are no failed try.

@@ -73,10 +73,6 @@ def without_equivalent(options: Mapping[str, Any]) -> list[str]:
 
 
 def s3_options(options: Mapping[str, Any]) -> S3Options:
-    """
-    Raises:
-        UsageError: an option has a value that cannot be understood, or contradicts another one.
-    """
     client, config = _dict(options, "client_kwargs"), _dict(options, "config_kwargs")
     for name, spelled in {**{k: k for k in _CREDENTIALS}, **_SPELLED}.items():
         if options.get(name) is not None:

@@ -42,11 +42,7 @@ class _Send(Protocol):
 
 
 def conditional(key: Key) -> bool:
-    """Whether the bucket keeps conditions; tried with an object beside ``key`` the first time.
-
-    Raises:
-        StorageError: it does not, and nobody has said that this is good enough.
-    """
+    """Whether the bucket keeps conditions; tried with an object beside ``key`` the first time."""
     known = key.client.conditional
     if key.bucket not in known:
         probe(key)
@@ -61,12 +57,7 @@ def conditional(key: Key) -> bool:
 
 def probe(key: Key) -> None:
     """Write a small object beside ``key`` and delete it; once for all places beside each other, such as the steps of a run. The first time
-    in a bucket, also try what it can do.
-
-    Raises:
-        NotFoundError: there is no such bucket.
-        StorageError: nothing can be written there, or a checksum that was asked for is not compared.
-    """
+    in a bucket, also try what it can do."""
     client, bucket = key.client, key.bucket
     run = bucket, "/".join(key.key.split("/")[:-2])
     with client.trying:
@@ -190,11 +181,7 @@ def _whole(key: Key) -> _Send:
 
 
 def _first_compared(key: Key, ways: tuple[Checks, ...], send: _Send | None) -> Checks:
-    """The first of these that the store compares; ``send`` is None for parts.
-
-    Raises:
-        StorageError: it compares none, although one was asked for.
-    """
+    """The first of these that the store compares; ``send`` is None for parts."""
     for checks in ways:
         with _scratch(key, checks, send) as sending:
             compared = _compared(key, checks, sending)

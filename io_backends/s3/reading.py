@@ -53,11 +53,7 @@ class Key:
 
 
 def head(key: Key) -> tuple[int, str]:
-    """Size and ETag.
-
-    Raises:
-        NotFoundError: it is not there.
-    """
+    """Size and ETag."""
     return described(key)[:2]
 
 

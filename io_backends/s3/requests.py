@@ -48,11 +48,7 @@ def mark_of(key: Key) -> tuple[str, str] | None:
 
 
 def put(key: Key, data: bytes | memoryview, condition: dict[str, str], checks: Checks, mark: str = "") -> str:
-    """Write a whole object under a condition, with this mark or a new one; gives its ETag.
-
-    Raises:
-        ConflictError: the condition does not hold.
-    """
+    """Write a whole object under a condition, with this mark or a new one; gives its ETag."""
     mark = mark or new_mark()
     sums = checks.of(data)
     holds = dict(condition)

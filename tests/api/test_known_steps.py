@@ -233,6 +233,30 @@ def test_a_save_reads_as_many_records_however_many_steps_there_are(tmp_path: Pat
     assert len(counts[64]) == len(counts[8]) <= 2
 
 
+def test_of_a_run_of_many_steps_removals_wait_for_several_saves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others do meanwhile counts: each look is at all of the run. The end waits for no further save."""
+    monkeypatch.setattr("ckpt.maintenance.known_steps._FEW", 3)
+
+    def save(n: int) -> tuple[set[int], bool]:
+        process = FaultyProcess()
+        with wrap_backends(process.wrap):
+            checkpointer.step(n, {"x": n})
+            checkpointer.wait()
+        return {s.number for s in list_steps(run) if s.number is not None}, "version_tokens checkpoint.json" in process.log
+
+    with ckpt.Checkpointer(str(run), save=EverySteps(1), keep=Latest(7)) as checkpointer:
+        assert save(8) == ({*range(2, 9)}, True)
+        assert save(9) == ({*range(2, 10)}, False)
+        set_tags(open_backend(str(run / "step-2")), ["mine"])
+        shutil.rmtree(run / "step-3")
+        write(run, 4)
+        write(run, 100)
+        assert save(10) == ({2, *range(4, 11), 100}, False)
+        assert save(11) == ({2, *range(6, 12), 100}, True)
+        assert save(12) == ({2, *range(6, 13), 100}, False)
+    assert {s.number for s in list_steps(run)} == {2, *range(7, 13), 100}
+
+
 def copied(root: Path, number: int) -> None:
     """A checkpoint of another step and id, without data: enough to be listed."""
     record = CommitRecord.from_bytes((root / "step-0" / "checkpoint.json").read_bytes(), "")

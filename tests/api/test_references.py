@@ -18,15 +18,16 @@ from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.coordination.group import current_group
 from ckpt.engine.save.base.reuse import SeenVersions
-from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.job import SaveCache, save_cache
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
 from ckpt.formats.native.checks import find_problem
-from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.datafiles.references import RunBackend
 from ckpt.formats.native.writer import set_tags
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from ckpt.maintenance.rebuild import rebuild_checkpoint
@@ -35,6 +36,7 @@ from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import EverySteps, Latest, retention
 from tests.formats import oracle
 
+READS = ("read", "read_into", "size")
 FROZEN = 4 * (256 * 256 + 256) * 4
 
 
@@ -86,6 +88,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.fixture(params=["remembered", "read"])
+def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where saves know their bases."""
+    if request.param == "read":
+        monkeypatch.setattr(SaveCache, "remember", lambda *_: None)
+        save_cache(current_group()).bases.clear()
+
+
+@pytest.mark.usefixtures("known")
 def test_frozen_tensors_are_written_once(run: Path) -> None:
     tuned, wanted = Tuned(), {}
     first = ckpt.save(run / "step-1", tuned.state, reusable=True)
@@ -106,6 +117,7 @@ def test_frozen_tensors_are_written_once(run: Path) -> None:
     assert all(torch.equal(t, wanted[2][n]) for n, t in tuned.tensors().items())
 
 
+@pytest.mark.usefixtures("known")
 def test_a_file_that_is_referred_to_may_have_a_tensor_of_the_same_name_in_another_dtype(run: Path) -> None:
     state = {"same": torch.arange(9000.0), "w": torch.arange(9000.0)}
     ckpt.save(run / "step-1", state, codec="zstd", reusable=True)
@@ -122,6 +134,7 @@ def test_a_run_that_is_moved_stays_readable(run: Path, tmp_path: Path) -> None:
     holds(tmp_path / "elsewhere" / "step-2", tuned.tensors())
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("codec", ["zstd", "planes-zstd"])
 def test_the_codec_of_the_base_does_not_matter(run: Path, codec: str) -> None:
     tuned = Tuned()
@@ -222,6 +235,7 @@ def test_a_damaged_base_is_an_error(run: Path) -> None:
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
+    save_cache(current_group()).bases.clear()  # as another process, which has to read it
     with pytest.raises(CorruptError, match="header"):
         ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
     assert not (run / "step-2").exists()
@@ -257,6 +271,85 @@ def test_a_base_that_goes_in_the_middle_of_a_save_fails_it(run: Path, monkeypatc
     assert ckpt.save(run / "step-2", tuned.state).reused_bytes == 0
 
 
+def test_a_base_that_this_process_saved_is_not_read(run: Path) -> None:
+    """Neither by the call, nor by the rest of the save but for the commit, which looks whether it is still there."""
+    tuned, process = Tuned(), FaultyProcess()
+    with wrap_backends(process.wrap):
+        ckpt.save(run / "step-1", tuned.state, reusable=True)
+        for step in (2, 3):
+            tuned.train()
+            before = len(process.log)
+            handle = ckpt.save_async(run / f"step-{step}", tuned.state, base=run / f"step-{step - 1}")
+            assert handle.result().reused_bytes == FROZEN
+            files = {operation.split()[1].rsplit("/", 1)[-1] for operation in process.log[before:] if operation.split()[0] in READS}
+            assert files == {COMMIT_PATH}
+    holds(run / "step-3", tuned.tensors())
+
+
+def test_a_base_whose_chunks_are_others_now_is_read(run: Path) -> None:
+    state = {"same": torch.randn(64, 64), "other": torch.randn(64)}
+    ckpt.save(run / "step-1", state, reusable=True)
+    state["other"] = torch.randn(65)
+    assert ckpt.save(run / "step-2", state, base=run / "step-1").reused_bytes == 64 * 64 * 4
+    holds(run / "step-2", state)
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced"])
+def test_a_base_that_is_another_one_by_now_is_never_referred_to(run: Path, what: str) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "elsewhere", tuned.state, reusable=True)
+    shutil.rmtree(run / "step-1")
+    if what == "replaced":
+        (run / "elsewhere").rename(run / "step-1")
+    with pytest.raises(ConflictError, match=what):
+        ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    assert not (run / "step-2" / "checkpoint.json").exists()
+    if what == "replaced":  # the next one reads it
+        assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes >= FROZEN
+        holds(run / "step-2", tuned.tensors())
+    else:
+        with pytest.raises(NotFoundError):
+            ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+
+
+def test_a_base_that_this_process_has_saved_again_is_the_new_one(run: Path) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state)  # nothing may refer to it
+    assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes == 0
+    holds(run / "step-2", tuned.tensors())
+
+
+def test_a_loop_whose_base_is_gone_is_told_once_and_writes_all(run: Path) -> None:
+    tuned = Tuned()
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True) as checkpointer:
+        checkpointer.save(1, tuned.state)
+        checkpointer.wait()
+        shutil.rmtree(checkpointer.url(1))
+        checkpointer.save(2, tuned.state)
+        with pytest.raises(ConflictError, match="removed meanwhile"):
+            checkpointer.wait()
+        checkpointer.save(3, tuned.state)
+        checkpointer.wait()
+    holds(run / "step-00000003", tuned.tensors())
+
+
+def test_a_restored_step_is_not_opened_again_to_refer_to_it(run: Path) -> None:
+    tuned, again, process = Tuned(), Tuned(seed=1), FaultyProcess()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    save_cache(current_group()).bases.clear()  # as another process
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True, run_log=False) as checkpointer:
+        assert checkpointer.restore(again.state) == 1
+        with wrap_backends(process.wrap):
+            checkpointer.save(2, again.state)
+            checkpointer.wait()
+    assert not [operation for operation in process.log if operation.startswith("read") and ("index-" in operation or "data/" in operation)]
+    assert references(run / "step-00000002") and own_bytes(run / "step-00000002") < 30_000
+    holds(run / "step-00000002", tuned.tensors())
+
+
+@pytest.mark.usefixtures("known")
 def test_a_chain_cannot_close_on_itself(run: Path) -> None:
     tuned = Tuned()
     ckpt.save(run / "step-1", tuned.state, reusable=True)

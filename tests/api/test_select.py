@@ -376,7 +376,6 @@ def test_casting_the_state_of_optimizers(url: str) -> None:
         ({"cast": 1}, "cast= is True or False, not 1"),
         ({"exchange": "off"}, "exchange= is True or False, not 'off'"),
         ({"dry_run": "no"}, "dry_run= is True or False, not 'no'"),
-        ({"mixed_steps": "no"}, "mixed_steps= is True or False, not 'no'"),
     ],
 )
 def test_arguments_of_another_type_are_named(given: dict[str, Any], text: str) -> None:

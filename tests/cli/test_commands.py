@@ -97,7 +97,6 @@ def test_ls_json(run_root: Path) -> None:
         "stored_bytes",
         "shared_bytes",
         "part",
-        "mixed_steps",
         "references_unknown",
         "branches",
         "abandoned",

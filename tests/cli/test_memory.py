@@ -77,7 +77,7 @@ def test_status(run: str) -> None:
         ["status", "mem://a"],
         ["stop"],
         ["sleep"],
-        *(["status", "--budget", "1GiB"], ["stop", "--all", "--replace"], ["status", "--all"]),
+        *(["status", "--budget", "1GiB"], ["stop", "--all", "--listen"], ["status", "--all"]),
     ],
 )
 def test_nothing_is_lost_by_mistake(args: list[str]) -> None:
@@ -125,7 +125,6 @@ def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             time.sleep(0.05)
         assert document("memory", "status", "--json")["budget"] == 5 << 20
         assert command("memory", "serve").exit_code == 32  # there is one
-        assert document("memory", "serve", "--replace", "--json")["pid"] == daemon.pid
         ckpt.save("mem://a", {"w": torch.ones(3)})
         assert command("memory", "stop").exit_code == 2
         assert document("memory", "stop", "--all", "--json") == {"pid": daemon.pid}

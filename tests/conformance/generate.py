@@ -41,7 +41,6 @@ TENSORS = {
     "rank": pa.int32(),
 }
 GRIDS = {"cuts": pa.list_(INTS), "boxes": INTS, "files": pa.list_(pa.int32())}
-STEPS = {"steps": INTS}
 ANCHORS = {"anchors": pa.list_(pa.int32())}
 XOR = "xor-planes-zstd"
 RANKS = {"rank": pa.int32(), "length": pa.int64(), "digest": pa.uint64()}
@@ -56,7 +55,7 @@ Box = tuple[tuple[int, int], ...]
 @dataclass(kw_only=True)
 class Tensor:
     """``parts``: each chunk's box and the data file that has it; None: one chunk, file 0. ``irregular``: the grid is stored as boxes.
-    ``steps``: the earlier step that each chunk is of, or all are, or -1. ``anchor``: the tensor that chunks are differences from, if
+    ``anchor``: the tensor that chunks are differences from, if
     ``codec`` is ``XOR``; data file ``anchor_file`` has it."""
 
     name: str
@@ -68,7 +67,6 @@ class Tensor:
     logical: tuple[int, ...] | None = None
     alias: str | None = None
     rank: int | None = None
-    steps: list[int] | None = None
     codec: str | None = None
     data: bytes | None = None
     anchor: Tensor | None = None
@@ -182,7 +180,6 @@ def write(root: Path, c: Checkpoint) -> None:
             tables["grids"]["cuts"].append(None if t.irregular else t.cuts or [[0, n] for n in t.shape])
             tables["grids"]["boxes"].append(flat if t.irregular else None)
             tables["grids"]["files"].append(numbers[:1] if len({*numbers}) == 1 else numbers)
-            tables["grids"].setdefault("steps", []).append(t.steps)
             tables["grids"].setdefault("anchors", []).append(None if t.anchor is None else [t.anchor_file] * len(boxes))
         for name, value in (
             *(("name", t.name), ("dtype", t.dtype), ("shape", list(t.shape)), ("logical", t.logical and list(t.logical))),
@@ -190,14 +187,13 @@ def write(root: Path, c: Checkpoint) -> None:
         ):
             tables["tensors"][name].append(value)
     anchored = any(t.anchor is not None for t in stored)
-    mixed = any(t.steps is not None for t in stored)
     c.tables(tables)
-    of_grids = GRIDS | (ANCHORS if anchored else {}) | (STEPS if mixed else {})
+    of_grids = GRIDS | (ANCHORS if anchored else {})
     types = {"tensors": TENSORS, "grids": of_grids, "files": FILES}
     index = {f"{n}.arrow": arrow(tables[n], types[n], "zstd" if n == "tensors" else None) for n in tables}
     index["state.json"] = json.dumps({"state": c.state, "ranks": {} if c.apart else c.ranks}, ensure_ascii=False).encode()
     index |= _apart(c) if c.apart else {}
-    named = {"codecs": any(t.codec for t in stored), "ranks": c.apart is not None, "anchors": anchored, "mixed-steps": mixed}
+    named = {"codecs": any(t.codec for t in stored), "ranks": c.apart is not None, "anchors": anchored}
     features = [feature for feature, is_needed in named.items() if is_needed]
     commit(root, c, index, features, sum(len(t.raw()) for t in stored))
 
@@ -392,15 +388,6 @@ def accepted() -> dict[str, Checkpoint]:
         _difference("anchor of zstd", close, "zstd"),
         Tensor(name="whole", dtype="float32", shape=(60, 100), data=far),
     ]
-    experts = [Tensor(name="gate", dtype="float32", shape=(5, 4), parts=halves, cuts=[[0, 3, 5], [0, 4]])]
-    experts += [
-        Tensor(name=f"experts.{i}.w", dtype="bfloat16", shape=(3, 2), steps=steps, parts=[(((0, 3), (0, 2)), i % 3)])
-        for i, steps in enumerate((None, [0], [300], [2**40]))
-    ]
-    experts += [Tensor(name="tied", dtype="bfloat16", shape=(3, 2), alias="experts.2.w")]
-    experts += [Tensor(name="stacked", dtype="float32", shape=(4, 3), cuts=[[0, 1, 2, 3, 4], [0, 3]], steps=[200, -1, 100, -1])]
-    boxes: list[tuple[Box, int]] = [(((0, 1), (0, 3)), 0), (((1, 2), (0, 2)), 1), (((1, 2), (2, 3)), 2)]
-    experts += [Tensor(name="stacked boxes", dtype="int16", shape=(2, 3), parts=boxes, irregular=True, steps=[-1, 7, 7])]
     model = [Tensor(name=f"net.{n}", dtype="float32", shape=(2, 2)) for n in ("0.weight", "1.weight")]
     model += [Tensor(name="optim.state.net.0.weight.exp_avg", dtype="float32", shape=(2, 2))]
     groups = [{"params": ["net.0.weight", "net.1.weight"], "options": {"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}}]
@@ -425,7 +412,6 @@ def accepted() -> dict[str, Checkpoint]:
         "names": Checkpoint(tensors=names, state=named(names)),
         "values": Checkpoint(state=VALUES, ranks={"0": {"a": 1, "b.0": {"$tuple": [2]}}, "1": {"a": 2, "b.0": {"$tuple": []}}}),
         "codecs": Checkpoint(tensors=codecs, state=named(codecs)),
-        "mixed-steps": Checkpoint(tensors=experts, state=named(experts), files=[(0, 0), (1, 0), (1, 1)]),
         "anchors": Checkpoint(tensors=anchors, state=named(anchors), files=[(0, 0), (0, 1)]),
         "objects": Checkpoint(tensors=model, state=objects, ranks={"0": {"rng": [1, 2]}, "1": {"rng": [3, 4]}}),
         "members": Checkpoint(record=more, world_size=16384),
@@ -458,8 +444,6 @@ def expected(c: Checkpoint) -> dict[str, Any]:
     tensors = {}
     for t in c.tensors:
         tensors[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "logical": t.logical and list(t.logical), "alias": t.alias}
-        of = next(s for s in c.tensors if s.name == (t.alias or t.name)).steps
-        tensors[t.name] |= {"steps": of} if of is not None else {}
         tensors[t.name] |= {"rank": t.rank, "bytes": len(t.raw()), "xxh3_128": xxh3_128_hexdigest(t.raw())}
     ranks = {r: {path: typed(node) for path, node in nodes.items()} for r, nodes in c.ranks.items()}
     return {"world_size": c.world_size, "tensors": tensors, "state": typed(c.state), "ranks": ranks}
@@ -566,13 +550,6 @@ def _of_difference() -> Checkpoint:
     anchor = c.tensors[0].anchor
     assert anchor is not None
     c.tensors[0].anchor = _difference("d", np.frombuffer(anchor.raw(), "<f4"), None)
-    return c
-
-
-def _mixed(*steps: int, **hooks: Any) -> Checkpoint:
-    """The base with a tensor of two chunks, and a step for each."""
-    c = _with(**hooks)
-    c.tensors[0].steps = [*steps]
     return c
 
 
@@ -718,13 +695,6 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "anchors-difference": ("15", "an anchor that is a difference itself", _of_difference()),
         "anchors-digest": ("15", "no XXH3-128 of what a difference stands for", _anchored(header=_without_128)),
         "anchors-feature": ("15", "differences without the feature", _anchored(record={"features": ["codecs"]})),
-        "mixed-negative": ("16", "a step below -1", _mixed(3, -2)),
-        "mixed-count": ("16", "steps of more chunks than there are", _mixed(3, 3, 3)),
-        "mixed-empty": ("16", "steps of no chunk", _mixed(3, -1, tables=_cell("grids", "steps", 2, []))),
-        "mixed-without-steps": ("16", "the feature, and no column of steps", _with(record={"features": ["mixed-steps"]})),
-        "mixed-null": ("16", "the feature, and steps that are all null", _mixed(3, -1, tables=_cell("grids", "steps", 2, None))),
-        "mixed-own": ("16", "the feature, and no chunk of an earlier step", _mixed(-1)),
-        "mixed-and-extents": ("16", "mixed-steps and extents at once", _mixed(3, -1, record={"features": ["mixed-steps", "extents"]})),
         "anchors-and-extents": ("15", "anchors and extents at once", _with(record={"features": ["codecs", "anchors", "extents"]})),
     }
 

@@ -16,9 +16,9 @@ from xxhash import xxh3_128_hexdigest
 import ckpt
 from ckpt import tree
 from ckpt.engine.verify.verify import verify
-from ckpt.errors import CkptError, ConsistencyError
+from ckpt.errors import CkptError
 from tests.conformance.generate import SOURCES, accepted, refused, typed
-from tests.formats.oracle import read, read_row_steps
+from tests.formats.oracle import read
 
 HERE = Path(__file__).parent
 ACCEPT = sorted(p.stem for p in (HERE / "accept").glob("*.json"))
@@ -86,7 +86,7 @@ def test_the_set_is_complete() -> None:
 @pytest.mark.parametrize("case", ACCEPT)
 def test_ckpt_accepts(case: str) -> None:
     right = json.loads((HERE / "accept" / f"{case}.json").read_text())
-    view = ckpt.open(str(HERE / "accept" / case), mixed_steps=True)
+    view = ckpt.open(str(HERE / "accept" / case))
     catalog = view._catalog
     assert catalog.world_size == right["world_size"]
     assert set(view) == set(right["tensors"])
@@ -98,8 +98,6 @@ def test_ckpt_accepts(case: str) -> None:
             about["alias"],
             about["rank"],
         )
-        steps = entry.grid.steps
-        assert (steps if steps is None else steps.tolist()) == about.get("steps")
         assert (entry.logical and list(entry.logical)) == about["logical"]
         if about["logical"] is None:  # what a view gives of a padded tensor is without padding; below are all bytes
             tensor = view[name][...]
@@ -118,16 +116,8 @@ def test_the_second_reader_accepts(case: str) -> None:
     assert tensors == {name: (t["dtype"], t["shape"], t["xxh3_128"]) for name, t in right["tensors"].items()}
 
 
-def test_tensors_of_earlier_steps_are_refused_unless_asked_for() -> None:
-    with pytest.raises(ConsistencyError, match=r"6 of its 8 tensors are of earlier steps than the others: 1 of step 1099511627776, 2 of"):
-        ckpt.open(HERE / "accept" / "mixed-steps")
-    whole = {"experts.1.w": [0] * 3, "experts.2.w": [300] * 3, "experts.3.w": [2**40] * 3, "tied": [300] * 3}
-    rows = whole | {"stacked": [200, None, 100, None], "stacked boxes": [None, 7]}
-    assert read_row_steps(HERE / "accept" / "mixed-steps") == rows
-
-
 def use(directory: Path) -> None:
-    view = ckpt.open(str(directory), mixed_steps=True)
+    view = ckpt.open(str(directory))
     for tensor in view.tensors():
         tensor.read()
     view.state()
@@ -148,14 +138,13 @@ def test_ckpt_refuses(case: str) -> None:
 
 
 def test_what_all_refused_cases_are_made_of_is_accepted(tmp_path: Path) -> None:
-    from tests.conformance.generate import _anchored, _base, _coded, _mixed, _ranks, write
+    from tests.conformance.generate import _anchored, _base, _coded, _ranks, write
 
     for name, checkpoint in (
         ("base", _base()),
         ("coded", _coded(lambda raw: raw)),
         ("ranks", _ranks()),
         ("anchored", _anchored()),
-        ("mixed", _mixed(3, -1)),
     ):
         write(tmp_path / name, checkpoint)
         use(tmp_path / name)

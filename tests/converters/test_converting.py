@@ -27,10 +27,12 @@ from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.layout.geometry import Box
 from ckpt.plan import views
 from ckpt.settings import limits
+from tests.pairwise import pairwise
 
 FSDP = Path(__file__).parents[1] / "fixtures" / "fsdp"
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.complex64)
@@ -132,9 +134,10 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
         same(dcp_load(made, {n: torch.zeros_like(t) for n, t in expected.items()}), expected)
 
 
-@pytest.mark.parametrize("source", [hugging_face, torch_file, dcp_directory, native_plain])
-@pytest.mark.parametrize("to", ["native", "hf", "torch", "dcp"])
-@pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.parametrize(
+    ("source", "to", "verified"),
+    pairwise([hugging_face, torch_file, dcp_directory, native_plain], ["native", "hf", "torch", "dcp"], [False, True]),
+)
 def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
     from ckpt.converters.pipeline import file_stream, passthrough
@@ -285,6 +288,19 @@ def test_the_library_of_the_format_has_the_last_word(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="the safetensors library refuses the file"):
         check_readable(backend, OutputFile(path=path.name, size=len(data), items=items, ends=lambda digests: []))
     assert not path.exists()
+
+
+def test_a_small_tensor_takes_two_writes(tmp_path: Path) -> None:
+    """Its elements, and all of the archives up to the next one's elements."""
+    state = {f"w{n}": torch.full((3,), float(n)) for n in range(60)}
+    ckpt.save(tmp_path / "from", state)
+    process = FaultyProcess()
+    with wrap_backends(process.wrap):
+        convert(tmp_path / "from", tmp_path / "to", to="dcp")
+    assert sum(line.startswith("write") for line in process.log) <= 2 * len(state) + 10
+    loaded = {name: torch.zeros(3) for name in state}
+    ckpt.load(tmp_path / "to", loaded)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
 def test_tensors_that_no_state_names(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckpt.errors import NamesError, NotFoundError, UsageError
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
 from tests.formats.test_deepspeed import PREFIX, by_hand, loaded
+from tests.pairwise import pairwise
 
 Tensors = dict[str, torch.Tensor]
 WANTED = ["model.*", "optimizer.*"]
@@ -237,9 +238,7 @@ def apart(t: Tensors) -> Tensors:
 CASES: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {"fused": (FUSED, fused), "apart": (APART, apart)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["zero1", "zero3", "zero3/global_step3_universal"])
+@pytest.mark.parametrize(("name", "case", "way"), pairwise(["zero1", "zero3", "zero3/global_step3_universal"], list(CASES), list(WAYS)))
 def test_deepspeed_goes_on_in_torch(tmp_path: Path, name: str, case: str, way: str) -> None:
     rules, made_of = CASES[case]
     (tmp_path / "mine.toml").write_text(rules)

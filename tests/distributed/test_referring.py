@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
+from ckpt.engine import opening
 from ckpt.engine.save.base import reuse
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
-from ckpt.policies import Anchor, EverySteps, Latest, PartialExperts, TrustFrozen
+from ckpt.io_backends.faulty import FaultyBackend
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import wrap_backends
+from ckpt.policies import Anchor, EverySteps, Latest, TrustFrozen
 from tests.distributed.gathered import Full, differences, full_state
 from tests.distributed.models import Trained, fsdp, mesh_of, tensor_parallel, trained, whole_model
 from tests.distributed.ranks import Ranks
@@ -222,52 +228,54 @@ def test_differences_of_several_ranks_load_into_any_layout(ranks: Ranks, tmp_pat
     assert read[1] < 0.7 * read[0]  # together each chunk and its anchor are read once
 
 
-FLAT = (41, 1200)
+def save_and_count(root: str) -> list[tuple[int, Counter[str]]]:
+    """Three saves by ranks that know nothing of their first base. Of each, bytes that were referred to, and what this rank read of other
+    checkpoints, on storage that is no file system."""
+    opening.is_file_system = lambda url: False
+    reads: list[tuple[str, str]] = []
+
+    class CountedBackend(FaultyBackend):
+        def __init__(self, inner: Backend) -> None:
+            super().__init__(inner)
+            process = self.process
+
+            def operate(what: str, effect: Callable[[], Any], half: Any = None) -> Any:
+                if what.startswith(("read", "size")):
+                    reads.append((self.url.rpartition("/")[2], what.split()[1]))
+                return effect()
+
+            process.operate = operate  # type: ignore[method-assign]
+
+    mesh, saves = mesh_of(all=dist.get_world_size()), []
+    rows, same = distribute_tensor(torch.arange(800.0).reshape(80, 10), mesh, [Shard(0)]), torch.arange(9000.0)
+    with wrap_backends(CountedBackend):
+        for step in (2, 3, 4):
+            reads.clear()
+            state = {"rows": rows, "same": same, "step": step}
+            report = ckpt.save_async(f"{root}/step-{step}", state, base=f"{root}/step-{step - 1}").result()
+            kinds = Counter(path.rpartition("/")[2].partition(".")[2] for url, path in reads if url != f"step-{step}")
+            saves.append((report.reused_bytes, kinds))
+            dist.barrier()
+    return saves
 
 
-def save_some_experts(root: str) -> tuple[dict[int, Full], list[int]]:
-    """Experts of which each rank has one, or all have a flat shard that ends in the middle of a row, or all of it. What all ranks together
-    have at each step, and the bytes that this rank sent for the edges of flat shards."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    length = FLAT[0] * FLAT[1] // size
-    state = {
-        "own": {"experts": {"0": {"w": torch.zeros(30, 20)}}},
-        "flat": {"experts": {str(n): {"w": torch.zeros(length)} for n in range(3)}},
-        "same": {"experts": {str(n): {"w": torch.zeros(10, 7)} for n in range(3)}},
-        "shared": torch.zeros(12),
-    }
-    rules = [("flat.*", ckpt.Flat("ep"), ckpt.GlobalShape(FLAT)), ("*", ckpt.Replicate())]
-    layout = ckpt.Layout({"ep": size}, rules, numbered=[ckpt.experts("own.experts.{n}", count=size, ranks=size)])
-    policy, saved, sent = PartialExperts(names="*.experts.{expert}.*", experts=3, per_save=1), {}, []
-    with ckpt.Checkpointer(root, save=EverySteps(1), partial_experts=policy, layout=layout, timeout=60) as checkpointer:
-        for step in (1, 2, 3, 4):
-            for kind in ("own", "flat", "same"):
-                for n, expert in state[kind]["experts"].items():
-                    expert["w"].copy_(
-                        (torch.arange(expert["w"].numel()) + (rank if kind == "own" else int(n)) + step).reshape(expert["w"].shape)
-                    )
-                    expert["w"].add_(rank * length if kind == "flat" else 0)
-            state["shared"].fill_(step)
-            sent.append(checkpointer.save(step, state).result().sent_bytes)
-            saved[step] = {"shared": torch.full((12,), float(step))}
-            shapes = {"own": (30, 20), "flat": FLAT, "same": (10, 7)}
-            for kind, shape in shapes.items():
-                rows = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
-                saved[step] |= {f"{kind}.experts.{n}.w": rows + n + step for n in range(3)}
-    return saved, sent
+def test_one_rank_opens_a_base_that_none_knows_and_none_opens_one_that_they_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, save_first, str(tmp_path / "step-1"))
+    results = ranks.run(4, save_and_count, str(tmp_path))
+    for saves in zip(*results, strict=True):
+        assert sum(reused for reused, _ in saves) == 3200 + 36_000
+    for rank, (first, *others) in enumerate(results):
+        index = first[1]["arrow"] + (first[1]["json"] if rank else 0)  # the leader's commit reads the record as well
+        assert (index > 0, first[1]["safetensors"]) == (rank == 0, 2)  # of one file the size, and the header
+        assert [kinds.total() - (kinds["json"] if rank == 0 else 0) for _, kinds in others] == [0, 0], rank
+    for step in (2, 3, 4):
+        holds(tmp_path / f"step-{step}", {"rows": torch.arange(800.0).reshape(80, 10), "same": torch.arange(9000.0)})
 
 
-def test_ranks_leave_out_the_same_experts_without_talking(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks.run(3, save_some_experts, str(tmp_path))
-    saved, sent = results[0][0], [sum(column) for column in zip(*(row for _, row in results), strict=True)]
-    for step in (1, 2, 3, 4):
-        url = tmp_path / f"step-{step:08d}"
-        steps = oracle.read_steps(url)
-        holds(url, {name: saved[steps.get(name, step)][name] for name in saved[step]})
-        written = (step - 2) % 3  # of the three experts
-        taken_over = {} if step == 1 else {n: max(1, step - (written - n) % 3) for n in range(3) if n != written}
-        assert steps == {f"{kind}.experts.{n}.w": of for kind in ("own", "flat", "same") for n, of in taken_over.items()}
-    assert sent[0] > 0 and sent[1:] == [sent[0] // 3] * 3
+def save_first(url: str) -> None:
+    mesh = mesh_of(all=dist.get_world_size())
+    rows = distribute_tensor(torch.arange(800.0).reshape(80, 10), mesh, [Shard(0)])
+    ckpt.save(url, {"rows": rows, "same": torch.arange(9000.0), "step": 1}, reusable=True)
 
 
 def save_replicas(url: str, base: str | None = None) -> int:

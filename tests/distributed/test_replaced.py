@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine.load import opening as loading
+from ckpt.engine import opening as loading
 from ckpt.errors import ConsistencyError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.registry import open_backend

@@ -25,6 +25,7 @@ from tests.box_strategies import boxes_in
 from tests.engine.reading import SIZES, WAYS, Target, limits, load, targets_of
 from tests.formats import native_sample
 from tests.formats.native_sample import Sample, coded_samples, sample, samples, save, two_ranks
+from tests.pairwise import pairwise
 
 MODES = ("full", "partial", "off")
 
@@ -64,9 +65,9 @@ def test_any_boxes_of_anything(data: st.DataObject, stored: list[Sample], mode: 
 
 
 @pytest.mark.usefixtures("sizes")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("codec", [None, "zstd", "planes-zstd"])
+@pytest.mark.parametrize(
+    ("sizes", "codec", "way", "mode"), pairwise(list(SIZES), [None, "zstd", "planes-zstd"], list(WAYS), MODES), indirect=["sizes"]
+)
 def test_every_way(place: str, way: str, mode: Any, codec: str | None) -> None:
     stored = two_ranks() if codec is None else coded_samples()
     save(open_backend(place), stored, codec=codec)

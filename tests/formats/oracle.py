@@ -40,27 +40,13 @@ def read_state(directory: str | Path) -> dict[str, Any]:
     return _read(Path(directory))[1]
 
 
-def read_steps(directory: str | Path) -> dict[str, int]:
-    """Of each tensor that has bytes of an earlier step than its checkpoint, the earliest one."""
-    return {name: min(step for step in steps if step is not None) for name, steps in read_row_steps(directory).items()}
-
-
-def read_row_steps(directory: str | Path) -> dict[str, list[int | None]]:
-    """Of each such tensor, the step of each row, None for the checkpoint's own; of a scalar as of one row. No row is of two."""
-    read(directory)
-    elements = _read(Path(directory))[2]
-    rows = {name: steps.reshape(len(steps) if steps.ndim else 1, -1) for name, steps in elements.items() if (steps >= 0).any()}
-    assert all((steps == steps[:, :1]).all() for steps in rows.values()), "a row of two steps"
-    return {name: [None if step < 0 else step for step in steps[:, 0].tolist()] for name, steps in rows.items()}
-
-
-def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+def _read(root: Path) -> tuple[dict[str, Any], Any]:
     raw = (root / "checkpoint.json").read_bytes()
     record = _json(raw)
     own, ident, made, index = record["digest"], record["id"], record["created"], {}
     assert xxh3_128_hexdigest(raw.replace(own.encode(), b"0" * 32)) == own, "commit record: digest"
     assert (record["format"], record["version"]) == ("ckpt", 1), "unknown format, version"
-    assert {*record["features"]} <= {"codecs", "ranks", "references", "anchors", "mixed-steps"}, "unknown feature"
+    assert {*record["features"]} <= {"codecs", "ranks", "references", "anchors"}, "unknown feature"
     assert re.fullmatch("[0-9a-z]{16}", ident) and re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d", made), f"commit record: {ident!r}, {made!r}"
     for one, two in itertools.pairwise([{"id": "", "after": 0}, *record.get("branches", ())]):
         assert re.fullmatch("[0-9a-z]{16}", two["id"]) and two["after"] >= one["after"] and two["id"] > one["id"], "commit record: branches"
@@ -71,10 +57,7 @@ def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         must = {"path": f"index-{ident}/{name}", "size": len(raw), "digest": xxh3_128_hexdigest(raw)}.items()
         assert must <= entry.items(), f"{name}: is {must}, not {entry}"
     of_grids = GRIDS | ({"anchors": "list<int32>?"} if "anchors" in record["features"] else {})
-    of_grids |= {"steps": f"{INTS}?"} if "mixed-steps" in record["features"] else {}
     rows, grids, files = (_table(index[f"{n}.arrow"], c) for n, c in (("tensors", TENSORS), ("grids", of_grids), ("files", FILES)))
-    steps = {r["name"]: _steps(r, grids[r["grid"]]) for r in rows if r["alias"] is None}
-    assert any((s >= 0).any() for s in steps.values()) == ("mixed-steps" in record["features"]), "mixed-steps without steps"
     unread = [_data_file(root, ident, f) for f in files]  # what a tensor has read is taken out
     own = [not f["path"].startswith("../") for f in files]
     assert own == sorted(own, reverse=True) and all(own) == ("references" not in record["features"]), "files.arrow: references"
@@ -102,7 +85,7 @@ def _read(root: Path) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     assert said == {name: target[:2] for name, target in aliases.items()}, "an alias with a grid, or of another dtype or shape"
     state = _json(index["state.json"])
     assert state.keys() == {"state", "ranks"} and all(0 <= int(r) < record["world_size"] for r in state["ranks"]), "state.json: members"
-    return tensors | aliases, state, steps | {r["name"]: steps[r["alias"]] for r in rows if r["alias"] in steps}
+    return tensors | aliases, state
 
 
 def _rows_apart(index: dict[str, bytes], grids: list[dict[str, Any]], files: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -174,15 +157,6 @@ def _boxes(row: dict[str, Any], grid: dict[str, Any]) -> list[Any]:
         assert [c[0], c[-1]] == [0, n] and c == (sorted(set(c)) if n else [0, 0]), f"{name}: cuts {cuts} of {shape}"
         boxes = [[*box, (c[i], c[i + 1])] for box in boxes for i in range(len(c) - 1)]
     return boxes
-
-
-def _steps(row: dict[str, Any], grid: dict[str, Any]) -> Any:
-    """The earlier step that each element is of, or -1."""
-    boxes, steps, of = _boxes(row, grid), grid.get("steps"), np.full(row["shape"], -1, np.int64)
-    assert steps is None or (len(steps) in (1, len(boxes)) and min(steps) >= -1), f"{row['name']}: steps {steps}"
-    for box, step in zip(boxes, steps * len(boxes) if len(steps) == 1 else steps, strict=True) if steps is not None else ():
-        of[tuple(slice(a, b) for a, b in box)] = step
-    return of
 
 
 def _tensor(

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.errors import CkptError, CorruptError, FormatError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError
 from ckpt.formats.dcp.metadata import read_metadata
-from ckpt.formats.registry import open_catalog
+from ckpt.formats.registry import find_format, list_foreign, open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.view import StoredTensor
 from tests.formats import reading
@@ -370,3 +370,18 @@ def test_tensors_of_torchao_are_not_damaged(tmp_path: Path) -> None:
     (copy / "__0_0.distcp").write_bytes(data[:at] + b"\1" + data[at + 1 :])
     damaged = CliRunner().invoke(cli, ["verify", str(copy)])
     assert damaged.exit_code == 20 and "digest: " in damaged.stdout and "remedy: restore the files" in damaged.stdout
+
+
+def test_a_save_that_died_is_listed_and_no_checkpoint(tmp_path: Path) -> None:
+    """``.metadata`` comes last. The checkpoint beside it stays in the listing, too."""
+    model = torch.nn.Linear(3, 2)
+    for step in (1, 2):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / f"step-{step}"), no_dist=True)
+    died = tmp_path / "step-2"
+    (died / ".metadata").unlink()
+    assert find_format(str(died)) == "unfinished save of torch.distributed.checkpoint"
+    assert list_foreign(str(tmp_path), ()).keys() == {str(tmp_path / f"step-{step}") for step in (1, 2)}
+    with pytest.raises(NotCommittedError, match="not finished"):
+        ckpt.load(str(died), {"model": model}, strict=False)
+    with pytest.raises(FormatError, match=r"says nothing without \.metadata"):
+        open_catalog(str(died / "__0_0.distcp"))

@@ -21,6 +21,7 @@ from ckpt.io_backends.registry import open_backend
 from tests.formats.native_sample import coded_samples, read, save
 from tests.formats.oracle import CODECS as ORACLE
 from tests.formats.oracle import read as oracle
+from tests.pairwise import pairwise
 
 RNG = np.random.default_rng(5)
 
@@ -77,9 +78,7 @@ def back(codec, blob, size, itemsize):
     return bytes(out[16 : 16 + size])
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("codec", ALONE)
+@pytest.mark.parametrize(("codec", "kind", "count"), pairwise(ALONE, list(MADE), COUNTS))
 def test_what_goes_in_comes_out(codec, kind, count):
     make, itemsize = MADE[kind]
     data = make(count)
@@ -125,9 +124,7 @@ def test_how_small(kind, codec, low, high):
     assert low < 100 * len(encode(codec, memoryview(data), itemsize)) / len(data) < high
 
 
-@pytest.mark.parametrize("itemsize", ITEMSIZES)
-@pytest.mark.parametrize("codec", ALONE)
-@pytest.mark.parametrize("size", [0, 16, 1 << 14, 3 << 20])
+@pytest.mark.parametrize(("size", "codec", "itemsize"), pairwise([0, 16, 1 << 14, 3 << 20], ALONE, ITEMSIZES))
 def test_not_worth_it(codec, itemsize, size):
     assert encode(codec, memoryview(RNG.bytes(size)), itemsize) is None
 

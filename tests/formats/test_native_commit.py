@@ -118,6 +118,7 @@ def test_members_in_any_order_and_unknown_ones():
         ({"features": ["codec-zstd"]}, ["codec-zstd"]),
         ({"features": ["codecs", "holograms"]}, ["'holograms'"]),
         ({"features": None}, ["None"]),
+        ({"features": ["references", "mixed-steps"]}, ["'mixed-steps'", "not read any more", "load another step"]),
         ({"format": "other"}, ["other"]),
     ],
 )

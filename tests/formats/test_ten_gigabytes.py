@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckpt
-from benchmarks.sparse import MAKERS, can_make, stored_bytes
 from ckpt.converters.virtual.importer import import_checkpoint
 from tests.formats.reading import counted
+from tests.formats.sparse import MAKERS, can_make, stored_bytes
 
 LARGE = 10_000_000_000
 PARTS = 4096

@@ -10,10 +10,9 @@ import torch
 
 import ckpt
 from ckpt.formats.registry import open_catalog
-from tests.formats.oracle import read, read_row_steps, read_steps
+from tests.formats.oracle import read
 from tests.golden import generate_anchors as anchored
 from tests.golden import generate_codecs as coded
-from tests.golden import generate_mixed_steps as mixed
 from tests.golden import generate_references as referring
 from tests.golden.generate import TENSORS, expected_bytes, expected_values, itemsize, per_rank
 
@@ -24,11 +23,10 @@ VERSIONS = ["v1"]
 CODED = "v1-codecs"
 REFERENCES = "v1-references"
 ANCHORS = "v1-anchors"
-MIXED = "v1-mixed-steps"
 
 
 def test_every_version_is_kept() -> None:
-    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED, REFERENCES, ANCHORS, MIXED])
+    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED, REFERENCES, ANCHORS])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -121,22 +119,3 @@ def test_differences_are_read_by_both_readers(step: int) -> None:
         assert found[name][2] == raw_bytes(tensor), name
     header = next((url / "data").iterdir()).read_bytes()[:4096]
     assert (header.count(b"#xor-planes-zstd"), header.count(b"#planes-zstd")) == ((0, 4), (2, 1))[step - 1]
-
-
-# ---------------------------------------------------------------------------------------------------- experts of earlier steps
-
-
-@pytest.mark.parametrize("step", mixed.STEPS)
-def test_tensors_of_earlier_steps_are_what_they_were_then(step: int) -> None:
-    url, stale, rows = HERE / MIXED / f"step-{step:08d}", mixed.STALE[step], mixed.STALE_ROWS[step]
-    held = {name: mixed.tensors(stale.get(name, step))[name] for name in mixed.tensors(step)}
-    for name, steps in rows.items():
-        held[name] = torch.stack([mixed.tensors(of or step)[name][row] for row, of in enumerate(steps)])
-    assert {name: steps for name, steps in read_row_steps(url).items() if name in rows} == rows
-    stale = stale | {name: min(filter(None, steps)) for name, steps in rows.items()}
-    assert read_steps(url) == stale
-    assert {name: raw for name, (_, _, raw) in read(url).items()} == {name: raw_bytes(t) for name, t in held.items()}
-    state = mixed.tensors(0)
-    assert ckpt.load(url, state, mixed_steps=True).mixed_steps == stale
-    for name, tensor in held.items():
-        assert torch.equal(state[name], tensor), name

@@ -138,3 +138,23 @@ def test_an_adapter_on_a_quantised_base_is_loaded_as_it_was_saved(tmp_path: Path
     report = ckpt.load(tmp_path / "step-1", jobs[1], trainable=True)
     assert report.missing == report.unexpected == () and not any("base" in name for name in ckpt.open(tmp_path / "step-1"))
     assert torch.equal(jobs[0]["model"]["lora"].weight, jobs[1]["model"]["lora"].weight)
+
+
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_a_load_that_accelerate_would_undo_is_refused(offload: str, tmp_path: Path) -> None:
+    """Offloaded weights come back before each forward pass, whatever was loaded. Without the hooks the same module takes all."""
+    accelerate = pytest.importorskip("accelerate")
+    hooks = pytest.importorskip("accelerate.hooks")
+    tokens = torch.arange(8).reshape(1, 8)
+    source, model = adapted(1).requires_grad_(False), adapted(2)
+    ckpt.save(tmp_path / "a", {"m": source})
+    arguments = [tmp_path / "off"] if offload == "disk_offload" else []
+    getattr(accelerate, offload)(model, *arguments, execution_device="cpu")
+    before = model(input_ids=tokens).logits
+    for options in ({}, {"trainable": True}, {"only": "*lora*"}):
+        with pytest.raises(ckpt.errors.StateError, match=r"(?s)accelerate offloads the module.*remove_hook_from_submodules"):
+            ckpt.load(tmp_path / "a", {"m": model}, strict=False, **options)
+    assert torch.equal(model(input_ids=tokens).logits, before)
+    hooks.remove_hook_from_submodules(model)
+    ckpt.load(tmp_path / "a", {"m": model})
+    assert torch.equal(model(input_ids=tokens).logits, source(input_ids=tokens).logits)

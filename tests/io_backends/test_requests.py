@@ -17,8 +17,9 @@ import torch
 
 import ckpt
 from ckpt.errors import StorageError
+from ckpt.io_backends.registry import open_backend
 from tests.faults.proxy import FaultProxy
-from tests.io_backends.counted import counting
+from tests.io_backends.counted import CountedObjects, counting
 from tests.s3.stores import ObjectStore
 
 MOST = {"counted": {"save": 27, "restore": 15, "load": 6, "list": 5}, "local": {"save": 37, "restore": 18, "load": 6, "list": 5}}
@@ -129,6 +130,40 @@ def test_a_run_over_s3fs(s3_url: str, object_store: ObjectStore, monkeypatch: py
             cost.append(proxy.requests - before)
     assert torch.equal(found["w"], state["w"])
     assert all(n <= most for n, most in zip(cost, (40, 18, 6), strict=True)), cost
+
+
+@pytest.mark.parametrize("files", [3, 60])
+def test_records_of_a_run_are_listed_without_its_data_files(files: int, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps have many files: else a listing of everything takes fewer requests."""
+    listed: list[str] = []
+
+    def with_etags(store: CountedObjects, infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        listed.extend(info["name"] for info in infos)
+        return [info if info["type"] == "directory" else {**info, "etag": store.cat_file(info["name"]).hex()} for info in infos]
+
+    ls, find = CountedObjects.ls, CountedObjects.find
+    monkeypatch.setattr(CountedObjects, "ls", lambda self, path, detail=True: with_etags(self, ls(self, path, detail=True)))
+    monkeypatch.setattr(
+        CountedObjects,
+        "find",
+        lambda self, path, detail: {info["name"]: info for info in with_etags(self, [*find(self, path, detail=True).values()])},
+    )
+    backend = open_backend("counted://bucket/run")
+    names = [f"step-{step}" for step in range(9)]
+    for step in range(9):
+        backend.put_if(f"step-{step}/mark", b"old", expected=None)
+        for n in range(files):
+            backend.put_if(f"step-{step}/data/{n}", b"", expected=None)
+    before = backend.version_tokens(names, "mark", skip="/data/")
+    backend.put_if("step-3/mark", b"new", expected=b"old")
+    backend.delete("step-7/mark")
+    calls.clear()
+    listed.clear()
+    after = backend.version_tokens(names, "mark", skip="/data/")
+    assert before is not None and after is not None and before.keys() - after.keys() == {"step-7"}
+    assert [name for name, token in after.items() if token != before[name]] == ["step-3"]
+    assert calls["find"] + calls["ls"] == (2 if files == 3 else 1 + 9)
+    assert sum("/data/" in name for name in listed) == (10 * files if files == 3 else files)
 
 
 @contextmanager

@@ -205,9 +205,8 @@ def linked(size: int) -> Iterator[tuple[list[LivenessLinks], list[int]]]:
     died: list[int] = []
     names = tuple(range(100, 100 + size))
     links = [LivenessLinks(p, names, 30.0, on_death=died.append if p == 0 else lambda rank: None) for p in range(size)]
-    word = links[0].word({names[p]: each.row() for p, each in enumerate(links)})
     for each in links:
-        each.connect(word)
+        each.connect(bytes(16), links[each.parent].where())
     try:
         yield links, died
     finally:
@@ -270,8 +269,8 @@ def test_a_good_bye_does_not_overtake_the_last_word_in_the_store(monkeypatch: py
 def test_where_no_connection_can_be_made_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     names = (0, 1)
     leader, other = (LivenessLinks(p, names, 1.0) for p in names)
-    word = leader.word({p: each.row() for p, each in enumerate((leader, other))})
+    where = leader.where()
     leader.close()
-    other.connect(word)
+    other.connect(bytes(16), where)
     assert "a rank that dies is noticed after 1 s without a sign of life, not at once: rank 0 cannot be reached" in caplog.text
     other.close()

@@ -84,7 +84,7 @@ def test_every_byte_is_sent_once(matrix: Matrix, pair: Pair) -> None:
     """Each rank gets what it needs, from itself or from others, and nothing else."""
     reports = [outcome[str(pair)][1] for outcome in matrix.run("few", FEW, by_reshard) if str(pair) in outcome]
     traffic = reports[0].ranks
-    assert all(report.ranks == traffic for report in reports)
+    assert all(report.ranks == {rank: traffic[rank]} for rank, report in enumerate(reports) if rank)
     assert sum(t.sent for t in traffic.values()) == sum(t.received for t in traffic.values())
     assert [rank for rank, t in traffic.items() if t.needed != t.copied + t.received] == []
     mine = {rank: (r.bytes_needed, r.bytes_sent, r.bytes_copied, r.bytes_received) for rank, r in enumerate(reports)}

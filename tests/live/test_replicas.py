@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckpt import live
-from ckpt.errors import ReplicaError, UsageError
+from ckpt.errors import CkptError, ReplicaError, UsageError
 from tests.distributed.ranks import Ranks
 
 
@@ -58,6 +58,7 @@ def differing() -> dict[str, Any]:
             results["twice"] = err.message
         results["again"] = source.publish(1, capture="eager", again=True).result(20).step
         results["next"] = source.publish(2, capture="eager").result(20).step
+        results["stays in step"] = one_rank_alone(source, state["norm"])
     try:
         live.Source("tcp://127.0.0.1:0/s", state, timeout=20, check_replicas=bool(rank))
     except UsageError as err:
@@ -65,8 +66,30 @@ def differing() -> dict[str, Any]:
     return results
 
 
+def one_rank_alone(source: live.Source, norm: Any) -> list[str]:
+    """What one rank alone hears of, or does wrong, leaves the ranks in step: each publication is that of one step on both."""
+    rank, heard = dist.get_rank(), []
+    with torch.no_grad():
+        norm.to_local()[0] = rank
+    publication = source.publish(3, capture="eager")
+    if rank == 0:
+        with pytest.raises(ReplicaError):
+            publication.result(20)
+    with torch.no_grad():
+        norm.to_local()[0] = 0
+    for step in (4, 5 if rank == 0 else -5, 6):
+        try:
+            heard.append(str(source.publish(step, capture="eager").result(20).step))
+        except CkptError as err:
+            heard.append(f"{type(err).__name__}: {err.message}")
+    return heard
+
+
 def test_replicas_that_differ_are_named(ranks: Ranks) -> None:
-    for results in ranks.run(2, differing):
+    for rank, results in enumerate(ranks.run(2, differing)):
+        failed = "publish failed in phase 'seal': rank 1 raised UsageError: a step is a number from 0 on, not -5"
+        alone = ["4", f"RankFailedError: {failed}"], ["ReplicaError: replicas differ", "UsageError: a step is a number from 0 on, not -5"]
+        assert [text.partition(": tensor")[0].partition(" (tcp")[0] for text in results["stays in step"]] == [*alone[rank], "6"]
         assert "tensor norm: rank 0 ≠ rank 1" in results["reshard"] and "nothing in the new state was changed" in results["reshard"]
         assert results["untouched"] and results["unchecked"] and results["equal"]
         assert results["publish"].startswith("replicas differ: tensor norm: rank 0 ≠ rank 1")

@@ -72,7 +72,7 @@ def traffic_problems(report: live.ReshardReport, needed: int) -> list[str]:
     for rank, traffic in report.ranks.items():
         if traffic.needed != traffic.copied + traffic.received:
             problems.append(f"rank {rank}: {traffic}: something came twice, or not at all")
-    if sum(t.sent for t in report.ranks.values()) != sum(t.received for t in report.ranks.values()):
+    if dist.get_rank() == 0 and sum(t.sent for t in report.ranks.values()) != sum(t.received for t in report.ranks.values()):
         problems.append(f"{report.ranks}: not all that was sent was received")
     mine = report.ranks[dist.get_rank()]
     if (mine.needed, mine.sent, mine.copied, mine.received) != (

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from ckpt.cli.main import cli
 from ckpt.errors import AccessError, CkptError, ConsistencyError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
+from ckpt.live.secret import new_secret
 from ckpt.live.source_connection import SourceConnection
 from ckpt.live.takes.puller import Puller
 from ckpt.rng import Generators
@@ -424,7 +425,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         Source("tcp://127.0.0.1:0/a", {}, timeout=2)
     with Source("tcp://127.0.0.1:0/a", state, timeout=2, secret="right") as source:
         with pytest.raises(AccessError, match="no secret is known"):
-            Sink(source.address, state)
+            Sink(source.address, state).take(timeout=0.2)
         with pytest.raises(AccessError, match="another secret"):
             Sink(source.address, state, secret="wrong", timeout=2).take()
         with pytest.raises(NotFoundError, match="there is no source 'b' here, but 'a'"):
@@ -470,7 +471,7 @@ def test_the_secret_of_a_source_is_for_its_account_alone(tmp_path: Path, monkeyp
         assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
         file.chmod(0o644)
         with pytest.raises(AccessError, match="others than this account"):
-            Sink(source.address, state)
+            Sink(source.address, state).take()
     assert not file.exists()
 
 
@@ -485,7 +486,7 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
         Source("tcp://127.0.0.1:0/a", state, timeout=2)
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
-        Sink("tcp://127.0.0.1:9/a", state)
+        Sink("tcp://127.0.0.1:9/a", state).take()
     if os.getuid() == 0:  # a folder of somebody else
         (tmp_path / f"ckpt-live-{os.getuid()}").unlink()
         (tmp_path / f"ckpt-live-{os.getuid()}").mkdir(mode=0o700)
@@ -558,23 +559,28 @@ def test_an_engine_that_polls_and_is_closed_has_left() -> None:
             until(lambda: source.report().sinks[-1].state == "left")
 
 
-def test_an_engine_that_starts_before_its_trainer_waits_for_it() -> None:
-    """For as long as it was told to, and not where the trainer was there before: that one has ended."""
+@pytest.mark.parametrize("secret", ["s", None])
+def test_an_engine_that_starts_before_its_trainer_waits_for_it(secret: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as it was told to, and not where the trainer was there before: that one has ended. ``None``: the trainer leaves a secret
+    of its own in a file, another one each time, and that of a trainer that was killed may be there still."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}/a"
     into = {"t": torch.zeros(3)}
     began, started = time.monotonic(), list[Source]()
-    with Sink(address, into, secret="s", timeout=TIMEOUT) as sink:
-        with pytest.raises(DeadlineError, match="cannot be reached"):
+    with Sink(address, into, secret=secret, relay=True, timeout=TIMEOUT) as sink:
+        with pytest.raises(CkptError, match="no secret is known" if secret is None else "cannot be reached"):
             sink.take(timeout=1.5)
         assert time.monotonic() - began >= 1.5
+        if secret is None:
+            new_secret(address)
 
-        def start() -> None:
+        def start(step: int) -> None:
             time.sleep(1.5)  # by then, a connection that was refused was given up before
-            started.append(Source(address, {"t": torch.arange(3.0)}, secret="s", timeout=TIMEOUT))
-            started[0].publish(1).result()
+            started.append(Source(address, {"t": torch.full((3,), float(step))}, secret=secret, timeout=TIMEOUT))
+            started[-1].publish(step).result()
 
-        trainer = threading.Thread(target=start)
+        trainer = threading.Thread(target=start, args=(1,))
         trainer.start()
         assert sink.take(timeout=60).step == 1
         trainer.join()
@@ -583,3 +589,12 @@ def test_an_engine_that_starts_before_its_trainer_waits_for_it() -> None:
         with pytest.raises(CkptError):
             sink.take(timeout=300)
         assert time.monotonic() - began < 60
+        start(2)
+        assert sink.take(timeout=60).step == 2 and into["t"].tolist() == [2, 2, 2]
+        if secret is None:
+            with Sink(address, {"t": torch.zeros(3)}, relay=True, timeout=TIMEOUT) as other:  # also by way of the first
+                assert other.take(timeout=60).step == 2
+        started[1].close()
+    elsewhere = Sink("tcp://192.0.2.1:1/a", into, timeout=TIMEOUT)  # of another machine: no secret will come here
+    with pytest.raises(AccessError, match="no secret is known"):
+        elsewhere.take()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from ckpt.layout.placements import Interleaved, Shard
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.ownership import TensorSpec, assign
-from ckpt.plan.redundancy.domains import backup_domains
+from ckpt.plan.redundancy.copies import missing_copies
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.settings import limits
 from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
@@ -47,7 +48,7 @@ def small_limits(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def placed(domains: dict[int, str], copies: int) -> MirrorPlacement:
-    return MirrorPlacement(domains=domains, copies=copies, backups=backup_domains(domains.values(), copies))
+    return MirrorPlacement(domains=domains, copies=copies)
 
 
 @st.composite
@@ -140,6 +141,27 @@ def test_replicas_on_other_hosts_leave_one_file_and_no_copy() -> None:
         assert {(len(p.files), p.mirrored) for p in plans} == {(2, 1)}
         holders = {f.path: {mirrors.domains[r] for r, p in enumerate(plans) if f.path in {g.path for g in p.files}} for f in plans[0].files}
         assert {len(there) for there in holders.values()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "split", "survived"),
+    [
+        (Mesh.of({"dp": 16}), (), 112),  # mirrors and copies go the same way
+        (Mesh.of({"shard": 16}), ("shard",), 112),
+        (Mesh.of({"dp": 2, "shard": 8}), ("shard",), 111),  # pairs of replicas, and the neighbours that have the norm
+    ],
+)
+def test_pairs_of_sixteen_machines_that_may_be_lost(mesh: Mesh, split: tuple[str, ...], survived: int) -> None:
+    tensors, mirrors = [*model(mesh, *split), TensorSpec("norm", DTYPES["float32"], (64,), TensorLayout(mesh))], placed(on_hosts(16, 1), 1)
+    files: dict[str, set[int]] = {}
+    for rank in range(16):
+        for f in plan_of(tensors, mirrors, rank).files:
+            files.setdefault(f.path, set()).add(rank)
+    for path, _, target in missing_copies(files, mirrors.names, mirrors.copies):
+        files[path].add(target)
+    assert {len(machines) for machines in files.values()} == {2}
+    pairs = list(combinations(range(16), 2))
+    assert sum(all(not machines <= {*lost} for machines in files.values()) for lost in pairs) == survived and len(pairs) == 120
 
 
 def test_replicated_norms_beside_tensor_parallel_weights_share_their_file() -> None:

@@ -13,9 +13,10 @@ from ckpt.catalog import Grid
 from ckpt.layout.geometry import Box
 from ckpt.layout.mesh import Mesh
 from ckpt.layout.placements import Flat, Shard, Split
+from ckpt.layout.runs import runs_of
 from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import spell
-from ckpt.plan.near_files import NearFiles, runs_of, spelled
+from ckpt.plan.near_files import NearFiles, spelled
 from ckpt.plan.shared_reads import MOST, Readers, SharedChunk, Sharing, shared_chunks
 
 LAYOUTS: tuple[tuple[Split, ...], ...] = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import ckpt
 from ckpt.errors import StorageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.protocol import DELETES, Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.maintenance.known_steps import KnownSteps
 from ckpt.maintenance.removal import infos, remove_steps
@@ -50,6 +54,52 @@ def asked(root: Path, steps: int) -> int:
 def test_steps_that_go_cost_what_they_are(tmp_path: Path) -> None:
     few, many = asked(tmp_path / "few", 6), asked(tmp_path / "many", 22)
     assert many / 20 < 1.2 * few / 4
+
+
+def test_the_run_is_listed_for_many_files_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one file each go together in one batch, and so do few of many files."""
+    monkeypatch.setattr("ckpt.maintenance.removal._BATCH", 20)
+    run_of(tmp_path / "run", 8)
+    going = list_steps(tmp_path / "run")[6:0:-1]
+    relists: list[int] = []
+
+    def relist() -> list[ckpt.Step]:
+        relists.append(1)
+        return list_steps(tmp_path / "run")
+
+    assert len(remove_steps(str(tmp_path / "run"), going, {}, relist=relist)) == 6
+    assert len(relists) == 2 * 2  # three steps of nine files in each batch
+
+
+def test_files_of_a_step_go_many_at_once(tmp_path: Path) -> None:
+    """As many as would take minutes one after another: 16,384 of 20 ms each take 10 s."""
+    ckpt.save(tmp_path / "step-1", {"x": torch.zeros(2)})
+    (step,) = list_steps(tmp_path)
+    files = [tmp_path / "step-1" / "data" / f"{step.id}-{rank:05d}.safetensors" for rank in range(1, 4 * DELETES + 1)]
+    for file in files:
+        file.write_bytes(b"")
+    together = threading.Barrier(DELETES)
+
+    class Slow:
+        """Deletes of data files end when as many are going on as should be."""
+
+        def __init__(self, inner: Backend) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def delete(self, path: str) -> None:
+            if "/data/" in path and not path.endswith("-00000.safetensors"):
+                together.wait(60)
+            self._inner.delete(path)
+
+        def delete_many(self, paths: Collection[str]) -> None:
+            Backend.delete_many(cast(Backend, self), sorted(paths, key=lambda path: "/data/" not in path))
+
+    with wrap_backends(lambda inner: cast(Backend, Slow(inner))):
+        assert remove_steps(str(tmp_path), [step], {})
+    assert not (tmp_path / "step-1").exists()
 
 
 def test_a_record_that_comes_back_brings_what_it_refers_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
-"""Saves with references, anchors and experts of earlier steps, removals, retention, collection, copies and moves in random order, stopped
-at any operation on the storage: every checkpoint that is kept loads bit for bit, and after a collection no data file is there that none of
-them needs."""
+"""Saves with references and anchors, removals, retention, collection, copies and moves in random order, stopped at any operation on the
+storage: every checkpoint that is kept loads bit for bit, and after a collection no data file is there that none of them needs."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -17,12 +15,11 @@ import torch
 
 import ckpt
 from ckpt.coordination.group import current_group
-from ckpt.engine.save.base.base_chunks import SaveBase
 from ckpt.engine.save.base.reuse import SeenVersions
 from ckpt.engine.save.job import SaveOptions, save_cache
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
-from ckpt.errors import CkptError, ConflictError, MismatchError
+from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.commit import ANCHORS, COMMIT_PATH, CommitRecord
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
@@ -31,11 +28,9 @@ from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from ckpt.maintenance.removal import infos, remove_at, remove_steps
 from ckpt.maintenance.step_listing import list_steps
-from ckpt.policies import Latest, PartialExperts, retention
-from ckpt.policies.partial_experts import ExpertTurn
+from ckpt.policies import Latest, retention
 
-NAMES = ("e0.a", "e1.b", "e2.c", "e3.d", "m.experts.f")
-EXPERTS = PartialExperts(names="e{expert}.*", experts=4, per_save=2)
+NAMES = ("a", "b", "c", "d", "m.f")
 STEPS = range(1, 13)
 CODECS = (None, "zstd", "planes-zstd", "xor-planes-zstd", "xor-planes-zstd")
 OPERATIONS = 60
@@ -57,14 +52,14 @@ class History:
         self.state |= {NAMES[4]: torch.randn(4, 50)}
         self.saved: dict[int, Tensors] = {}
         self.log: list[str] = []
-        self.referring = self.anchored = self.mixed = self.crashed = 0
+        self.referring = self.anchored = self.crashed = 0
         save_cache(current_group()).seen = SeenVersions()
 
     def url(self, step: int) -> str:
         return str(self.root / f"step-{step}")
 
     def stored(self, url: str) -> Tensors:
-        view = ckpt.open(url, mixed_steps=True)
+        view = ckpt.open(url)
         return {name: torch.as_tensor(view[name][...]).numpy().tobytes() for name in NAMES}
 
     def committed(self) -> set[int]:
@@ -106,21 +101,11 @@ class History:
         now, before = {name: tensor.numpy().tobytes() for name, tensor in self.state.items()}, self.saved.get(step)
 
         options = SaveOptions.of(base=None if base is None else self.url(base), reusable=True, codec=codec)
-        options = replace(options, experts=ExpertTurn(EXPERTS))  # all saves of a job cut its experts apart
-        turn = None
-        if base is not None and self.random.random() < 0.5:
-            turn = ExpertTurn(EXPERTS, self.random.randrange(2))
-            options = replace(options, base=SaveBase(url=self.url(base), step=base), experts=turn)
-            stale, size = turn.stale({name: tensor.shape for name, tensor in self.state.items()}), 4 * 50
-            now |= {name: self.saved[base][name] for name in stale.names}
-            rows = [(self.saved[base] if row in stale.rows[NAMES[4]] else now)[NAMES[4]][size * row : size * (row + 1)] for row in range(4)]
-            now |= {NAMES[4]: b"".join(rows)}
 
         def run() -> None:
-            with suppress(ConflictError, MismatchError):  # the base refers to what would be replaced, or lacks an expert
+            with suppress(ConflictError):  # the base refers to what would be replaced
                 report = save_state(self.url(step), self.state, current_group(), options)
                 self.referring += report.reused_bytes > 0
-                self.mixed += turn is not None
                 self.anchored += ANCHORS in CommitRecord.from_bytes((self.root / f"step-{step}" / COMMIT_PATH).read_bytes(), "").features
 
         self.call(f"save {step} on {base} with {codec}", run)
@@ -162,7 +147,7 @@ class History:
         if self.call("collect", run):
             needed = set()
             for step in self.saved:
-                needed |= {(Path(self.url(step)) / file.path).resolve() for file in open_catalog(self.url(step), mixed_steps=True).files}
+                needed |= {(Path(self.url(step)) / file.path).resolve() for file in open_catalog(self.url(step)).files}
             assert {path.resolve() for path in self.root.rglob("*.safetensors")} == needed, "bytes that nobody needs, or too few"
 
     def copy(self) -> None:
@@ -216,7 +201,6 @@ def check_history(place: Path, seed: int, saves: int) -> History:
     assert history.referring > saves / 8
     assert history.crashed > saves / 20
     assert history.anchored > saves / 20
-    assert history.mixed > saves / 40
     return history
 
 

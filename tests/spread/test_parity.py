@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,9 +34,9 @@ def below(path: Path, name: str, prefix: str) -> Backend:
     return PosixBackend(str(path / name / prefix))
 
 
-def nodes_at(path: Path, names: str, own: int = 0, parity: int | None = 3) -> NodeSet:
+def nodes_at(path: Path, names: Sequence[str], own: int = 0, parity: int | None = 3) -> NodeSet:
     nodes = [StorageNode(name=name, domain=name, below=partial(below, path, name)) for name in names]
-    return NodeSet(url=run_url(f"parity-{names}"), nodes=nodes, own=own, copies=0, parity=parity)
+    return NodeSet(url=run_url(f"parity-{'-'.join(names)}"), nodes=nodes, own=own, copies=0, parity=parity)
 
 
 # ---- reading, by what the port says
@@ -174,16 +174,15 @@ def test_a_step_is_complete_when_all_parity_is_there(saved: tuple[NodeSet, Path]
 
 
 def test_parity_of_a_job_with_other_groups_counts(saved: tuple[NodeSet, Path]) -> None:
-    """Six nodes: in groups of three that are others, and in a group of four."""
+    """More nodes: in groups of three that are others, and in groups of four."""
     nodes, path = saved
     for own in (1, 2):
         copier(nodes, own)
-    for groups, size, missing in (
-        ([("a", "d", "e"), ("b", "c", "f")], 3, {3}),  # the same terms, which are all of one file, on other nodes
-        ([("a", "d", "e", "f"), ("b", "c")], 4, {3, 4, 5}),  # other terms
+    for further, size, missing in (
+        (["a1", "a2", "d"], 3, {3}),  # the same terms, which are all of one file, on other nodes
+        (["a1", "a2", "a3", "d", "e"], 4, {3, 4, 5}),  # other terms
     ):
-        more = nodes_at(path, "abcdef", parity=size)
-        more.groups = groups
+        more = nodes_at(path, [*"abc", *further], parity=size)
         know(more)
         assert SpreadFiles.of(f"{more.url}/step-1", more).is_complete
         record = parity_files(path, "b")[0].rename(path / "record")
@@ -200,8 +199,7 @@ def test_bytes_without_their_record_protect_nothing(saved: tuple[NodeSet, Path])
     record, content = parity_files(path, "b")
     write(path / "a" / "step-1" / "parity" / content.name, content.read_bytes())
     record.rename(path / "a" / "step-1" / "parity" / record.name)
-    more = nodes_at(path, "abcdef")
-    more.groups = [("a", "d", "e"), ("b", "c", "f")]
+    more = nodes_at(path, ["a", "b", "c", "a1", "a2", "d"])
     know(more)
     there = SpreadFiles.of(f"{more.url}/step-1", more)
     assert not there.is_complete and {one.target for one in there.missing_parity()} == {3}

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from ckpt import tree
 from ckpt.adapters.deepspeed import refuse_zero
 from ckpt.adapters.fsdp1 import reshard
-from ckpt.adapters.modules import copies_of, frozen_beside, tensors_of
+from ckpt.adapters.modules import copies_of, frozen_beside, is_offloaded, tensors_of
 from ckpt.adapters.optimizers import ParamNames, names_in
+from ckpt.adapters.part import is_frozen
 from ckpt.adapters.per_rank import Compound, PerRank
 from ckpt.adapters.shard_cache import ShardCache
 from ckpt.adapters.shard_table import ShardTable, own_name
@@ -46,11 +47,7 @@ def bind(
     cast: bool,
     shards: ShardCache | None = None,
 ) -> Binding:
-    """Walk a state and match it with a checkpoint. Changes nothing. ``shards`` is what an earlier walk found, if there was one.
-
-    Raises:
-        UsageError, StateError, LayoutError: as for a save.
-    """
+    """Walk a state and match it with a checkpoint. Changes nothing. ``shards`` is what an earlier walk found, if there was one."""
     seen = scan_state(state)
     with torch.no_grad():
         shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
@@ -182,6 +179,14 @@ class _BindWalk(Binder):
                 f"the module's state_dict() gives copies of {len(copies)} tensors, which cannot be filled in place",
                 where=f"tensor {copies[0]}",
                 hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
+            )
+        meta = [name for name, t in parts.tensors.items() if t.is_meta and not (self.selection.trainable and is_frozen(t))]
+        empty = [at for name in meta if self.selection.wants(at := join(path, name))]
+        if empty and is_offloaded(module):
+            raise StateError(
+                "accelerate offloads the module, and would put its own values back before the next forward pass",
+                where=f"tensor {empty[0]}",
+                hint="load before cpu_offload, disk_offload or dispatch_model; or call accelerate.hooks.remove_hook_from_submodules first",
             )
         before = len(self.binding.misfits)
         if parts.flat:

@@ -48,11 +48,7 @@ class FlatState:
         return self.filled
 
     def apply(self) -> None:
-        """Give the optimizer what was filled.
-
-        Raises:
-            ShapeError: the parameters have different numbers in the checkpoint.
-        """
+        """Give the optimizer what was filled."""
         if self.numbers:
             (first, number), *others = self.numbers
             other = next((name for name, value in others if not torch.equal(value, number)), None)

@@ -29,11 +29,7 @@ def optimizer_renames(
     optimizers: Sequence[tuple[str, Optimizer]], names: ParamNames, catalog: Catalog, selection: Selection
 ) -> tuple[tuple[str, str], ...]:
     """Rename rules for optimizers of a state, by path, whose parameters the checkpoint names within their module: from the names that the
-    caller's own renames give.
-
-    Raises:
-        StateError: a parameter has no name.
-    """
+    caller's own renames give."""
     stored: Set[str] = job_tensors(catalog).keys()
     if selection.rename and optimizers:
         stored = {selection.renamed(name) for name in stored}

@@ -19,6 +19,7 @@ from ckpt.adapters.optimizers import decode_inline
 from ckpt.adapters.part import is_frozen
 from ckpt.adapters.shard_table import ShardTable
 from ckpt.adapters.sharded import Sharded, is_sharded_tensor
+from ckpt.adapters.stated_boxes import states_boxes
 from ckpt.adapters.stateful import StatefulObject, like
 from ckpt.adapters.tensors import LocalShard, LocalTensor, torch_dtype
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
@@ -286,7 +287,9 @@ def real_device(tensor: torch.Tensor) -> str | torch.device:
 
 
 def real_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(tensor.detach(), dtype=dtype, device=real_device(tensor))
+    # Zeros where a tensor states its boxes: what lies between them is in no checkpoint, and an optimizer steps it all the same.
+    make = torch.zeros_like if states_boxes(tensor) else torch.empty_like
+    return make(tensor.detach(), dtype=dtype, device=real_device(tensor))
 
 
 def has_tensors(value: object) -> bool:

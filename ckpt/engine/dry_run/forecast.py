@@ -65,11 +65,7 @@ class ReadForecast:
 
     @classmethod
     def of(cls, reader: Reader, jobs: Sequence[TensorLoad], sharing: SharedReads, exchange: ReadExchange | None) -> ReadForecast:
-        """What ``reader`` would read for ``jobs``, and for other ranks.
-
-        Raises:
-            CorruptError: a file is missing or truncated, or a header does not fit the index.
-        """
+        """What ``reader`` would read for ``jobs``, and for other ranks."""
         plan = reader.plan([job for job in jobs if id(job.target) not in sharing.complete], sharing.left_out)
         forecast = cls(needed=0, received=_received(sharing))
         scratch: dict[str, int] = {}

@@ -130,12 +130,7 @@ class MeshRules:
         return 1 if words & _ROWS and ndim > 1 else None
 
     def check_cuts(self, entries: Sequence[TensorEntry], url: str) -> None:
-        """Whether each of ``cuts`` cuts something of what is loaded.
-
-        Raises:
-            UsageError: the mesh has no ``tp``, or a tensor no such dimension.
-            NamesError: a glob matches nothing.
-        """
+        """Whether each of ``cuts`` cuts something of what is loaded."""
         if self.cuts and "tp" not in self.mesh.names:
             raise UsageError("cuts are those of tp, which the layout does not have", hint="such as fsdp=8,tp=4")
         for glob, dim in self.cuts:
@@ -156,13 +151,7 @@ def forecast_on_mesh(
     catalog: Catalog, rules: MeshRules, *, only: Sequence[str] = (), verify: Verify = "full", most_ranks: int = 64
 ) -> MeshForecast:
     """What the ranks of a mesh would read to load the stored tensors that ``only`` selects. Of more than ``most_ranks`` ranks, so many are
-    planned, spread evenly.
-
-    Raises:
-        NamesError: nothing is selected, or a glob of the rules matches nothing.
-        UsageError: a cut cuts nothing.
-        CorruptError: a file is missing or truncated, or a header does not fit the index.
-    """
+    planned, spread evenly."""
     selection = Selection(only=tuple(only))
     entries = [entry for name, entry in job_tensors(catalog).items() if entry.alias is None and selection.wants(name)]
     idle = selection.idle([entry.name for entry in entries], ())

@@ -19,9 +19,6 @@ def dry_run(url: str, state: object, group: Group, options: LoadOptions) -> Load
     """What a load into ``state`` would do on this rank; collective over ``group``. Nothing in the state changes.
 
     Objects of the state are not asked whether they take their values: to ask them is to change them.
-
-    Raises:
-        as ``ckpt.load`` does for a checkpoint that does not fit, or whose index or headers are damaged.
     """
     with gc_paused():
         return _dry_run(LoadJob(call=group.call("load", url, options.timeout), options=options, recorded=None, writes=StateWrites()), state)
@@ -52,7 +49,6 @@ def _dry_run(job: LoadJob, state: object) -> LoadReport:
         requests=forecast.requests,
         files=len(forecast.paths),
         memory=forecast.memory,
-        mixed_steps=matched.mixed_steps,
         dry_run=True,
         estimated_from=known.get("measured", "a probe: a sample of these reads"),
     )

@@ -18,11 +18,7 @@ from ckpt.settings import limits
 
 
 def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> SaveReport:
-    """What a save of ``state`` would write on this rank; collective over ``group``. Nothing is written.
-
-    Raises:
-        as ``ckpt.save`` does for a state that cannot be saved.
-    """
+    """What a save of ``state`` would write on this rank; collective over ``group``. Nothing is written."""
     job = SaveJob.begin(group.call("save", url, options.timeout), options)
     call = job.call
     with gc_paused(), call.phase("plan"):
@@ -57,7 +53,7 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
         files=len(prepared.plan.batches),
         memory=_memory(prepared),
         dry_run=True,
-        reused_bytes=prepared.reuse.nbytes,
+        reused_bytes=prepared.reuse.nbytes if prepared.reuse is not None else 0,
         estimated_from=decision["measured"],
     )
 

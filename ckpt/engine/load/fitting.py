@@ -13,6 +13,7 @@ from ckpt.catalog import Catalog, identity, job_tensors
 from ckpt.coordination.rows import Row
 from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.native.commit import LABELS
+from ckpt.layout.runs import runs_of
 from ckpt.plan import machines, near_files
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.nodes import renamed_path
@@ -26,6 +27,8 @@ from .shared_reads import SharedReads, refused
 
 log = logging.getLogger("ckpt")
 
+INLINE = 512
+"""Bytes of what the verdict contains itself; of what is longer it has the digest, and ranks hand it on to each other."""
 _OF_TENSORS = frozenset({"$tensor", "$tensors", "$inline"})
 """Kinds of nodes that stand for tensors: these count by their names."""
 
@@ -48,7 +51,7 @@ def row_of_match(job: LoadJob, catalog: Catalog, binding: Binding, sharing: Shar
         return row
     near = catalog.backend.nearby([file.path for file in catalog.files])
     if near is not None:
-        row["near"] = near_files.runs_of(number for number, file in enumerate(catalog.files) if file.path in near)
+        row["near"] = runs_of(number for number, file in enumerate(catalog.files) if file.path in near)
     return row | {"shares": shared(sharing.digests()), "machine": machine()}
 
 
@@ -72,7 +75,11 @@ def verdict_of(job: LoadJob, catalog: Catalog, rows: dict[int, Row]) -> Row:
     digests = {digest: once(digest) for digest in {row["shares"] for row in rows.values()}}
     ordered = [rows[rank] for rank in call.group.ranks]
     if all("near" in row for row in ordered):
-        verdict["near_files"] = near_files.spelled([tuple(map(tuple, row["near"])) for row in ordered])
+        spelled = near_files.spelled([tuple(map(tuple, row["near"])) for row in ordered])
+        text = json.dumps(spelled).encode()
+        # Where machines changed places there is a row for each of them, which is too much for a verdict that every rank
+        # reads from the store.
+        verdict["near_files"] = spelled if len(text) <= INLINE else call.leave(text)
     return verdict | {
         "refused": refused(digests[row["shares"]] for row in rows.values()),
         "machines": machines.spell([row["machine"] for row in ordered]),
@@ -83,12 +90,7 @@ def check_match(
     rows: Mapping[int, Row], fetch: Callable[[str], Row], catalog: Catalog, select: Selection, *, strict: bool, url: str
 ) -> dict[str, list[str]]:
     """Names that are missing and unexpected. ``rows`` have digests of what the ``problems`` of each rank, and ``used``; ``fetch`` gives
-    what has a digest; ``url`` is what the caller calls the checkpoint.
-
-    Raises:
-        NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
-        CorruptError: nor can it, perhaps: it has lost something that a rebuild of its index could not recover.
-    """
+    what has a digest; ``url`` is what the caller calls the checkpoint."""
     missing: dict[str, list[int]] = {}
     misfits: dict[str, list[int]] = {}
     used: set[str] = set()

@@ -31,18 +31,18 @@ from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
+from ckpt.engine.opening import open_together
 from ckpt.errors import ConflictError, ConsistencyError
-from ckpt.formats.mixed_steps import steps_text
 from ckpt.formats.native.replaced import replacement_noticed
 from ckpt.plan import machines
 from ckpt.plan.near_files import NearFiles
+from ckpt.text.json_reader import parse_json
 from ckpt.tracing.progress_callback import reported
 from ckpt.tracing.spans import Spans
 from ckpt.transport.peers import peers_of
 
 from .fitting import renamed, row_of_match, verdict_of
 from .job import LoadJob, StateWrites, tells_whether_written
-from .opening import open_together
 from .options import LoadOptions, LoadReport
 from .phases import Divided, Filled, Matched
 from .read_exchange import ReadExchange
@@ -87,6 +87,9 @@ _shards: WeakKeyDictionary[Members, ShardCache] = WeakKeyDictionary()
 recorded: ContextVar[dict[int, Row] | None] = ContextVar("recorded", default=None)
 """Takes, on the leader, what each rank was busy with in a load, where somebody wants that; the same on all ranks."""
 
+opened: ContextVar[list[Catalog] | None] = ContextVar("opened", default=None)
+"""Takes what a load has opened, where somebody wants that."""
+
 _TRIES = 5
 """How often ranks open a checkpoint that is replaced between the first rank and the last."""
 
@@ -95,22 +98,21 @@ _TRIES = 5
 
 
 def match(job: LoadJob, state: object) -> Matched:
-    """Open the checkpoint and bind the state to it; the leader sees whether everything fits, and who shares reads.
-
-    Raises:
-        NamesError, ShapeError, MismatchError: the checkpoint does not fit the state.
-        ConsistencyError: ranks open different saves again and again.
-    """
+    """Open the checkpoint and bind the state to it; the leader sees whether everything fits, and who shares reads."""
     for attempt in range(1, _TRIES + 1):
         with job.call.phase("match"):
             with job.span("open"):
-                catalog = open_together(job.call, job.options.sources, f"index{attempt}", mixed_steps=job.options.mixed_steps)
+                catalog = open_together(job.call, job.call.url, job.options.sources, f"index{attempt}")
             with replacement_noticed(catalog):
                 binding = _bind(job, state, catalog)
                 sharing = _sharing(job, catalog, binding)
                 row = row_of_match(job, catalog, binding, sharing)
             decision = job.agree(row, partial(verdict_of, job, catalog))
         if "replaced" not in decision:
+            if (taken := opened.get()) is not None:
+                taken[:] = [catalog]
+            if "machines" in decision and job.call.group.tree is not None:
+                job.call.group.tree.know_machines(decision["machines"])
             return Matched(
                 job=job,
                 catalog=catalog,
@@ -170,7 +172,10 @@ def exchange_of(matched: Matched, reader: Reader) -> ReadExchange | None:
         reader.check_tiling(entry)
     near = machines.neighbours(matched.machines, group.ranks.index(group.rank), group.ranks)
     parts = options.exchange == "parts"
-    near_files = None if matched.near_files is None else NearFiles(matched.near_files, matched.machines, group.ranks)
+    spelled = matched.near_files
+    if isinstance(spelled, str):
+        spelled = parse_json(job.call.fetch(spelled))
+    near_files = None if spelled is None else NearFiles(spelled, matched.machines, group.ranks)
     sharing.divide(matched.refused, near if parts else None, what_is_worth(parts=parts, verify=options.verify), near_files)
     return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), job.call)
 
@@ -179,11 +184,7 @@ def exchange_of(matched: Matched, reader: Reader) -> ReadExchange | None:
 
 
 def read(matched: Matched) -> Filled:
-    """Divide the reads, and fill the tensors of this rank. Where nobody shares, the values are set here too.
-
-    Raises:
-        CorruptError, StorageError: something cannot be read.
-    """
+    """Divide the reads, and fill the tensors of this rank. Where nobody shares, the values are set here too."""
     job = matched.job
     with job.call.phase("read"):
         with replacement_noticed(matched.catalog):
@@ -269,8 +270,6 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
     call, reader, binding, exchange = matched.job.call, divided.reader, matched.binding, divided.exchange
     if call.is_leader:
         log.info("loaded %s: %d tensors, %d bytes read here in %.2f s", call.url, len(binding.targets), reader.bytes_read, seconds)
-        if matched.mixed_steps:
-            log.warning("%s: tensors that are of earlier steps than the others: %s", call.url, steps_text(matched.mixed_steps))
     return LoadReport(
         url=call.url,
         tensors=len(binding.targets),
@@ -286,7 +285,6 @@ def _report(filled: Filled, seconds: float) -> LoadReport:
         requests=reader.fetch.requests,
         files=len(reader.fetch.paths),
         memory=reader.fetch.memory + (exchange.pool_bytes if exchange is not None else 0),
-        mixed_steps=matched.mixed_steps,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ckpt.byte_source.digest_reader import Verify
@@ -23,8 +23,7 @@ class LoadReport:
     ``bytes_unverified`` read without a check of their digest, ``bytes_received`` of those needed that other ranks had read. They came
     in ``requests`` reads, which storage may split, from ``files`` files. ``memory`` is what reading took beside the state, in bytes. Of
     a dry run it is the most that reading can take, and ``seconds`` is an estimate for the slowest rank, from what ``estimated_from``
-    says. ``mixed_steps``: the tensors of this rank with bytes of an earlier step than the checkpoint, by stored name, and the earliest such
-    step: of a tensor with all experts of a layer, that of its oldest one.
+    says.
     """
 
     url: str
@@ -43,7 +42,6 @@ class LoadReport:
     memory: int = 0
     dry_run: bool = False
     estimated_from: str | None = None
-    mixed_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 Shares = Literal["all", "parts", "none"]
@@ -66,5 +64,3 @@ class LoadOptions:
     """Plan it, and read nothing but the index and headers."""
     sources: tuple[str, ...] | None = None
     """Where the files may lie that a virtual checkpoint points into; None: as CKPT_SOURCES says."""
-    mixed_steps: bool = False
-    """Load it also if some of its tensors are of an earlier step."""

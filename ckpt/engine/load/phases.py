@@ -20,7 +20,7 @@ from .whole_chunks import TensorLoad
 class Matched:
     """A checkpoint that fits on every rank. ``sharing``: what this rank may share with others; ``refused``: the rank sets that do not
     share after all, None if nobody does; ``machines`` says which ranks are on one machine (``ckpt.plan.machines``), ``near_files`` which
-    have which files near (``ckpt.plan.near_files``), None where a file costs all ranks the same."""
+    have which files near (``ckpt.plan.near_files``) or is a digest of that, None where a file costs all ranks the same."""
 
     job: LoadJob
     catalog: Catalog
@@ -36,11 +36,6 @@ class Matched:
     def jobs(self) -> list[TensorLoad]:
         """What goes into which target."""
         return list(map(TensorLoad._make, self.binding.targets.values()))
-
-    @property
-    def mixed_steps(self) -> dict[str, int]:
-        """Tensors that this rank has bytes of an earlier step of than the checkpoint's, by stored name, and the earliest such step."""
-        return {entry.name: entry.step for _, entry in self.binding.targets.values() if entry.step is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

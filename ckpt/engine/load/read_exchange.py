@@ -122,11 +122,7 @@ class ReadExchange:
 
     def carry(self, tasks: list[Callable[[], None]], threads: Callable[[], int]) -> None:
         """Run ``tasks``, those of :meth:`tasks` and others, and move pieces meanwhile. ``threads`` runs the first few and says how many
-        threads are to run the rest: one is this one, more leave this one to the pieces.
-
-        Raises:
-            what tasks raise, and what ``Peers.relay`` does.
-        """
+        threads are to run the rest: one is this one, more leave this one to the pieces."""
         if not self._feeds and not self._takers:
             run_tasks(tasks, threads(), "ckpt-read")
             return

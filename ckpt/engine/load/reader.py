@@ -111,13 +111,7 @@ class Reader:
         return self.fetch.read - self.fetch.verified
 
     def run(self, plan: ReadPlan, exchange: ReadExchange | None = None) -> None:
-        """Fill every target; with a ``exchange`` also those of what other ranks read, while this one reads for them.
-
-        Raises:
-            CorruptError: bytes are not what the digests say.
-            StorageError: the storage failed.
-            DeadlineError, RankFailedError: another rank died, hangs or failed.
-        """
+        """Fill every target; with a ``exchange`` also those of what other ranks read, while this one reads for them."""
         for memory in plan.padding:
             (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
         tasks = [] if exchange is None else exchange.tasks(self.catalog)
@@ -151,11 +145,7 @@ class Reader:
     # ---- the plan
 
     def plan(self, jobs: Iterable[TensorLoad], left_out: Mapping[int, Collection[int]] | None = None) -> ReadPlan:
-        """What to read for these jobs. Changes nothing. ``left_out``: by ``id`` of a target the chunks that come in another way.
-
-        Raises:
-            CorruptError: a file is missing or truncated, or a header does not fit the index.
-        """
+        """What to read for these jobs. Changes nothing. ``left_out``: by ``id`` of a target the chunks that come in another way."""
         jobs, left_out = list(jobs), left_out or {}
         exact, rest = find_whole_chunks([job for job in jobs if id(job.target) not in left_out], self.catalog, self.beat)
         rest += [job for job in jobs if id(job.target) in left_out]
@@ -215,11 +205,7 @@ class Reader:
         return [CopyStep(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
 
     def check_tiling(self, entry: TensorEntry) -> None:
-        """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was.
-
-        Raises:
-            CorruptError: some elements are in no chunk, or in several.
-        """
+        """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was."""
         key = (id(entry.grid), entry.shape)
         if key in self._tiled:
             return

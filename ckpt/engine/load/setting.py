@@ -12,11 +12,7 @@ from .job import StateWrites
 
 
 def accept(binding: Binding, writes: StateWrites, url: str) -> list[Callable[[], None]]:
-    """Let the objects of the state take theirs. Returns what is left to set when all bytes are there.
-
-    Raises:
-        CkptError: an object refused; those before it have got back what they had, or ``writes`` says that they have not.
-    """
+    """Let the objects of the state take theirs. Returns what is left to set when all bytes are there."""
     if not binding.objects:
         return [*(each.take for each in binding.options), *binding.apply]
     refusal = take_all([*binding.options, *binding.objects])
@@ -29,11 +25,7 @@ def accept(binding: Binding, writes: StateWrites, url: str) -> list[Callable[[],
 
 
 def set_all(setters: Iterable[Callable[[], None]], url: str) -> None:
-    """Set the values, now that all bytes are there.
-
-    Raises:
-        CkptError: an object did not take its value.
-    """
+    """Set the values, now that all bytes are there."""
     try:
         run_each(setters)
     except CkptError:

@@ -50,11 +50,7 @@ class WholeChunks:
 
 
 def find_whole_chunks(jobs: Iterable[TensorLoad], catalog: Catalog, beat: Callable[[], None]) -> tuple[WholeChunks, list[TensorLoad]]:
-    """Divide jobs into chunks that fill a target in host memory, and what needs more thought. ``beat`` is called now and then.
-
-    Raises:
-        CorruptError: a file is missing or truncated, or a header does not fit the index.
-    """
+    """Divide jobs into chunks that fill a target in host memory, and what needs more thought. ``beat`` is called now and then."""
     rest: list[TensorLoad] = []
     fitting: list[TensorLoad] = []
     addresses: list[int] = []

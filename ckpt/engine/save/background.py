@@ -257,11 +257,7 @@ def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
 
 
 def wait_for_pending_save(group: Group) -> None:
-    """Wait for the job's save in the background, before its next call.
-
-    Raises:
-        CkptError: the save failed, and its error was reported to nobody.
-    """
+    """Wait for the job's save in the background, before its next call."""
     handle = _in_flight.get(group)
     if handle is None:
         return

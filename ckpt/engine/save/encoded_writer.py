@@ -34,9 +34,9 @@ class EncodedWriter(RankWriter):
         self._difference = codec
         self._anchors = anchors
         self._strong = dict(given.digests128)
-        self._digests128 = self._strong
-        self.coded = 0
-        """How many chunks are stored coded."""
+        self.digests128 = self._strong
+        self.codecs: dict[int, str] = {}
+        """Of the chunks that are stored coded, by their numbers in the plan."""
         self.stored = [0] * len(self.plan.chunks)
         """XXH3-64 of each chunk as the file has it, by its number in the plan."""
         self._compared = {name for name, _ in self.plan.replicated}
@@ -61,7 +61,7 @@ class EncodedWriter(RankWriter):
             )
             header = plan.encode_header(self.stored[group], self.strong_digests(group.start, len(numbers)))
             writer.write(0, [header])
-        self.coded += sum(codec is not None for codec, _ in blobs.values())
+        self.codecs |= {i: codec for i, (codec, _) in blobs.items() if codec is not None}
         return writer, plan, header
 
     def _encode(self, batch: Batch, blobs: dict[int, tuple[str | None, memoryview]]) -> None:

@@ -34,12 +34,11 @@ class Grids:
         coded: bool,
         referred: Mapping[str, Mapping[int, int]] = _NONE,
         anchors: Mapping[str, Mapping[int, int]] = _NONE,
-        steps: Mapping[str, Mapping[int, int]] = _NONE,
         with_128: AbstractSet[int] = frozenset(),
         mirrors: MirrorPlacement | None = None,
     ) -> None:
         """``referred``: name → number of a chunk → how far after the last of ``files`` the one is that has it already;
-        ``anchors``: the same of chunks' anchors. ``steps``: name → number of a chunk → the earlier step that it is of. ``with_128``: ranks
+        ``anchors``: the same of chunks' anchors. ``with_128``: ranks
         whose headers have digests of 128 bits. ``mirrors``: by which each rank's chunks are dealt out to files, if they are."""
         self.with_128 = with_128
         self.assignments = assignments
@@ -53,7 +52,6 @@ class Grids:
             self.many[rank] = self.many.get(rank, 0) + 1
         self.referred = _rows_elsewhere(referred, len(files))
         self.anchors = _rows_elsewhere(anchors, len(files))
-        self.steps = {name: (np.array(list(of)), np.array(list(of.values()), dtype=np.int64)) for name, of in steps.items()}
         self.by_rank = np.full(max(ranks, default=0) + 1, -1, dtype=np.int32)
         for rank, row in self.first.items():
             self.by_rank[rank] = row
@@ -66,11 +64,11 @@ class Grids:
 
     def of(self, name: str) -> Grid:
         assignment, numbers = self.assignments[name], self.numbers.get(name)
-        referred, anchored, earlier = self.referred.get(name), self.anchors.get(name), self.steps.get(name)
+        referred, anchored = self.referred.get(name), self.anchors.get(name)
         key = (
             id(assignment),
             None if numbers is None or not numbers.any() else numbers.tobytes(),
-            *(None if at is None else tuple(a.tobytes() for a in at) for at in (referred, anchored, earlier)),
+            *(None if at is None else tuple(a.tobytes() for a in at) for at in (referred, anchored)),
         )
         grid = self.made.get(key)
         if grid is None:
@@ -82,11 +80,7 @@ class Grids:
             if anchored is not None:
                 anchors = np.full(len(assignment.owners), -1, dtype=np.int32)
                 anchors[anchored[0]] = anchored[1]
-            steps: IntArray | None = None
-            if earlier is not None:
-                steps = np.full(len(assignment.owners), -1, dtype=np.int64)
-                steps[earlier[0]] = earlier[1]
-            grid = self.made[key] = Grid(cuts=assignment.cuts, boxes=assignment.boxes, files=files, anchors=anchors, steps=steps)
+            grid = self.made[key] = Grid(cuts=assignment.cuts, boxes=assignment.boxes, files=files, anchors=anchors)
         return grid
 
     def _coded(self) -> dict[str, Numbers]:

@@ -39,13 +39,12 @@ def index_rows(
     coded: bool,
     referred: Mapping[str, Mapping[int, int]] | None = None,
     anchors: Mapping[str, Mapping[int, int]] | None = None,
-    steps: Mapping[str, Mapping[int, int]] | None = None,
     with_128: AbstractSet[int] = frozenset(),
     mirrors: MirrorPlacement | None = None,
 ) -> tuple[TensorEntry, ...]:
     """The entries of all tensors by name. ``own``: tables of single ranks' tensors by position; ``apart``: see ``chunks_apart``; ``coded``:
-    whether chunks may be coded, which decides what shares a file; ``referred``: chunks in other checkpoints, ``anchors`` of
-    chunks there, and ``steps`` of chunks of earlier ones; these, ``with_128`` and ``mirrors``: see ``Grids``."""
+    whether chunks may be coded, which decides what shares a file; ``referred``: chunks in other checkpoints, and ``anchors`` of
+    chunks there; these, ``with_128`` and ``mirrors``: see ``Grids``."""
     tensors, assignments = dict(joined.tensors), dict(joined.assignments)
     rank_of: dict[str, int] = {}
     for rank, table in own.items():
@@ -60,7 +59,6 @@ def index_rows(
         coded=coded,
         referred=referred or {},
         anchors=anchors or {},
-        steps=steps or {},
         with_128=with_128,
         mirrors=mirrors,
     )

@@ -16,18 +16,18 @@ from ckpt.errors import CancelledError, UsageError
 from ckpt.formats.branches import Branches
 from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.io_backends import retries
+from ckpt.io_backends.registry import real_url
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.layout import Layout
 from ckpt.plan.part import StatePart
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
-from ckpt.policies.partial_experts import ExpertTurn
 from ckpt.policies.trust_frozen import TrustFrozen
 from ckpt.settings.flags import check_flags
 from ckpt.tracing.progress_callback import ProgressCallback, reported
 from ckpt.tracing.spans import Spans, limit_for
 from ckpt.tracing.stall import Stall
 
-from .base.base_chunks import SaveBase
+from .base.base_chunks import REMEMBERED, RememberedBase, SaveBase
 from .base.reuse import SeenVersions
 from .leader import Tables
 from .meter import SaveMeter
@@ -87,8 +87,6 @@ class SaveOptions:
     """What this save may refer to."""
     reusable: bool = False
     """Whether digests of 128 bits are stored of what may stay as it is, so that later saves may refer to it."""
-    experts: ExpertTurn | None = None
-    """Which experts this save writes; None: it knows of none, and writes all that has changed."""
     trust: TrustFrozen | None = None
     """Which frozen tensors are not hashed by every save."""
     placement: MirrorPlacement | None = None
@@ -117,11 +115,7 @@ class SaveOptions:
         only: str | Sequence[str] | None = None,
         trainable: bool = False,
     ) -> SaveOptions:
-        """What a caller gives, with the defaults of the environment.
-
-        Raises:
-            UsageError: there is no such codec, or a number cannot be.
-        """
+        """What a caller gives, with the defaults of the environment."""
         check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
         return cls(
@@ -141,11 +135,7 @@ class SaveOptions:
 
 
 def check_capture(capture: object, staging_bytes: int | None) -> None:
-    """What a save in the background is asked for, before anything is done for it.
-
-    Raises:
-        UsageError: there is no such way to capture, or no room for a copy.
-    """
+    """What a save in the background is asked for, before anything is done for it."""
     if capture not in ("lazy", "eager"):
         raise UsageError(f"capture is 'lazy' or 'eager', not {capture!r}")
     if staging_bytes is not None and staging_bytes <= 0:
@@ -160,6 +150,18 @@ class SaveCache:
     tables: list[Tables] = field(default_factory=list)
     arena: Arena = field(default_factory=Arena)
     seen: SeenVersions = field(default_factory=SeenVersions)
+    bases: list[RememberedBase] = field(default_factory=list)
+    """Saves that later ones may refer to without reading anything, the last one that was used last."""
+
+    def remember(self, saved: RememberedBase, base: object) -> None:
+        """Take a save that is committed; ``base`` is what it referred to."""
+        others = [b for b in self.bases if (b.run, b.name) != (saved.run, saved.name)]
+        self.bases = [*sorted(others, key=lambda b: b is base), saved][-REMEMBERED:]
+
+    def forget(self, url: str) -> None:
+        """A save was committed at ``url`` that no later one may refer to."""
+        run, _, name = url.rstrip("/").rpartition("/")
+        self.bases = [b for b in self.bases if (b.run, b.name) != (real_url(run or "/"), name)]
 
 
 _caches: WeakKeyDictionary[Members, SaveCache] = WeakKeyDictionary()
@@ -179,11 +181,7 @@ class Heartbeat:
         self.cancelled = threading.Event()
 
     def give(self) -> None:
-        """A sign of life, from a rank that is meant to go on.
-
-        Raises:
-            CancelledError: somebody has cancelled the save.
-        """
+        """A sign of life, from a rank that is meant to go on."""
         if self.cancelled.is_set():
             raise CancelledError("the save was cancelled", where=self.call.url)
         self.call.heartbeat()
@@ -229,10 +227,6 @@ class SaveJob:
 
     @classmethod
     def begin(cls, call: Call, options: SaveOptions, blocked: BlockedTime | None = None) -> SaveJob:
-        """
-        Raises:
-            UsageError: ``CKPT_PROGRESS`` cannot be read. All ranks read it, so that it fails the call on each of them.
-        """
         interval, meter = settings.progress(), SaveMeter()
         call.signer = meter.sign
         return cls(
@@ -256,6 +250,9 @@ class SaveJob:
         try:
             with reported(self.options.progress, lambda: (self.meter.done, self.meter.total)):
                 yield
+        except BaseException:
+            self.cache.bases.clear()  # the base may no longer be what this process remembers: the next save reads it
+            raise
         finally:
             if self.notes is not None:
                 self.notes.stop()

@@ -26,7 +26,7 @@ from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
 from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import ANCHORS, APART, CODED, MIXED, REFERENCED
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
@@ -37,7 +37,7 @@ from ckpt.plan.values import join_values
 from ckpt.settings import limits
 from ckpt.text.json_reader import parse_json
 
-from .base.reference_rows import ReferenceRows, join_references
+from .base.reference_rows import NO_REFERENCES, ReferenceRows, join_references
 from .index_rows import chunks_apart, index_rows
 from .replicas import compare_mirrors, compare_replicas
 
@@ -85,13 +85,7 @@ class Leader:
     reusable: bool = False
 
     def open(self, rows: Mapping[int, Row]) -> OpenSave:
-        """Check that the ranks' tables and values make one checkpoint, and make ready to write it.
-
-        Raises:
-            ConsistencyError, CoverageError: they do not.
-            ConflictError: the URL is a symbolic link.
-            StorageError: nothing can be written here.
-        """
+        """Check that the ranks' tables and values make one checkpoint, and make ready to write it."""
         first = not self.known
         opened = self.open_tables(self._compared(rows), rows, first=first)
         key = opened.values_key
@@ -100,12 +94,7 @@ class Leader:
         return opened
 
     def forecast(self, rows: Mapping[int, Row]) -> int:
-        """Bytes of all tensors of the checkpoint that these tables and values make. Nothing is written.
-
-        Raises:
-            ConsistencyError, CoverageError: they do not make one.
-            ConflictError: the URL is a symbolic link.
-        """
+        """Bytes of all tensors of the checkpoint that these tables and values make. Nothing is written."""
         check_no_link(self.backend)
         tables = self._compared(rows)
         _ = OpenSave(leader=self, id="", abilities=None, previous=None, tables=tables, rows=rows, first=True).values
@@ -122,7 +111,7 @@ class Leader:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
             raise ConsistencyError(
                 f"the ranks save with different options: {each}",
-                hint="give merge_flat_shards=, codec=, only=, trainable= and partial_experts= alike on every rank",
+                hint="give merge_flat_shards=, codec=, only= and trainable= alike on every rank",
             )
         idle = set.intersection(*(set(row.get("idle", ())) for row in rows.values()))
         if idle:
@@ -132,18 +121,10 @@ class Leader:
             text = "trainable=True leaves nothing that is trained: no parameter of the state requires a gradient"
             hint = "put the module itself into the state, not its state_dict(), and set requires_grad of what you train; or leave it out"
             raise NamesError(text, where=self.call.url, hint=hint)
-        if all(row.get("without_experts", False) for row in rows.values()):
-            text = "partial_experts= has names of experts, and no tensor of the state has such a name"
-            raise NamesError(text, where=self.call.url, hint=f"compare names= and stacked= with `ckpt inspect`; {_GLOBS}")
         return self._join(rows)
 
     def open_tables(self, tables: Tables, rows: Mapping[int, Row], *, first: bool = True) -> OpenSave:
-        """Make ready to save these tensors.
-
-        Raises:
-            ConflictError: the URL is a symbolic link.
-            StorageError: nothing can be written here.
-        """
+        """Make ready to save these tensors."""
         # All of this comes before any rank writes: whatever is wrong with the destination is an error on all ranks
         # while nothing has been written.
         check_no_link(self.backend)
@@ -172,10 +153,7 @@ class Leader:
         """The tables of all ranks, joined; those of an earlier save if they are the same."""
         # Rows carry digests of tables, not tables. The leader asks for each different one once, and for none at all
         # if this set of digests is the one of an earlier save.
-        shared: dict[str, list[int]] = {}
-        for digests, ranks in grouped(rows, "table"):
-            for digest in digests.split():
-                shared.setdefault(digest, []).extend(ranks)
+        shared = grouped_parts(rows)
         positions = self.positions
         own = {positions[rank]: row["own"] for rank, row in rows.items() if "own" in row}
         key = (
@@ -232,11 +210,7 @@ class OpenSave:
 
     @cached_property
     def values(self) -> Values:
-        """The values of all ranks, joined. Fetched only where they are needed: most saves of a job have those of the one before.
-
-        Raises:
-            ConsistencyError: ranks disagree.
-        """
+        """The values of all ranks, joined. Fetched only where they are needed: most saves of a job have those of the one before."""
         if self.given is not None:
             return self.given
         call, positions = self.leader.call, self.leader.positions
@@ -246,17 +220,14 @@ class OpenSave:
         return Values(state, own)
 
     def commit(self, rows: Mapping[int, Row]) -> RecordedSave:
-        """Compare replicas, check what is there, write the index and the commit record.
-
-        Raises:
-            ReplicaError: replicas differ.
-            StorageError: the storage failed, or does not have what the ranks wrote.
-        """
+        """Compare replicas, check what is there, write the index and the commit record."""
         call, backend, positions = self.leader.call, self.leader.backend, self.leader.positions
         # Everything that can fail comes before ``write_index``, whose last act is the commit. What follows the commit
         # (spans, removing what was replaced) may fail without harm and is only logged.
-        compare_replicas(call, rows)
-        compare_mirrors(call, rows)
+        if any(row["replicas"] for row in rows.values()):
+            compare_replicas(call, rows)
+        if self.leader.mirrors is not None:
+            compare_mirrors(call, rows)
         call.fetch_all(row["own_blob"] for row in self.rows.values() if "own_blob" in row)  # one by one would take ranks times as long
         own_rows = {positions[rank]: self._own_row(row) for rank, row in self.rows.items() if "own_bytes" in row}
         files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
@@ -284,7 +255,6 @@ class OpenSave:
             APART: bool(contents.rows),
             REFERENCED: bool(references.files),
             ANCHORS: bool(references.anchors),
-            MIXED: bool(references.steps),
         }
         listed: list[str] = []
         record = write_index(
@@ -308,6 +278,8 @@ class OpenSave:
     def _references(self, rows: Mapping[int, Row]) -> ReferenceRows:
         """Chunks of all ranks that lie in other checkpoints; those of the save before if ranks refer to the same ones."""
         digests = tuple(dict.fromkeys(row["references"] for row in rows.values() if "references" in row))
+        if not digests:
+            return NO_REFERENCES
         if digests not in self.tables.references:
             self.leader.call.fetch_all(digests)
             self.tables.references.clear()
@@ -333,7 +305,6 @@ class OpenSave:
                 coded=coded,
                 referred=references.chunks,
                 anchors=references.anchors,
-                steps=references.steps,
                 with_128=with_128,
                 mirrors=mirrors,
             )
@@ -402,3 +373,12 @@ def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
     for rank, row in rows.items():
         ranks_of.setdefault(row[key], []).append(rank)
     return list(ranks_of.items())
+
+
+def grouped_parts(rows: Mapping[int, Row]) -> dict[str, list[int]]:
+    """The ranks by digest, for each different part of the ranks' tables."""
+    ranks_of: dict[str, list[int]] = {}
+    for digests, ranks in grouped(rows, "table"):
+        for digest in digests.split():
+            ranks_of.setdefault(digest, []).extend(ranks)
+    return ranks_of

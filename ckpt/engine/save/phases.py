@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.adapters.collect import Collected
+from ckpt.catalog import DataFile
 from ckpt.coordination.rows import Row
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.retries import Retries
 
-from .base.reuse import NO_REUSE, Reuse
+from .base.reuse import Reuse
 from .capture import Capture
 from .flat_merge import FragmentExchange
 from .job import SaveJob, SaveReport
@@ -37,10 +38,8 @@ class Prepared:
     fragments: FragmentExchange | None
     """Edges of flat shards that this rank sends or receives, if it does."""
     replicas: Replicas | None
-    reuse: Reuse = NO_REUSE
-    """What this rank refers to in the base; ``plan`` is what is left."""
-    has_experts: bool = False
-    """Whether this rank has tensors that ``SaveOptions.experts`` is about."""
+    reuse: Reuse | None = None
+    """What this rank refers to in the base, where saves may refer to anything; ``plan`` is what is left."""
     capture: Capture | None = None
     """Of a save in the background: the copy that is written in place of the state."""
 
@@ -61,9 +60,9 @@ class Written:
     """This rank's data files are durable."""
 
     begun: Begun
-    rank_bytes: int
+    files: Sequence[DataFile]
     mirrored_bytes: int
-    """Of these, in files of other ranks."""
+    """Of their bytes, in files of other ranks."""
     row: Row
     """What the leader has to know of them."""
 

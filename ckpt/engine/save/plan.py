@@ -27,7 +27,6 @@ from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.reads import group_sizes
 from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Table, split_tables
-from ckpt.policies.partial_experts import NO_EXPERTS, StaleExperts
 from ckpt.settings import limits
 from ckpt.text.json_reader import parse_json
 
@@ -87,6 +86,10 @@ class RankPlan:
     mirrored: int = 0
     """Of ``files`` the last so many are those of other ranks, which this one writes, too (``plan.redundancy.mirrors``)."""
 
+    def whole_number(self, number: int) -> int:
+        """The number of a chunk in the whole plan."""
+        return self.numbers[number] if self.numbers else number
+
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks, before coding."""
@@ -116,21 +119,16 @@ class Plans:
         merge_flat_shards: bool,
         codec: str | None,
         mirrors: MirrorPlacement | None = None,
-        rows_apart: Collection[str] = (),
     ) -> RankPlan:
-        """The plan for a collected state: a kept one, or a new one. ``rows_apart``: tensors no chunk of which has bytes of two rows.
-
-        Raises:
-            StateError: a name cannot be stored.
-        """
+        """The plan for a collected state: a kept one, or a new one."""
         shard_table = collected.shard_table
         if len(self.shards.known) > 4 * len(shard_table.tensors) + 1000:
             self.shards.known.clear()  # of states that are not saved any more
         # The key has values, not objects: a training loop builds its state dictionary anew for each save, and equal
         # specs mean an equal plan. Limits are part of it, since tests change them.
-        options = rank, position, merge_flat_shards, codec, mirrors, limits.CHUNK, limits.UNDIVIDED
-        infos = (replace(t.info, rows_apart=True) if name in rows_apart else t.info for name, t in shard_table.tensors.items())
-        key = _Key(tuple(infos), dict(shard_table.aliases), frozenset(shard_table.own), options)
+        options = rank, position, merge_flat_shards, mirrors, limits.CHUNK, limits.UNDIVIDED
+        infos = (t.info for t in shard_table.tensors.values())
+        key = _Key(tuple(infos), dict(shard_table.aliases), frozenset(shard_table.own), options, codec)
         for i, kept in enumerate(self._kept):
             if kept.key.same(key):
                 self.hits += 1
@@ -140,48 +138,23 @@ class Plans:
         self._kept = [*self._kept, made][-KEPT:]
         return made
 
-    def without(
-        self,
-        plan: RankPlan,
-        numbers: Sequence[int],
-        *,
-        position: int,
-        codec: str | None,
-        has_128: bool,
-        stale: StaleExperts = NO_EXPERTS,
-    ) -> RankPlan:
-        """What is left of a plan that :meth:`plan` gave: the chunks of these numbers. ``has_128``: headers have digests of 128 bits;
-        ``stale``: experts of which no rank writes a chunk, so nobody exchanges or compares them."""
+    def without(self, plan: RankPlan, numbers: Sequence[int], *, position: int, codec: str | None, has_128: bool) -> RankPlan:
+        """What is left of a plan that :meth:`plan` gave: the chunks of these numbers. ``has_128``: headers have digests of 128 bits."""
         for kept in self._reduced:
-            if kept.of is plan and kept.stale == stale and kept.plan.has_128 == has_128 and kept.plan.numbers == numbers:
+            if kept.of is plan and kept.plan.has_128 == has_128 and kept.plan.numbers == numbers:
                 return kept.plan
         specs = [plan.specs[n] for n in numbers]
         made = replace(plan, chunks=[plan.chunks[n] for n in numbers], numbers=numbers, has_128=has_128)
         made = replace(made, **_files_for(specs, position=position, codec=codec, has_128=has_128))
         made = replace(made, own_tensors=_own_tensors(made, split_tables(plan.key.infos, plan.key.aliases, plan.key.own)[1]))
-        if stale:
-            made = replace(
-                made,
-                sends=[f for f in plan.sends if f.name not in stale.names],
-                receives=[f for f in plan.receives if f.name not in stale.names],
-                replicated=[(name, compared) for name, numbers in plan.replicated if (compared := _compared(plan, name, numbers, stale))],
-            )
-        self._reduced = [*self._reduced, _Reduced(plan, stale, made)][-KEPT:]
+        self._reduced = [*self._reduced, _Reduced(plan, made)][-KEPT:]
         return made
-
-
-def _compared(plan: RankPlan, name: str, numbers: Sequence[int], stale: StaleExperts) -> Sequence[int]:
-    """Those chunks of a replicated tensor that are not stale."""
-    if name not in stale.rows:
-        return () if name in stale.names else numbers
-    return [n for n in numbers if not stale.covers(name, plan.assignments[name].box(n).offset)]
 
 
 class _Reduced(NamedTuple):
     """A plan without some of the chunks ``of`` another one."""
 
     of: RankPlan
-    stale: StaleExperts
     plan: RankPlan
 
 
@@ -191,8 +164,13 @@ class _Key:
     aliases: dict[str, str]
     own: frozenset[str]
     options: tuple[object, ...]
+    codec: str | None = None
 
     def same(self, other: _Key) -> bool:
+        return self.codec == other.codec and self.same_chunks(other)
+
+    def same_chunks(self, other: _Key) -> bool:
+        """Whether the rank writes the same chunks, in whatever files."""
         return (
             len(self.infos) == len(other.infos)
             and all(a is b or a == b for a, b in zip(self.infos, other.infos, strict=True))

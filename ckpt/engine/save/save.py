@@ -12,7 +12,8 @@ Nothing is readable before the commit record is there, which one atomic operatio
 then. An error on any rank ends the save on all of them (``coordination/call.py``), and every rank removes the files that it made. Only a
 rank that does not know what the leader decided leaves them: a leader that is slow, not dead, may still commit, and needs them.
 
-Invariant: ``prepare`` and ``stage`` talk to no other rank, and are all that has to happen in the caller's thread. A save in the background
+Invariant: ``prepare`` and ``stage`` talk to no other rank, but to open a base of which the job knows nothing, and are all that has to
+happen in the caller's thread. A save in the background
 (``background.py``) runs the other phases in a thread of its own, while a ``Capture`` copies the state.
 """
 
@@ -22,29 +23,32 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from ckpt import tree
-from ckpt.adapters.collect import Collected, collect
+from ckpt.adapters.collect import collect
 from ckpt.concurrency.gc_paused import gc_paused
 from ckpt.concurrency.workers import Pending, program_ends
 from ckpt.coordination.group import Group
 from ckpt.coordination.rows import Row
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
+from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError
 from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
+from ckpt.formats.native.datafiles.references import split_url
 from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends import retries
 from ckpt.io_backends.registry import open_backend
 from ckpt.io_backends.retries import Retries
 from ckpt.layout.mesh import coordinates
-from ckpt.policies.partial_experts import NO_EXPERTS
 from ckpt.tracing.progress import HASH, WRITE
 from ckpt.transport.peers import peers_of
 
 from .base.anchors import AnchorChunks
+from .base.base_chunks import BaseLookup, WrittenChunks
 from .base.reference_rows import encode_references
-from .base.reuse import NO_REUSE, find_reuse
+from .base.reuse import find_reuse
 from .base.trusted import Trust
 from .capture import Capture
 from .encoded_writer import EncodedWriter
@@ -109,16 +113,11 @@ def write_and_commit(begun: Begun) -> Committed:
 
 
 def prepare(job: SaveJob, state: object) -> Prepared:
-    """Collect the state and plan what this rank writes. Talks to no other rank.
-
-    Raises:
-        StateError, LayoutError, UsageError: as for ``ckpt.save``.
-    """
+    """Collect the state and plan what this rank writes."""
     group, options, plans = job.call.group, job.options, job.cache.plans
     backend = open_backend(job.call.url)
     with job.spans.span("collect"):
         collected = collect(state, rank=group.rank, ranks=group.ranks, layout=options.layout, shards=plans.shards, part=options.part)
-        experts = NO_EXPERTS if options.experts is None else options.experts.stale(_shapes(collected))
         values = tree.text(collected.state).encode()
         own_values = json.dumps(collected.own).encode() if collected.own else b""
     with job.spans.span("plan"):
@@ -131,23 +130,27 @@ def prepare(job: SaveJob, state: object) -> Prepared:
             merge_flat_shards=merge_flat_shards,
             codec=options.codec,
             mirrors=options.mirrors,
-            rows_apart=experts.rows.keys(),
         )
         source = ChunkSource(plan, collected.shard_table.tensors)
-    reuse = NO_REUSE
+    reuse = None
     if options.reusable:
         with job.spans.span("hash"):
-            candidates = job.cache.seen.candidates(collected.shard_table)
-            asked = {name: same for name, same in candidates.items() if name not in experts.names}
+            asked = job.cache.seen.candidates(collected.shard_table)
             settle_devices(devices_of(collected.shard_table.tensors[name] for name in asked), job.call.url)
             seen, trust = job.cache.seen, None
             if options.trust is not None:
                 trust = Trust.of(options.trust, seen.trusted, collected.shard_table, asked, seen.versions)
-            reuse = find_reuse(options.base, backend, plan, source, asked, seen, options.threads, experts, trust)
+            lookup = BaseLookup(
+                base=options.base,
+                backend=backend,
+                remembered=job.cache.bases,
+                open_together=partial(open_together, job.call, sources=None, name="base"),
+            )
+            reuse = find_reuse(lookup, plan, source, asked, seen, options.threads, trust)
         has_128 = bool(reuse.digests)
-        if reuse.references or has_128 or experts:
-            remaining = reuse.remaining(len(plan.chunks))
-            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128, stale=experts)
+        if reuse.references or has_128:
+            remaining = reuse.remaining()
+            plan = plans.without(plan, remaining, position=position, codec=options.codec, has_128=has_128)
             source = ChunkSource(plan, collected.shard_table.tensors)
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
@@ -164,24 +167,11 @@ def prepare(job: SaveJob, state: object) -> Prepared:
         if options.check_replicas and group.size > 1
         else None,
         reuse=reuse,
-        has_experts=experts.has_experts,
     )
 
 
-def _shapes(collected: Collected) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors that are not this rank's alone."""
-    shard_table = collected.shard_table
-    return {name: local.info.shape for name, local in shard_table.tensors.items() if name not in shard_table.own}
-
-
 def stage(prepared: Prepared) -> Capture:
-    """Make room for a copy of this rank's share, so that the state may change before it is written.
-
-    Raises:
-        UsageError: the staging budget is too small, or a CUDA graph is being captured.
-        NoSpaceError: the storage is memory, and full.
-        CkptError: there is no memory for it.
-    """
+    """Make room for a copy of this rank's share, so that the state may change before it is written."""
     job, shard_table, plan = prepared.job, prepared.collected.shard_table, prepared.plan
     with job.spans.span("stage"):
         devices = devices_of(shard_table.tensors.values())
@@ -216,7 +206,7 @@ def begin(prepared: Prepared) -> Begun:
             earlier=options.earlier,
             branches=options.branches,
             mirrors=options.mirrors,
-            base=(prepared.reuse.base, prepared.reuse.id) if prepared.reuse.base else None,
+            base=_base_of(prepared),
             reusable=options.reusable,
         )
         opened = call.lead(row, leader.open, OpenSave.public)
@@ -238,19 +228,17 @@ def begin_row(prepared: Prepared) -> Row:
     row: Row = {
         "table": " ".join(map(call.share, plan.shared)),
         "state": call.share(prepared.values),
-        "options": f"merge_flat_shards={prepared.job.options.merge_flat_shards} codec={prepared.job.options.codec}{_base_text(prepared)}",
+        "options": f"merge_flat_shards={prepared.job.options.merge_flat_shards} codec={prepared.job.options.codec}",
     }
-    mirrors, part = prepared.job.options.mirrors, prepared.job.options.part
+    base, mirrors, part = _base_of(prepared), prepared.job.options.mirrors, prepared.job.options.part
+    if base is not None:  # all ranks must refer to one save of one base
+        row["options"] += f" base={base[0]} {base[1]}"
     if mirrors is not None:
         row["options"] += f" mirrors={mirrors.text}"
     if part is not None:
         row["options"] += f" {part.text()}"
         row["idle"] = collected.idle
         row["nothing_trained"] = part.trainable and not collected.trains
-    experts = prepared.job.options.experts
-    if experts is not None:
-        row["options"] += f" {experts.text()}"
-        row["without_experts"] = not prepared.has_experts
     if collected.own and call.group.size > APART:
         own_row = encode_row(plan.own_tensors, collected.own)
         # No two ranks have the same row: most are too small to be worth messages of their own.
@@ -262,9 +250,10 @@ def begin_row(prepared: Prepared) -> Row:
     return row
 
 
-def _base_text(prepared: Prepared) -> str:
-    """All ranks must refer to one save of one base."""
-    return f" base={prepared.reuse.base} {prepared.reuse.id}" if prepared.reuse.base else ""
+def _base_of(prepared: Prepared) -> tuple[str, str] | None:
+    """Directory and id of the save that this one may refer to."""
+    reuse = prepared.reuse
+    return (reuse.directory, reuse.id) if reuse is not None and reuse.directory else None
 
 
 def _make_writer(prepared: Prepared, id: str) -> RankWriter:
@@ -281,14 +270,15 @@ def _make_writer(prepared: Prepared, id: str) -> RankWriter:
         meter=job.meter,
         stage=capture.stage if capture is not None else None,
         fragments=prepared.fragments,
-        digests128={i: reuse.digests[n] for i, n in enumerate(prepared.plan.numbers) if n in reuse.digests},
+        digests128={i: reuse.digests[n] for i, n in enumerate(prepared.plan.numbers) if n in reuse.digests} if reuse is not None else {},
     )
     options = job.options
     if options.codec is None:
         return RankWriter(given)
     anchors = None
-    if options.codec in WITHOUT_ANCHOR and reuse.chunks is not None:
-        anchors = AnchorChunks(reuse.chunks, required=options.base is not None and options.base.required)
+    if options.codec in WITHOUT_ANCHOR and reuse is not None and reuse.base is not None:
+        required = options.base is not None and options.base.required
+        anchors = AnchorChunks(reuse.base, split_url(prepared.backend)[1], required=required)
     return EncodedWriter(given, options.codec, anchors)
 
 
@@ -314,18 +304,17 @@ def write(begun: Begun) -> Written:
     if prepared.plan.mirrored:
         row["mirrored"] = listed[own:]
     if isinstance(writer, EncodedWriter):
-        row["coded"] = writer.coded
+        row["coded"] = len(writer.codecs)
     if prepared.plan.has_128:
         row["has_128"] = True
     anchored = writer.anchored if isinstance(writer, EncodedWriter) else {}
-    if prepared.reuse.references or anchored:
+    reuse = prepared.reuse
+    if reuse is not None and (reuse.references or anchored):
         anchors = [(prepared.plan.chunks[n], file) for n, file in sorted(anchored.items())]
-        row["references"] = job.call.share(
-            encode_references(prepared.reuse.rows, anchors, steps=prepared.reuse.steps, coded=prepared.reuse.coded)
-        )
+        row["references"] = job.call.share(encode_references(reuse.rows, anchors, coded=reuse.coded))
     if not job.call.is_leader:
         row["spans"] = _row_of_spans(prepared)
-    return Written(begun=begun, rank_bytes=sum(f.size for f in files), mirrored_bytes=sum(f.size for f in files[own:]), row=row)
+    return Written(begun=begun, files=files, mirrored_bytes=sum(f.size for f in files[own:]), row=row)
 
 
 def _start_exchange(prepared: Prepared) -> Pending[None] | None:
@@ -383,6 +372,7 @@ def commit(written: Written) -> Committed:
     opened, call = written.begun.opened, written.begun.prepared.job.call
     if opened is None:
         decision = call.follow(written.row)
+        _remember(written)
         return Committed(report=_report(written, decision["tensor_bytes"]))
     return _commit_on_leader(written, opened)
 
@@ -400,6 +390,7 @@ def _commit_on_leader(written: Written, opened: OpenSave) -> Committed:
             return opened.commit(rows)
 
     recorded = call.lead(written.row, decide, RecordedSave.public)
+    _remember(written)
     spans[0] = _row_of_spans(prepared)
     busy = recorded.keep_spans(spans)
     call.linger()
@@ -409,6 +400,24 @@ def _commit_on_leader(written: Written, opened: OpenSave) -> Committed:
     log.info("saved %s: %d bytes of tensors from %d ranks in %.2f s", call.url, nbytes, ranks, report.seconds)
     refused = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in spans.values()), strict=True)))
     return Committed(report=report, busy=busy, retries=refused)
+
+
+def _remember(written: Written) -> None:
+    """Later saves may refer to this one, and need not read what this rank wrote of it."""
+    begun = written.begun
+    prepared, writer = begun.prepared, begun.writer
+    cache, reuse = prepared.job.cache, prepared.reuse
+    if reuse is not None:
+        chunks = WrittenChunks(
+            files=written.files,
+            layouts=writer.layouts,
+            digests=writer.stored if isinstance(writer, EncodedWriter) else writer.digests,
+            strong_digests=writer.digests128,
+            codecs=writer.codecs if isinstance(writer, EncodedWriter) else {},
+        )
+        cache.remember(reuse.remembered(prepared.backend, begun.id, prepared.plan, chunks), reuse.base)
+    elif cache.bases:
+        cache.forget(prepared.backend.url)
 
 
 def _remove_older(prepared: Prepared, recorded: RecordedSave) -> None:
@@ -430,9 +439,9 @@ def _report(written: Written, tensor_bytes: int) -> SaveReport:
         url=prepared.job.call.url,
         id=written.begun.id,
         tensor_bytes=tensor_bytes,
-        rank_bytes=written.rank_bytes,
+        rank_bytes=sum(f.size for f in written.files),
         sent_bytes=prepared.fragments.moved if prepared.fragments is not None else 0,
-        reused_bytes=prepared.reuse.nbytes,
+        reused_bytes=prepared.reuse.nbytes if prepared.reuse is not None else 0,
         mirrored_bytes=written.mirrored_bytes,
         seconds=time.perf_counter() - prepared.job.began,
         requests=prepared.plan.requests,

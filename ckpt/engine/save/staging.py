@@ -49,11 +49,7 @@ class Arena:
         return self._memory.numel()
 
     def reserve(self, nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-        """At least ``nbytes`` of memory, uint8 ``[n]``, pinned if it is for a GPU. What an earlier call gave may be the same memory.
-
-        Raises:
-            CkptError: there is not so much, or it cannot be pinned.
-        """
+        """At least ``nbytes`` of memory, uint8 ``[n]``, pinned if it is for a GPU. What an earlier call gave may be the same memory."""
         if self.nbytes < nbytes or (device is not None and self._unpin is None):
             if self._unpin is not None:
                 self._unpin()
@@ -94,11 +90,7 @@ class Segment:
 
 def lay_out(files: Sequence[Sequence[Batch]], budget: int | None) -> tuple[list[Segment], int]:
     """Where each batch lies in the arena, and how many bytes that takes: everything at once if ``budget`` allows it, else two halves in
-    turns.
-
-    Raises:
-        UsageError: the budget is less than two of the largest batches take.
-    """
+    turns."""
     # First try: one segment per file, everything at once. Each begins at the page of its first byte, so that the
     # address and the file offset of any byte are equal modulo the page.
     segments: list[Segment] = []
@@ -134,11 +126,7 @@ def _pages_of(start: int, last: Batch) -> int:
 
 
 def borrow(backend: Backend, sizes: Sequence[int]) -> Sequence[LentMemory]:
-    """The storage's own memory for files of these sizes; empty if it lends none.
-
-    Raises:
-        NoSpaceError: it does not have so much.
-    """
+    """The storage's own memory for files of these sizes; empty if it lends none."""
     lent: list[LentMemory] = []
     try:
         for size in sizes:

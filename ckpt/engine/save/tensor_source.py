@@ -45,11 +45,7 @@ class ChunkSource:
         self._addresses = {name: _addresses(local) for name, local in self.tensors.items()}
 
     def tensor(self, name: str) -> LocalTensor:
-        """A tensor whose memory is where it was.
-
-        Raises:
-            ConsistencyError: its memory was freed or moved since ``note_addresses``.
-        """
+        """A tensor whose memory is where it was."""
         local = self.tensors[name]
         # A freed tensor's memory may belong to another tensor by now, whose version says nothing about the first one.
         # So the address is compared on each access, beside the version at the end.

@@ -81,17 +81,16 @@ class RankWriter:
         self.meter = given.meter
         self.digests: list[int] = [0] * len(self.plan.chunks)
         """XXH3-64 of each chunk, by its number in the plan."""
+        self.layouts: list[tuple[int, DataFilePlan]] = []
+        """Of each file: number of its first chunk, and where each is."""
         self.journal = WriteJournal(given.backend)
         self._mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
-        self._digests128: Mapping[int, str] = given.digests128
+        self.digests128: Mapping[int, str] = given.digests128
+        """XXH3-128 of some chunks before coding, by their numbers in the plan."""
         self._local = threading.local()
 
     def run(self) -> tuple[DataFile, ...]:
-        """Write and make durable. On failure every file that was made is removed.
-
-        Raises:
-            StorageError: the storage failed.
-        """
+        """Write and make durable. On failure every file that was made is removed."""
         commits: list[tuple[Writer, Pending[None]]] = []
         files = []
         try:
@@ -104,6 +103,7 @@ class RankWriter:
                     if len(commits) >= COMMITS:
                         commits[-COMMITS][1].wait()
                     files.append(plan.row(header))
+                    self.layouts.append((self.plan.groups[number].start if self.plan.groups else plan.first, plan))
             finally:
                 for _, commit in commits:
                     commit.wait()
@@ -135,7 +135,7 @@ class RankWriter:
 
     def strong_digests(self, first: int, count: int) -> dict[int, str]:
         """XXH3-128 of those that have one of ``count`` chunks from number ``first`` on, by place among them."""
-        known = self._digests128
+        known = self.digests128
         return {n - first: known[n] for n in range(first, first + count) if n in known} if known else {}
 
     @contextmanager

@@ -82,7 +82,7 @@ def verify(
     url = url_text(url)
     began = time.monotonic()
     try:
-        catalog = open_catalog(url, read=read_index_file, mixed_steps=True)  # what the record repeats of them is not enough here
+        catalog = open_catalog(url, read=read_index_file)  # what the record repeats of them is not enough here
         len(catalog.tensors), [*catalog.ranks.values()]  # what lies apart is read now
     except CorruptError as err:
         problems = check_index(open_backend(url), err)

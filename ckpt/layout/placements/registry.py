@@ -17,11 +17,7 @@ SPLITS: dict[str, type[Split]] = {cls.__name__: cls for cls in (Shard, Interleav
 
 
 def split_from_json(data: Any) -> Split:
-    """The split that :meth:`~.base.Split.to_json` wrote.
-
-    Raises:
-        LayoutError: no split has this name.
-    """
+    """The split that :meth:`~.base.Split.to_json` wrote."""
     kind, *values = data
     if kind not in SPLITS:
         raise LayoutError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, finalize
 
 from ckpt.coordination.call import Call
 from ckpt.coordination.group import Group
 from ckpt.coordination.members import Members
-from ckpt.coordination.step_agreement import own_store
+from ckpt.transport.endpoints import listen
+from ckpt.transport.tcp import close_when_forked
 
 from .offering import ReshardCache
 
@@ -21,6 +23,18 @@ class ReshardRanks:
     group: Group
     cache: ReshardCache = field(default_factory=ReshardCache)
     _connected: bool = False
+    _ports: list[socket.socket] = field(default_factory=list)
+
+    def ports(self) -> list[socket.socket]:
+        """Where this rank serves, for one reshard: the addresses are those of the reshard before, so the others know them."""
+        if not self._ports:
+            self._ports = listen(self.group.store.host if self.group.store is not None else None)
+            for port in self._ports:
+                finalize(self, port.close)
+        ports = [port.dup() for port in self._ports]
+        for port in ports:
+            close_when_forked(port)
+        return ports
 
     def connect(self, call: Call) -> None:
         """In their first call the ranks connect to each other: who dies in this one or a later one is named at once. The connections end
@@ -37,8 +51,7 @@ def reshard_ranks(base: Group) -> ReshardRanks:
     """Those of a group; made by its first reshard, on all ranks."""
     known = _known.get(base)
     if known is None:
-        store = own_store(base) if base.store is not None else None
-        known = _known[base] = ReshardRanks(Group(base.rank, base.ranks, store, base.served))
+        known = _known[base] = ReshardRanks(base.apart())
     return known
 
 

@@ -21,7 +21,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardReport:
-    """What a reshard did on this rank; ``ranks`` has the bytes of all.
+    """What a reshard did on this rank; on the first rank, ``ranks`` has the bytes of all, elsewhere those of the rank itself.
 
     ``missing``, ``unexpected``, ``renamed`` and ``cast`` are as in a :class:`ckpt.LoadReport`. ``bytes_needed`` by the tensors of the new
     state, as the old one has them: ``bytes_copied`` of them within this rank, ``bytes_received`` from others. ``bytes_sent`` to others.

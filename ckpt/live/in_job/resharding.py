@@ -153,6 +153,7 @@ class _Reshard:
     def __init__(self, job: LoadJob, ranks: ReshardRanks, views: Views | None, asked: str) -> None:
         self.job = job
         self.call = job.call
+        self.ranks = ranks
         self.group = ranks.group
         self.cache = ranks.cache
         self.views = views
@@ -169,9 +170,8 @@ class _Reshard:
             meeting = meet(self.call, self.asked, has_old=bool(old), has_new=bool(new))
             server = None
             if old and self.group.size > 1:
-                store = self.group.store
                 try:
-                    server = PieceServer(self._holdings, meeting.secret, self.call.timeout, store=None if store is None else store.host)
+                    server = PieceServer(self._holdings, meeting.secret, self.call.timeout, ports=self.ranks.ports())
                 except BaseException as err:  # the other ranks wait for what this one offers
                     self.call.fail("offer", err)
                     raise
@@ -293,8 +293,12 @@ class _Reshard:
                 moved.copied,
                 sum(moved.pulled.received.values()),
             ]
-            agreed = self.job.agree({"bytes": row}, _collect_traffic)
-        return {rank: Traffic(needed=n, sent=s, copied=c, received=r) for rank, (n, s, c, r) in agreed["ranks"]}
+            by_rank = {self.group.rank: row}
+            if self.call.is_leader:
+                by_rank = self.call.lead({"bytes": row}, _collect_traffic, _nothing)
+            else:
+                self.call.follow({"bytes": row})
+        return {rank: Traffic(needed=n, sent=s, copied=c, received=r) for rank, (n, s, c, r) in by_rank.items()}
 
     def _report(self, moved: Moved, traffic: dict[int, Traffic], seconds: float) -> ReshardReport:
         fitted, mine = moved.fitted, traffic[self.group.rank]
@@ -322,12 +326,12 @@ def _sides(fitted: Fitted) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return fitted.offered.meeting.old, fitted.offered.meeting.new
 
 
-def _nothing(rows: dict[int, Row]) -> None:
-    """Leader: all ranks have their bytes; there is nothing to decide."""
+def _nothing(rows: Mapping[int, object]) -> None:
+    """Leader: all ranks have their bytes; there is nothing to decide, or to tell the others."""
 
 
-def _collect_traffic(rows: dict[int, Row]) -> Row:
-    return {"ranks": [[rank, row["bytes"]] for rank, row in rows.items()]}
+def _collect_traffic(rows: dict[int, Row]) -> dict[int, list[int]]:
+    return {rank: row["bytes"] for rank, row in rows.items()}
 
 
 @contextmanager

@@ -34,11 +34,7 @@ Target = tuple[LocalTensor, TensorEntry]
 
 
 def views_of(names: str | os.PathLike[str] | None, convention: str | None, numbers: Mapping[str, int] | None) -> Views | None:
-    """The translation that a caller asks for; None if it asks for none.
-
-    Raises:
-        UsageError: there is no such translation, or something is lacking.
-    """
+    """The translation that a caller asks for; None if it asks for none."""
     if names is None:
         if convention is not None or numbers:
             raise UsageError("convention= and numbers= are for a translation of names", hint="give names= too, or leave them out")
@@ -49,11 +45,7 @@ def views_of(names: str | os.PathLike[str] | None, convention: str | None, numbe
 
 
 def in_other_names(catalog: LiveCatalog, views: Views, *, strict: bool) -> LiveCatalog:
-    """The same state as the translation ``views`` gives it. No element moves.
-
-    Raises:
-        NamesError, UsageError: the translation does not fit the tensors; or, with ``strict``, values cannot follow their parameters.
-    """
+    """The same state as the translation ``views`` gives it. No element moves."""
     chosen = choose(catalog, SelectOptions(views=views))
     if strict and chosen.left_out:
         listed = ", ".join(sorted(chosen.left_out)[:20])

@@ -50,11 +50,7 @@ class PieceComparer:
 
     def changes(self, base: Packable, new: Packable, requests: RequestList, piece: int) -> bytes | int:
         """What makes the new version of a piece of the base; or the parcel of the piece itself, if that is no longer, or the base lacks
-        some of it.
-
-        Raises:
-            NotFoundError, CorruptError: as ``Holdings.pack`` of the new version.
-        """
+        some of it."""
         with self._turn:
             with self._lock:
                 memory = self._free.pop() if self._free else bytearray(2 * MOST_PIECE)
@@ -90,11 +86,7 @@ def _encoded(
 
 
 def apply_changes(data: memoryview, into: memoryview, requests: RequestList, piece: int, where: str) -> bool:
-    """Make the new version of a piece of the base, which ``into`` has; whether the result is what the holder has.
-
-    Raises:
-        CorruptError, FormatError: these are no changes of this piece.
-    """
+    """Make the new version of a piece of the base, which ``into`` has; whether the result is what the holder has."""
     spans = _spans(requests, piece)
     if len(data) < RESULT.size:
         raise FormatError(f"{len(data)} bytes of changes of a piece", where=where)

@@ -29,11 +29,7 @@ class BoxDigests:
         self._free: list[bytearray] = []
 
     def of_piece(self, version: str, holdings: Packable, requests: RequestList, piece: int) -> bytes:
-        """The digests of the boxes of a piece, as little-endian numbers of 8 bytes.
-
-        Raises:
-            NotFoundError, CorruptError: as ``Holdings.pack``.
-        """
+        """The digests of the boxes of a piece, as little-endian numbers of 8 bytes."""
         rows = requests.pieces[piece]
         keys = [requests.key(row) for row in rows]
         with self._lock:

@@ -23,6 +23,7 @@ class Relay:
     """Serves what this rank takes: one version at a time, from memory that the engine does not see."""
 
     def __init__(self, secret: bytes, timeout: float) -> None:
+        self.secret = secret
         self._current: RelayedVersion | None = None
         self._server = PieceServer(self._version, secret, timeout)
 

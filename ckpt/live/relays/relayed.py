@@ -42,11 +42,7 @@ class RelayedVersion:
             self._condition.notify_all()
 
     def ready(self, requests: RequestList, piece: int, seconds: float) -> bool:
-        """Whether all boxes of a piece are here within some seconds.
-
-        Raises:
-            NotFoundError: this rank has gone on to another version, or its take broke off.
-        """
+        """Whether all boxes of a piece are here within some seconds."""
         keys = [requests.key(row) for row in requests.pieces[piece]]
         with self._condition:
             here = self._condition.wait_for(lambda: self._closed or all(key in self._boxes for key in keys), seconds)
@@ -54,12 +50,7 @@ class RelayedVersion:
             return here
 
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
-        """Pack a piece that is ready; as ``Holdings.pack``.
-
-        Raises:
-            NotFoundError: as ``ready``; or this rank has other boxes.
-            CorruptError: memory has changed since the box came.
-        """
+        """Pack a piece that is ready; as ``Holdings.pack``."""
         places, length = requests.places(piece)
         with self._reading():
             for row, at in zip(requests.pieces[piece], places, strict=True):

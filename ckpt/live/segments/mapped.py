@@ -74,11 +74,7 @@ class LocalHolder:
     share: SegmentShare
 
     def check(self, alive: Callable[[], None]) -> None:
-        """Compare all that is taken with its digests.
-
-        Raises:
-            CorruptError: memory has changed since it was published.
-        """
+        """Compare all that is taken with its digests."""
         check = BlockCheck(self.segment.data, self.segment.digests, self.layout, f"rank {self.rank} of the source")
         for start, stop, name in self.share.spans:
             self.segment.populate(start, stop)

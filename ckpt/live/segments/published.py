@@ -79,11 +79,7 @@ class BlockCheck:
         self._right = np.zeros(len(digests), dtype=bool)
 
     def box(self, name: str, wanted: Box) -> None:
-        """Check what has a box of a tensor.
-
-        Raises:
-            CorruptError: a block has other bytes than were published.
-        """
+        """Check what has a box of a tensor."""
         for part in self._layout.boxes.get(name, ()):
             common = part.box if part.box == wanted else part.box.intersect(wanted)
             if common is not None:
@@ -123,11 +119,7 @@ class PublishedSegment:
         return digest_of_digests(self.digests)
 
     def holdings(self) -> Holdings:
-        """For one pull: each block is checked when it is first touched.
-
-        Raises:
-            NotFoundError: the ranks have not agreed on the version.
-        """
+        """For one pull: each block is checked when it is first touched."""
         numbers = self.numbers
         if numbers is None:
             raise NotFoundError("a version that is not complete", where=self._where, hint="take again")

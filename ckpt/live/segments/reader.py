@@ -34,12 +34,7 @@ _POPULATE_READ = 22
 
 
 class SegmentMapping:
-    """The file of a segment, mapped, and leased when it is made: its owner does not fill it again before ``release``.
-
-    Raises:
-        NotFoundError: that version of it is gone.
-        OSError: it cannot be opened from here.
-    """
+    """The file of a segment, mapped, and leased when it is made: its owner does not fill it again before ``release``."""
 
     def __init__(self, at: SegmentAddress) -> None:
         self._path = path = f"/proc/{at.pid}/fd/{at.file}"
@@ -61,11 +56,7 @@ class SegmentMapping:
         self._populated = np.zeros(-(-len(self._memory) // BLOCK), dtype=bool)
 
     def lease(self) -> None:
-        """Keep the owner from filling it again.
-
-        Raises:
-            NotFoundError: it is doing so.
-        """
+        """Keep the owner from filling it again."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as err:
@@ -170,13 +161,7 @@ def _watch(mappings: ReferenceType[SegmentMappings], stop: threading.Event) -> N
 
 
 class MappedSegment:
-    """One version of the segment of another process of this machine, which it cannot fill again before the end of the lease.
-
-    Raises:
-        NotFoundError: that version of it is gone.
-        CorruptError: its digests are not those that its manifest names.
-        OSError: it cannot be opened from here.
-    """
+    """One version of the segment of another process of this machine, which it cannot fill again before the end of the lease."""
 
     def __init__(self, at: SegmentAddress, digest: str, mappings: SegmentMappings | None = None) -> None:
         """``digest``: that of the digests of its blocks. ``mappings`` of the sink; without them the lease lasts as long as this."""

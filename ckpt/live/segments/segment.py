@@ -109,11 +109,7 @@ def digest_of_digests(digests: Digests) -> str:
 
 
 class MemorySegment:
-    """A segment that this process fills: ``data`` has room for ``capacity`` bytes of boxes.
-
-    Raises:
-        CkptError: there is no memory for it, or the system has no anonymous files.
-    """
+    """A segment that this process fills: ``data`` has room for ``capacity`` bytes of boxes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -199,11 +195,7 @@ class SegmentPool:
         self._closed = False
 
     def take(self, capacity: int) -> MemorySegment:
-        """A segment to fill, of just so many bytes.
-
-        Raises:
-            CkptError: there is no memory for it.
-        """
+        """A segment to fill, of just so many bytes."""
         segment, self._renewed = self._renewed, None
         if segment is not None:
             if segment.capacity == capacity:

@@ -41,12 +41,7 @@ from .puller import Puller
 
 
 def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: SinkCache, views: Views | None) -> MatchedTake:
-    """Bind the state to a version, in the names that ``views`` give it; the leader sees whether it fits everywhere.
-
-    Raises:
-        NamesError, ShapeError, MismatchError: it does not.
-        UsageError, ConsistencyError: the translation does not fit the version, or is another one on another rank.
-    """
+    """Bind the state to a version, in the names that ``views`` give it; the leader sees whether it fits everywhere."""
     group, options = job.call.group, job.options
     with job.call.phase("match"), worded(stored="the source"), gc_paused():
         with job.span("match"):
@@ -74,11 +69,7 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
 
 def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_place: bool) -> PlannedTake:
     """Who gives what; the segments of this machine are mapped, and compared with their digests. Where one is damaged, another holder may
-    have what it had.
-
-    Raises:
-        CorruptError: a segment is damaged, in place: there, nobody waits with the first change for the last piece.
-    """
+    have what it had."""
     offered, local, domain = matched.offered, puller.local, settings.domain()
     near = {rank for rank, row in offered.holders.items() if local is not None and row["machine"] == local}
     if local is not None:
@@ -115,13 +106,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
 
 
 def stage_take(planned: PlannedTake, puller: Puller, cache: SinkCache, *, in_place: bool, relayed: RelayedVersion | None) -> StagedTake:
-    """Bring everything to this machine, and into ``relayed`` what this sink passes on.
-
-    Raises:
-        NotFoundError: the version was dropped.
-        CorruptError: bytes are not what was published.
-        RankFailedError, DeadlineError, ExchangeError: a holder is lost, and nobody else has what it had.
-    """
+    """Bring everything to this machine, and into ``relayed`` what this sink passes on."""
     pieces: list[tuple[Share, int, memoryview]] = []
     lock = threading.Lock()
 

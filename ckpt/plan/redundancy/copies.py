@@ -17,20 +17,14 @@ class NodeCopy(NamedTuple):
     target: int
 
 
-Backups = Mapping[str, Sequence[str]]
-"""For each domain those that get its files first."""
-
-
-def missing_copies(
-    holders: Mapping[str, Collection[int]], domains: Sequence[str], copies: int, backups: Backups | None = None
-) -> list[NodeCopy]:
+def missing_copies(holders: Mapping[str, Collection[int]], domains: Sequence[str], copies: int) -> list[NodeCopy]:
     """What has to be copied until each file is in ``copies`` + 1 domains, or in all if there are fewer. ``holders``: the nodes that have
-    each file; ``domains``: that of each node; ``backups``: by default those of groups by name.
+    each file; ``domains``: that of each node.
 
     A file that several domains have already, as replicas wrote it on each, is copied less often or not at all. The first node that has it
     gives it away. Of the nodes of a rack each gets its share.
     """
-    backups = backup_domains(domains, copies) if backups is None else backups
+    backups = backup_domains(domains, copies)
     nodes: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         nodes.setdefault(domain, []).append(node)
@@ -49,6 +43,6 @@ def missing_copies(
     return wanted
 
 
-def is_complete(holders: Mapping[str, Collection[int]], domains: Sequence[str], copies: int, backups: Backups | None = None) -> bool:
+def is_complete(holders: Mapping[str, Collection[int]], domains: Sequence[str], copies: int) -> bool:
     """Whether each file is in as many domains as it is meant to be, and none is lost."""
-    return all(holders.values()) and not missing_copies(holders, domains, copies, backups)
+    return all(holders.values()) and not missing_copies(holders, domains, copies)

@@ -10,12 +10,12 @@ its group alone, so that few combinations of losses hit all holders of a file (G
 Of two losses among 16 domains with one copy, 8 of 120 pairs hit a group: 93.3 % are survived. Copies to random domains would survive none
 of the pairs that happen to share a file, which soon are all of them.
 
-Every rank computes the same from the names of the domains. Where layouts say more, the leader makes the groups (``kinship.py``).
+Every rank computes the same from the names of the domains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 
 def domain_groups(domains: Collection[str], copies: int) -> list[tuple[str, ...]]:
@@ -36,13 +36,8 @@ def even_groups(groups: Sequence[Sequence[str]], size: int) -> list[tuple[str, .
 
 def backup_domains(domains: Collection[str], copies: int) -> dict[str, tuple[str, ...]]:
     """For each domain the others that get copies of its files: ``copies`` of them, fewer where there are not so many."""
-    return backups_in(domain_groups(domains, copies), copies)
-
-
-def backups_in(groups: Iterable[Sequence[str]], copies: int) -> dict[str, tuple[str, ...]]:
-    """The same for given groups."""
     return {
         name: tuple(group[(at + step) % len(group)] for step in range(1, min(copies, len(group) - 1) + 1))
-        for group in groups
+        for group in domain_groups(domains, copies)
         for at, name in enumerate(group)
     }

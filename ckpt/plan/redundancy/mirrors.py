@@ -37,21 +37,24 @@ _NUMBERS = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorPlacement:
-    """``domains`` of all ranks, in the order of their group; ``copies``: how many other domains are to have each file; ``backups`` of each
-    domain: those that get its files first.
+    """``domains`` of all ranks, in the order of their group; ``copies``: how many other domains are to have each file.
 
     A set of mirrors goes by a number, its *code*: 0 is the empty one.
     """
 
     domains: Mapping[int, str]
     copies: int
-    backups: Mapping[str, tuple[str, ...]]
     _known: dict[bytes, IntArray] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def names(self) -> list[str]:
         """The domains, each once."""
         return sorted({*self.domains.values()})
+
+    @cached_property
+    def backups(self) -> dict[str, tuple[str, ...]]:
+        """For each domain those that get its files first."""
+        return backup_domains(self.names, self.copies)
 
     @cached_property
     def positions(self) -> dict[int, int]:
@@ -61,7 +64,7 @@ class MirrorPlacement:
     @cached_property
     def text(self) -> str:
         """A digest: ranks that know different placements would write files that do not fit together."""
-        return xxhash.xxh3_64_hexdigest(repr((self.copies, list(self.domains.items()), sorted(self.backups.items()))).encode())
+        return xxhash.xxh3_64_hexdigest(repr((self.copies, list(self.domains.items()))).encode())
 
     @cached_property
     def _base(self) -> int:

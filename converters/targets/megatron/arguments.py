@@ -40,12 +40,7 @@ _OF_ONE_PIPELINE = (
 
 
 def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str, OutputTensor], parallel: MegatronParallel) -> Arguments:
-    """The arguments of a job of these ranks, for a model with these parameters by name. ``config`` is that of :func:`configuration_of`.
-
-    Raises:
-        UsageError: nobody says how many attention heads are to be divided, they cannot be, or a size of the vocabulary cannot be.
-        CorruptError: a configuration beside the source cannot be read.
-    """
+    """The arguments of a job of these ranks, for a model with these parameters by name. ``config`` is that of :func:`configuration_of`."""
     given_arguments = {**_of_config(config), **_stored_arguments(catalog, parallel), **parallel.arguments}
     if given_arguments.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
         hint = f"convert {OUTPUT} too, or say that it is tied: --arg untie_embeddings_and_output_weights=false"
@@ -198,11 +193,7 @@ _SAME = {
 
 
 def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
-    """The ``config.json`` of transformers beside the source; empty if there is none.
-
-    Raises:
-        CorruptError: it cannot be read.
-    """
+    """The ``config.json`` of transformers beside the source; empty if there is none."""
     for backend in _beside(catalog):
         try:
             config = parse_json(backend.read_whole(CONFIG, RECORD_LIMIT))

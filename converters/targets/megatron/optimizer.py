@@ -53,11 +53,7 @@ def groups_of(optimizer: Optimizer, ranks: Ranks) -> Any:
 
 
 def buffers_file(path: str, at: ModelRank, ranks: Ranks, optimizer: Optimizer, tensors: dict[str, OutputTensor]) -> OutputFile | None:
-    """The ``distrib_optim.pt`` of a rank; what it is made of is added to ``tensors``. None if other ranks have all of it.
-
-    Raises:
-        UsageError: where parameters lie depends on what nobody says of the job, or states have several dtypes.
-    """
+    """The ``distrib_optim.pt`` of a rank; what it is made of is added to ``tensors``. None if other ranks have all of it."""
     owned = (ranks.owns_dense(at), ranks.owns_experts(at))
     if not any(owned):
         return None

@@ -60,11 +60,7 @@ def check_names(names: Iterable[str], head: str, where: str) -> None:
 
 
 class Ranks:
-    """The ranks that ``parallel`` says, of a model with these parameters by their names in the whole model, which are known.
-
-    Raises:
-        UsageError: layers or experts are missing, or something cannot be divided so.
-    """
+    """The ranks that ``parallel`` says, of a model with these parameters by their names in the whole model, which are known."""
 
     def __init__(self, model: Mapping[str, OutputTensor], parallel: MegatronParallel, arguments: Mapping[str, Any], where: str) -> None:
         self.model = model

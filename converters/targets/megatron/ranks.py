@@ -39,9 +39,6 @@ def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     """The tensors of one model under the names that they have in the whole of Megatron's model, and the values of the state.
 
     ``choice.root`` is the key of the state that has the model; by default ``model``, if anything lies there.
-
-    Raises:
-        UsageError: nothing lies below the key, or a tensor is none of Megatron's; the others as ``choosing.choose``.
     """
     chosen = choose_all(catalog, replace(choice, root=None))
     root = choice.root
@@ -80,11 +77,7 @@ def _in_one_convention(named: Mapping[str, OutputTensor]) -> dict[str, OutputTen
 
 
 def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
-    """One file for each rank, and what says where they are.
-
-    Raises:
-        UsageError: what Megatron has no place for, or cannot be divided so.
-    """
+    """One file for each rank, and what says where they are."""
     if layout.shard_size is not None:
         raise UsageError("the format megatron has a file for each rank", hint="leave out --shard-size: more ranks make smaller files")
     parallel = layout.parallel or MegatronParallel()

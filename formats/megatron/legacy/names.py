@@ -43,11 +43,7 @@ class Local:
 
 
 def local_params(chunk: Mapping[str, StoredView], names: ChunkNames, where: str) -> list[Local]:
-    """The parameters of a chunk in the model's order.
-
-    Raises:
-        FormatError: tensor parallelism cuts a parameter in a way that is not known.
-    """
+    """The parameters of a chunk in the model's order."""
     experts = _experts_of(chunk)
     called = {old: _called(old, experts, names) for old in chunk}
     fused = fused_norms(called.values())

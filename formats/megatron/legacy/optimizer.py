@@ -15,9 +15,6 @@ def add_distributed(states: FlatStates, number: int, chunks: Sequence[Sequence[L
     """Add what the ``distrib_optim.pt`` with this archive number has, of the trained parameters of each chunk.
 
     With experts the file has a list: the buffers of all other parameters, then those of experts, or None for those that another file has.
-
-    Raises:
-        FormatError: the buffers do not fit the parameters, or are in a form that is not known.
     """
     archive = states.table.archives[number]
     meaning, where = archive.values.meaning, archive.where

@@ -45,11 +45,7 @@ class PlainStates:
         return self.states.table
 
     def add(self, number: int, params: Sequence[LocalParam], value: Any) -> None:
-        """Add what the archive of this number has as ``optimizer``, of parameters in the model's order.
-
-        Raises:
-            FormatError: the states do not fit the parameters.
-        """
+        """Add what the archive of this number has as ``optimizer``, of parameters in the model's order."""
         archive = self._table.archives[number]
         meaning = archive.values.meaning
         root = meaning(value)
@@ -105,11 +101,7 @@ class PlainStates:
             )
 
     def finish(self) -> None:
-        """Read the steps, and put other scalars into the table, as tensors.
-
-        Raises:
-            CorruptError: ranks say different steps of one parameter.
-        """
+        """Read the steps, and put other scalars into the table, as tensors."""
         steps = [(name, source) for (name, key), own in self._scalars.items() if key == "step" for source in own]
         read = self._table.read_scalars([source for _, source in steps])
         for (name, source), step in zip(steps, read, strict=True):

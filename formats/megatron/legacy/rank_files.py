@@ -67,12 +67,7 @@ class RankFile:
 
 
 def open_legacy(backend: Backend, names: Sequence[str]) -> MegatronCatalog:
-    """Open a directory of the format.
-
-    Raises:
-        FormatError: parameters or a layout that are not known, or a model from before Megatron-Core.
-        CorruptError: files are damaged, missing, or do not fit each other.
-    """
+    """Open a directory of the format."""
     return _Legacy(backend, [n for n in names if RANK_DIRECTORY.fullmatch(n)]).catalog()
 
 

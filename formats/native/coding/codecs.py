@@ -42,10 +42,6 @@ def encode_into(codec: str, data: memoryview, itemsize: int, out: memoryview) ->
 
     None if it is not worth it (more than 97 % of ``data``, nothing at all, or elements that the codec does not take) or ``out`` has no
     room; ``out`` is then undefined. Both are contiguous and must not overlap.
-
-    Raises:
-        FormatError: the codec is not known.
-        ValueError: ``data`` is not a whole number of elements, elements of this size have no planes, or the codec needs an anchor.
     """
     coder = _coder(codec, data.nbytes, itemsize)
     if coder.anchored:
@@ -66,13 +62,7 @@ def encode_difference(data: memoryview, anchor: memoryview, itemsize: int) -> me
 
 def decode(codec: str, blob: memoryview, out: memoryview, itemsize: int, anchor: memoryview | None = None) -> None:
     """Fill ``out``, elements of ``itemsize`` bytes, with what ``blob``, bytes, was coded from. If this raises, ``out`` is undefined.
-    ``anchor``: the bytes of the anchor's chunk, for codecs that need it.
-
-    Raises:
-        FormatError: the codec, or the version of the blob, is not known.
-        CorruptError: ``blob`` is not what the codec makes of as many bytes as ``out`` has.
-        ValueError: ``out`` is not a whole number of elements, elements of this size have no planes, or an anchor is missing or too many.
-    """
+    ``anchor``: the bytes of the anchor's chunk, for codecs that need it."""
     if codec.startswith(PREFIX):  # of another format's file: never in the registry, since no data file may have it
         gather(codec, blob, out, itemsize)
         return

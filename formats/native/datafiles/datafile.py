@@ -113,12 +113,7 @@ class DataFilePlan:
 
 
 def plan_data_file(chunks: Sequence[ChunkSpec], *, id: str, rank: int) -> DataFilePlan:
-    """Lay out one file with all ``chunks``, of rank ``rank`` of the save ``id``, however long its header becomes.
-
-    Raises:
-        StateError: a name cannot be stored.
-        CoverageError: two chunks are the same box of the same tensor.
-    """
+    """Lay out one file with all ``chunks``, of rank ``rank`` of the save ``id``, however long its header becomes."""
     _check_names(chunks)
     return _lay_out(_raw_entries(chunks), 0, id, rank)
 
@@ -127,13 +122,7 @@ def plan_data_files(
     chunks: Sequence[ChunkSpec], *, id: str, rank: int, limit: int = HEADER_LIMIT, has_128: bool = False
 ) -> list[DataFilePlan]:
     """Lay out ``chunks`` in as few files as headers of at most ``limit`` bytes of JSON roughly allow; none if there are no chunks.
-    ``has_128``: headers have room for digests of 128 bits.
-
-    Raises:
-        StateError: a name cannot be stored.
-        CoverageError: two chunks are the same box of the same tensor.
-        ValueError: ``limit`` is too small for a single chunk.
-    """
+    ``has_128``: headers have room for digests of 128 bits."""
     _check_names(chunks)
     plans = _split(_raw_entries(chunks), 0, id, rank, limit, has_128=has_128) if chunks else []
     return [plan if number == 0 else replace(plan, path=data_path(id, rank, number)) for number, plan in enumerate(plans)]
@@ -178,13 +167,7 @@ def plan_coded_file(
     number: int,
     has_128: bool = False,
 ) -> DataFilePlan:
-    """Lay out file ``number`` of a rank, with all ``chunks``. Those with a codec are stored in ``lengths`` bytes, the others as they are.
-
-    Raises:
-        StateError: a name cannot be stored, or the names are so long that the header would be longer than ``HEADER_LIMIT``.
-        CoverageError: two chunks are the same box of the same tensor.
-        ValueError: a codec is not known, or a length cannot be.
-    """
+    """Lay out file ``number`` of a rank, with all ``chunks``. Those with a codec take ``lengths`` bytes, the others stay as they are."""
     _check_names(chunks)
     entries = _raw_entries(chunks)
     coded: dict[str, ChunkSpec] = {}

@@ -79,12 +79,7 @@ class Header:
 
 
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
-    """Read the first ``file.header`` bytes of a data file; ``where`` is its URL, for messages.
-
-    Raises:
-        CorruptError: the bytes are not those that ``file`` describes, or the entries do not cover the data exactly.
-        FormatError: the file is of a version that this software does not know.
-    """
+    """Read the first ``file.header`` bytes of a data file; ``where`` is its URL, for messages."""
     if len(data) != file.header:
         _damaged(f"its header has {len(data)} bytes, the index says {file.header}", where)
     computed = xxhash.xxh3_128_hexdigest(data)

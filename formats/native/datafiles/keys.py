@@ -54,11 +54,7 @@ def is_bare(name: str) -> bool:
 
 
 def parse_key(key: str) -> tuple[str, Ranges | None, str | None]:
-    """The name, the ranges and the codec of a key. No ranges: the bare name of a whole tensor. No codec: the chunk's bytes as they are.
-
-    Raises:
-        ValueError: the key ends in ``]`` or in ``]#codec``, but not in a box before that, or a range of the box ends before it starts.
-    """
+    """The name, the ranges and the codec of a key. No ranges: the bare name of a whole tensor. No codec: the chunk's bytes as they are."""
     coded = _CODEC.search(key)
     codec = None if coded is None else coded[1]
     boxed = key if coded is None else key[: coded.start() + 1]

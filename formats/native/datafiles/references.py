@@ -13,7 +13,7 @@ stranger can name nothing but data files of the directory that it lies in.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -47,31 +47,26 @@ def owner_of(path: str) -> str:
 
 
 def split_url(backend: Backend) -> tuple[str, str]:
-    """The run that a checkpoint lies in, as a URL, and the name of its directory there.
-
-    Raises:
-        UsageError: it lies in no directory.
-    """
+    """The run that a checkpoint lies in, as a URL, and the name of its directory there."""
     run, _, name = backend.url.rstrip("/").rpartition("/")
     if not name or run.endswith((":", ":/", "//")):
         raise UsageError("it lies in no directory, so it has no neighbours to refer to", where=backend.url, hint="save below a run")
     return run or "/", name
 
 
-def rebased(path: str, owner: str, name: str) -> str:
-    """A path of files.arrow of the checkpoint ``owner``, as its neighbour ``name`` has to write it.
+def reference_to(path: str, owner: str) -> str:
+    """A path of files.arrow of the checkpoint ``owner``, as its neighbours have to write it."""
+    return path if is_reference(path) else f"{UP}{owner}/{path}"
 
-    Raises:
-        ConflictError: it leads to ``name`` itself.
-    """
-    reference = path if is_reference(path) else f"{UP}{owner}/{path}"
-    if owner_of(reference) == name:
+
+def check_not_replaced(references: Iterable[str], base: str, name: str) -> None:
+    """That none of these references, which were found in the checkpoint ``base``, leads to ``name``, which a save is about to replace."""
+    if any(owner_of(path) == name for path in references):
         raise ConflictError(
-            f"{owner} refers to files of {name}, which this save would replace",
+            f"{base} refers to files of {name}, which this save would replace",
             where=name,
             hint="save to another URL, or without a base",
         )
-    return reference
 
 
 class RunBackend(ReadOnly):
@@ -88,11 +83,7 @@ class RunBackend(ReadOnly):
         self._runs: dict[str, Backend] = {}
 
     def owner_url(self, path: str) -> str:
-        """Where the checkpoint is that a reference leads to.
-
-        Raises:
-            StorageError: of several places, nobody can say which has it.
-        """
+        """Where the checkpoint is that a reference leads to."""
         return join_url(self._run(path).url, owner_of(path))
 
     def _run(self, path: str) -> Backend:

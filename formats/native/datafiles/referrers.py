@@ -73,11 +73,7 @@ class RunReferrers:
 
 
 def referrers_in(run: Backend) -> RunReferrers:
-    """All references among the checkpoints right below a run.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """All references among the checkpoints right below a run."""
     referrers: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unknown = []
     real = real_url(run.url).rstrip("/")
@@ -148,11 +144,7 @@ def _below(run: str, sources: Iterable[SourceFile]) -> Iterator[str]:
 
 
 def references_of(checkpoint: Backend, record: CommitRecord) -> list[DataFile]:
-    """The rows of a checkpoint's index that lead to others.
-
-    Raises:
-        CorruptError: the index cannot be read.
-    """
+    """The rows of a checkpoint's index that lead to others."""
     if REFERENCED not in record.features:
         return []
     return [file for file in decode_files(read_index(checkpoint, record, FILES), checkpoint.url) if is_reference(file.path)]
@@ -175,12 +167,7 @@ def remaining_references(checkpoint: Backend, data: bytes) -> list[DataFile] | N
 
 
 def remaining_files(checkpoint: Backend, name: str) -> Iterator[bytes]:
-    """The index files of this name of all saves that a checkpoint has something of. Nobody has compared them with a digest.
-
-    Raises:
-        CorruptError: one is larger than any can be.
-        StorageError: the storage cannot be read.
-    """
+    """The index files of this name of all saves that a checkpoint has something of. Nobody has compared them with a digest."""
     for directory in checkpoint.list_dir(""):
         path = f"{directory.rstrip('/')}/{name}"
         if id_of(path) is not None:

@@ -16,12 +16,12 @@ import threading
 
 from ckpt.byte_source.chunk import ChunkName
 from ckpt.byte_source.digest_reader import DigestReader
-from ckpt.byte_source.storage import source_of
 from ckpt.catalog import DataFile
 from ckpt.engine.save.plan import RankPlan
 from ckpt.errors import CkptError
+from ckpt.formats.native.datafiles.references import check_not_replaced
 
-from .base_chunks import BaseChunks
+from .base_chunks import Base
 
 log = logging.getLogger("ckpt")
 
@@ -33,31 +33,30 @@ class AnchorChunks:
     """Reads the anchors of chunks that are to be written. Thread-safe. ``required``: that one cannot be read is an error; else all that
     follows is written without anchors, and the log says why."""
 
-    def __init__(self, chunks: BaseChunks, *, required: bool) -> None:
-        self._chunks = chunks
+    def __init__(self, base: Base, own_name: str, *, required: bool) -> None:
+        """``own_name``: the directory of the save in its run."""
+        self._base = base
+        self._own_name = own_name
         self._required = required
-        self._reader = DigestReader(source_of(chunks.catalog))
+        self._reader = DigestReader(base.source)
         self._lock = threading.Lock()
         self._usable = True
-        if not chunks.catalog.record.reusable:
+        if not base.reusable:
             # Whoever removes checkpoints looks for those that refer to them only where the record says so.
             self._give_up("it was saved without reusable=True, so nothing may refer to it")
 
     def read(self, plan: RankPlan, number: int) -> tuple[memoryview, DataFile] | None:
         """The bytes of a chunk's anchor, in memory that this thread may overwrite until it asks again, and the file that has it; None if it
-        has none.
-
-        Raises:
-            CkptError: it is damaged or cannot be read, and is required.
-        """
+        has none."""
         spec = plan.specs[number]
         if not self._usable or spec.nbytes < SMALLEST:
             return None
         try:
-            anchor = self._chunks.stored_whole(plan, number)
+            anchor = self._base.whole(plan, number)
             if anchor is None:
                 return None
             extent, file = anchor
+            check_not_replaced([file.path], self._base.name, self._own_name)
             return self._reader.read_decoded(ChunkName(spec.name, spec.box, extent), spec.nbytes, spec.dtype.itemsize), file
         except CkptError as err:
             if self._required:
@@ -69,4 +68,4 @@ class AnchorChunks:
         with self._lock:
             known, self._usable = not self._usable, False
         if not known:
-            log.warning("no chunk is stored as its difference from %s: %s", self._chunks.catalog.url, why)
+            log.warning("no chunk is stored as its difference from %s: %s", self._base.url, why)

@@ -27,31 +27,27 @@ class ReferenceRows:
     chunks: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     anchors: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     """The same of chunks' anchors."""
-    steps: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    """Name → number of a chunk → the training step that it is of, if that is an earlier one."""
     coded: bool = False
     key: tuple[str, ...] = ()
     """Digests of the ranks' rows that this was made of."""
 
 
+NO_REFERENCES = ReferenceRows()
+
 References = Iterable[tuple[Chunk, DataFile]]
 """Chunks, and the file that has each, or its anchor."""
 
 
-def encode_references(references: References, anchors: References, *, steps: Iterable[tuple[Chunk, int]], coded: bool) -> bytes:
-    """A rank's references, as the leader reads them. ``coded``: whether one of the chunks that are referred to is; ``steps``: chunks of
-    earlier steps, and which."""
+def encode_references(references: References, anchors: References, *, coded: bool) -> bytes:
+    """A rank's references, as the leader reads them. ``coded``: whether one of the chunks that are referred to is."""
     files: dict[str, tuple[int, DataFile]] = {}
     rows: dict[str, dict[str, list[tuple[int, int]]]] = {"chunks": {}, "anchors": {}}
     for kind, pairs in zip(rows, (references, anchors), strict=True):
         for chunk, file in pairs:
             at = files.setdefault(file.path, (len(files), file))[0]
             rows[kind].setdefault(chunk.name, []).append((chunk.number, at))
-    of_steps: dict[str, list[tuple[int, int]]] = {}
-    for chunk, step in steps:
-        of_steps.setdefault(chunk.name, []).append((chunk.number, step))
     file_rows = [[f.path, f.size, f.header, f.digest, f.rank] for _, f in files.values()]
-    return json.dumps({"files": file_rows, **rows, "steps": of_steps, "coded": coded}, separators=(",", ":")).encode()
+    return json.dumps({"files": file_rows, **rows, "coded": coded}, separators=(",", ":")).encode()
 
 
 def join_references(key: tuple[str, ...], rows: Iterable[bytes]) -> ReferenceRows:
@@ -61,20 +57,10 @@ def join_references(key: tuple[str, ...], rows: Iterable[bytes]) -> ReferenceRow
     number = {path: i for i, path in enumerate(sorted(files))}
     chunks: dict[str, dict[int, int]] = {}
     anchors: dict[str, dict[int, int]] = {}
-    steps: dict[str, dict[int, int]] = {}
     for part in parts:
-        for name, of_rank in part["steps"].items():
-            steps.setdefault(name, {}).update(of_rank)
         numbers = [number[row[0]] for row in part["files"]]
         for joined, kind in ((chunks, "chunks"), (anchors, "anchors")):
             for name, of_rank in part[kind].items():
                 joined.setdefault(name, {}).update((chunk, numbers[file]) for chunk, file in of_rank)
     data_files = tuple(DataFile(path=p, size=s, header=h, digest=d, rank=r) for p, s, h, d, r in (files[path] for path in number))
-    return ReferenceRows(
-        files=data_files,
-        chunks=chunks,
-        anchors=anchors,
-        steps=steps,
-        coded=any(part["coded"] for part in parts),
-        key=key,
-    )
+    return ReferenceRows(files=data_files, chunks=chunks, anchors=anchors, coded=any(part["coded"] for part in parts), key=key)

@@ -33,14 +33,12 @@ from ckpt.concurrency.workers import run_tasks
 from ckpt.engine.save.plan import Chunk, RankPlan
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import CkptError, MismatchError
-from ckpt.formats.native.datafiles.references import split_url
+from ckpt.formats.native.datafiles.references import check_not_replaced, split_url
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
-from ckpt.policies.partial_experts import NO_EXPERTS, StaleExperts
+from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.text import units
 
-from .base_chunks import BaseChunks, SaveBase
-from .partial import StaleChunks, find_stale
+from .base_chunks import Base, BaseLookup, Referable, RememberedBase, SaveBase, WrittenChunks
 from .trusted import Trust, TrustedDigests
 
 log = logging.getLogger("ckpt")
@@ -53,30 +51,43 @@ TRIES = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reuse:
-    """What a rank need not write. ``base`` and ``id`` are its directory and its save; ``references`` and ``digests``, the XXH3-128 of
-    chunks that are written, go by the numbers of the plan that was asked about."""
+    """What a rank need not write. ``directory`` and ``id`` are those of the base; ``references``, and ``digests``, the XXH3-128 of chunks
+    that are written, go by the numbers of the ``plan`` that was asked about."""
 
-    base: str = ""
+    plan: RankPlan
+    directory: str = ""
     id: str = ""
-    references: Mapping[int, DataFile] = field(default_factory=dict)
-    rows: Sequence[tuple[Chunk, DataFile]] = ()
-    """``references`` with their chunks."""
-    coded: bool = False
-    """Whether a chunk that is referred to is coded."""
-    chunks: BaseChunks | None = None
-    """All of the base; None if there is none, or it cannot be read."""
+    references: Mapping[int, Referable] = field(default_factory=dict)
+    base: Base | None = None
+    """None if there is none, or it cannot be read."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    steps: Sequence[tuple[Chunk, int]] = ()
-    """Chunks of which an earlier step's bytes are referred to, and that step."""
     nbytes: int = 0
     """Of the chunks that are referred to."""
 
-    def remaining(self, count: int) -> list[int]:
-        """Which of ``count`` chunks are written."""
-        return [number for number in range(count) if number not in self.references]
+    @property
+    def rows(self) -> list[tuple[Chunk, DataFile]]:
+        """The chunks that are referred to, and the file that has each."""
+        return [(self.plan.chunks[n], chunk.file) for n, chunk in self.references.items()]
 
+    @property
+    def coded(self) -> bool:
+        """Whether a chunk that is referred to is coded."""
+        return any(chunk.coded for chunk in self.references.values())
 
-NO_REUSE = Reuse()
+    def remaining(self) -> list[int]:
+        """Which chunks are written."""
+        return [number for number in range(len(self.plan.chunks)) if number not in self.references]
+
+    def remembered(self, backend: Backend, id: str, plan: RankPlan, written: WrittenChunks) -> RememberedBase:
+        """The save, which is committed with this ``id``, as a base of later ones. ``plan``: what was written by."""
+        run, name = split_url(backend)
+        base, referred = self.base, {}
+        for number, chunk in self.references.items() if base is not None else ():
+            if isinstance(base, RememberedBase) and number in base.referred:
+                referred[number] = base.referred[number]
+            elif base is not None and (whole := base.whole(self.plan, number)) is not None:
+                referred[number] = chunk, whole
+        return RememberedBase(url=backend.url, run=real_url(run), name=name, id=id, plan=plan, written=written, referred=referred)
 
 
 @dataclass(eq=False)
@@ -122,37 +133,33 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def find_reuse(
-    base: SaveBase | None,
-    backend: Backend,
+    lookup: BaseLookup,
     plan: RankPlan,
     source: ChunkSource,
     asked: Mapping[str, bool],
     seen: SeenVersions,
     threads: int,
-    stale: StaleExperts = NO_EXPERTS,
     trust: Trust | None = None,
 ) -> Reuse:
-    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``stale``: experts that the save does not write;
-    ``trust``: whose digests need not be taken.
-
-    Raises:
-        CkptError: the base is required, and it cannot be read, is none, or has nothing of this state, or not what is ``stale``.
-    """
+    """What of a plan is in the base. ``asked``: the candidates (``SeenVersions``); ``trust``: whose digests need not be taken."""
     numbers = [n for n, c in enumerate(plan.chunks) if c.name in asked and c.box.numel and not plan.assignments[c.name].merged]
-    numbers = [n for n in numbers if not stale.covers(plan.chunks[n].name, plan.chunks[n].box.offset)] if stale else numbers
-    chunks, alike, kept = None, dict[int, tuple[str, DataFile, bool]](), StaleChunks()
+    base, backend = lookup.base, lookup.backend
+    chunks, alike = None, dict[int, Referable]()
     try:
         if base is not None:
-            chunks = BaseChunks(base, backend)
-            alike = {n: stored for n in numbers if (stored := chunks.lookup(plan, n)) is not None}
-            kept = _required(base, chunks, plan, stale)
+            chunks = lookup.find(base, plan)
+            alike = chunks.shared(plan, numbers, max(threads, backend.io_hints.concurrency))
+            check_not_replaced({chunk.file.path for chunk in alike.values()}, chunks.name, split_url(backend)[1])
+            if base.required and plan.chunks and not chunks.has_any(plan):
+                what = "the base has none of this state's tensors: another name, dtype or shape each"
+                raise MismatchError(what, where=base.url, hint="name another base")
     except CkptError as err:
         if base is None or base.required:
             raise
         log.warning("nothing of %s is referred to, and all is written: %s", base.url, err)
         chunks, alike = None, {}
     known = trust.known(plan, numbers) if trust is not None else {}
-    trusted = {n: digest for n, digest in known.items() if n in alike and alike[n][0] == digest}
+    trusted = {n: digest for n, digest in known.items() if n in alike and alike[n].digest == digest}
     taken: dict[int, str] = {}
     hashed = [n for n in numbers if n not in trusted]
     run_tasks([partial(_hash, source, hashed[i : i + GROUP], taken) for i in range(0, len(hashed), GROUP)], threads, "ckpt-hash")
@@ -161,35 +168,23 @@ def find_reuse(
     if trust is not None:
         trust.learn(plan, taken, trusted=bool(trusted), url=backend.url)
     if base is None:
-        return Reuse(digests=digests)
+        return Reuse(plan=plan, digests=digests)
     if chunks is None:
-        return Reuse(base=split_url(open_backend(base.url))[1], id=base.id or "", digests=digests)
-    equal = {n: stored for n, stored in alike.items() if stored[0] == digests[n]}
+        return Reuse(plan=plan, directory=split_url(open_backend(base.url))[1], id=base.id or "", digests=digests)
+    equal = {n: chunk for n, chunk in alike.items() if chunk.digest == digests[n]}
     _note_unmatched(base, plan, chunks, [n for n in numbers if n not in alike])
-    references = {**{n: row for n, (_, row, _) in equal.items()}, **kept.references}
     return Reuse(
-        base=chunks.name,
+        plan=plan,
+        directory=chunks.name,
         id=chunks.id,
-        references=references,
-        rows=[(plan.chunks[n], row) for n, row in references.items()],
-        coded=kept.coded or any(coded for _, _, coded in equal.values()),
-        chunks=chunks,
+        references=equal,
+        base=chunks,
         digests={n: digest for n, digest in digests.items() if n not in equal},
-        steps=[(plan.chunks[n], step) for n, step in kept.steps.items()],
-        nbytes=sum(plan.specs[n].nbytes for n in references),
+        nbytes=sum(plan.specs[n].nbytes for n in equal),
     )
 
 
-def _required(base: SaveBase, chunks: BaseChunks, plan: RankPlan, stale: StaleExperts) -> StaleChunks:
-    """What the base must have."""
-    if base.required and plan.chunks and not any(chunks.entry(plan, n) is not None for n in range(len(plan.chunks))):
-        raise MismatchError(
-            "the base has none of this state's tensors: another name, dtype or shape each", where=base.url, hint="name another base"
-        )
-    return find_stale(base, chunks, plan, stale) if stale else StaleChunks()
-
-
-def _note_unmatched(base: SaveBase, plan: RankPlan, chunks: BaseChunks, numbers: Sequence[int]) -> None:
+def _note_unmatched(base: SaveBase, plan: RankPlan, chunks: Base, numbers: Sequence[int]) -> None:
     """Say how much of what may be as it was is written all the same, since the base cannot tell."""
     sizes: Counter[str] = Counter()
     for n in numbers:

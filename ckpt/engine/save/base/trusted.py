@@ -90,11 +90,7 @@ class Trust:
         return known
 
     def learn(self, plan: RankPlan, taken: Mapping[int, str], *, trusted: bool, url: str) -> None:
-        """Remember digests that were taken now. ``trusted``: whether others were not.
-
-        Raises:
-            ConsistencyError: a tensor that torch has not seen change has another digest than before.
-        """
+        """Remember digests that were taken now. ``trusted``: whether others were not."""
         wrong, before = dict[str, None](), self.remembered.tensors
         for number, digest in taken.items():
             name, _, box = plan.chunks[number]
