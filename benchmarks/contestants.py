@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckpt
-from ckpt.adapters.memory import as_bytes
+from ckpt.state.tensors import as_bytes
 
 from .states import State
 

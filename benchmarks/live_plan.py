@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.concurrency.gc_paused import gc_paused
+from ckpt.concurrency import gc_paused
 from ckpt.dtypes import DTYPES
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Shard
-from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.live.catalog import LiveCatalog
+from ckpt.live.holdings import LiveCatalog
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table, join_tables
 from ckpt.plan.transfers import TransferPlan, Want, plan_transfers

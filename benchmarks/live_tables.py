@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import xxhash
 
-from ckpt.coordination.broadcast_tree import FAN
-from ckpt.coordination.offers import whom_to_ask
 from ckpt.engine.save.leader import grouped_parts
+from ckpt.net.broadcast_tree import FAN
+from ckpt.net.offers import whom_to_ask
 from ckpt.plan.machines import ancestors, numbers_of
 from ckpt.plan.tables import Table, tables_to_bytes
 

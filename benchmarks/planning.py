@@ -26,9 +26,9 @@ from ckpt.engine.save.index_rows import index_rows
 from ckpt.engine.save.plan import chunks_of, specs_of
 from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Shard
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables
 

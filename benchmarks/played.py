@@ -21,17 +21,17 @@ from unittest.mock import patch
 import xxhash
 from torch.distributed import HashStore
 
-from ckpt.coordination import call as call_module
-from ckpt.coordination import group as group_module
-from ckpt.coordination.channel import ControlChannel
-from ckpt.coordination.group import Group
-from ckpt.coordination.key_values import KeyValues
-from ckpt.coordination.offers import Offers
-from ckpt.coordination.rows import Row
-from ckpt.coordination.store import Connection, Store
 from ckpt.io_backends.faulty import FaultyBackend, FaultyProcess
 from ckpt.io_backends.protocol import Backend, ObjectMeta
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.net import call as call_module
+from ckpt.net import group as group_module
+from ckpt.net.channel import ControlChannel
+from ckpt.net.group import Group
+from ckpt.net.key_values import KeyValues
+from ckpt.net.offers import Offers
+from ckpt.net.rows import Row
+from ckpt.net.store import Connection, Store
 
 SIGNS = ("/beats/", "/sign", "/failed")
 """In the keys of signs of life, and of looks for failures."""

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.coordination.group import current_group
-from ckpt.coordination.rows import Row
 from ckpt.live import Sink, Source, reshard
-from ckpt.plan.redundancy.copies import missing_copies
+from ckpt.net.endpoints import network
+from ckpt.net.group import current_group
+from ckpt.net.rows import Row
+from ckpt.plan.copies import missing_copies
 from ckpt.plan.tables import Table
 from ckpt.policies import EverySteps, Latest
-from ckpt.spread.tier import SpreadTier
-from ckpt.transport.endpoints import network
+from ckpt.runs.node_tier import SpreadTier
 
 from .findings import Finding, at_most
 from .measure import cpu_seconds

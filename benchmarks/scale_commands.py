@@ -16,7 +16,7 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.policies import EverySteps, Latest
-from ckpt.training.tiers import Tiers
+from ckpt.runs.tiers import Tiers
 
 from .measure import cpu_seconds
 from .scale_steps import make_step

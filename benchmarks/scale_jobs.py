@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckpt.dtypes import dtype
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Shard, Split
-from ckpt.layout.placements.flat import window_sizes
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Flat, Shard, window_sizes
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
 LAYERS, HIDDEN, INNER, KEYS, WORDS = 126, 16384, 53248, 1024, 128256

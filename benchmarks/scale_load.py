@@ -18,10 +18,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ckpt.adapters.tensors import LocalShard, LocalTensor
-from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
+from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.engine.load.shared_reads import SharedReads, worth_all
 from ckpt.engine.load.sweep import Sweep
@@ -29,11 +28,13 @@ from ckpt.engine.load.whole_chunks import TensorLoad
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Shard, Split
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Flat, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import spell
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
+from ckpt.state.tensors import LocalShard, LocalTensor
 
 from .findings import Finding, at_most
 from .flat_files import FlatFiles

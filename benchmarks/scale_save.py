@@ -17,10 +17,7 @@ from typing import Any, cast
 
 import xxhash
 
-from ckpt.adapters.collect import Collected
-from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.coordination.call import Call
-from ckpt.coordination.rows import Row
+from ckpt.concurrency import gc_paused
 from ckpt.dtypes import dtype
 from ckpt.engine.save.leader import Leader, Tables
 from ckpt.engine.save.plan import APART, Plans
@@ -29,11 +26,14 @@ from ckpt.formats.native.paths import RANK_ROWS, SPANS, index_path
 from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.protocol import ObjectMeta
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.net.call import Call
+from ckpt.net.rows import Row
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table
-from ckpt.tracing.spans import Spans
+from ckpt.state.collect import Collected
+from ckpt.telemetry.spans import Spans
 
 from . import scale_jobs
 from .findings import Finding, at_most

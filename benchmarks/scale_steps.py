@@ -17,10 +17,10 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, IndexFile
 from ckpt.formats.native.paths import INDEX_NAMES
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.removal import infos
-from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import EverySteps, Latest
-from ckpt.training.tiers import Tiers
+from ckpt.runs.removal import infos
+from ckpt.runs.step_listing import list_steps
+from ckpt.runs.tiers import Tiers
 
 from .findings import Finding, at_most
 from .measure import cpu_seconds

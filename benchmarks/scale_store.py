@@ -20,13 +20,13 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.coordination.call import Call
-from ckpt.coordination.channel import ControlChannel
-from ckpt.coordination.group import Group
-from ckpt.coordination.key_values import KeyValues
-from ckpt.coordination.store import Connection, Store
-from ckpt.tracing.spans import Spans
+from ckpt.concurrency import gc_paused
+from ckpt.net.call import Call
+from ckpt.net.channel import ControlChannel
+from ckpt.net.group import Group
+from ckpt.net.key_values import KeyValues
+from ckpt.net.store import Connection, Store
+from ckpt.telemetry.spans import Spans
 
 from .findings import Finding, at_most
 from .measure import cpu_seconds

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ckpt.adapters.memory import as_bytes
+from ckpt.state.tensors import as_bytes
 
 Kind = Literal["sharded", "replicated", "small"]
 

@@ -213,7 +213,7 @@ def _allocated() -> int:
 def _daemon() -> Any:
     """This machine's memory daemon, if one was started."""
     from ckpt.errors import CkptError
-    from ckpt.memory import client
+    from ckpt.nodes.memory import client
 
     with suppress(CkptError):
         return client.connect(start=False)
@@ -223,8 +223,8 @@ def _daemon() -> Any:
 def end(rank: Rank, *, folder: str) -> dict[str, int]:
     """Close, and look what is left: steps in all places, orphans among them, and checkpoints in this machine's memory."""
     from ckpt.io_backends import open_backend
-    from ckpt.maintenance.orphans import find_orphans
-    from ckpt.maintenance.step_listing import list_steps
+    from ckpt.runs.orphans import find_orphans
+    from ckpt.runs.step_listing import list_steps
 
     rank.kept.pop("steady")[0].close()
     places = [f"{folder}/{name}" for name in ("root", "local") if os.path.isdir(f"{folder}/{name}")] if rank.number == 0 else []

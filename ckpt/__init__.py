@@ -28,49 +28,49 @@ if TYPE_CHECKING:
     from . import monitors as monitors
     from . import policies as policies
     from . import rng as rng
-    from .adapters.per_rank import PerRank as PerRank
     from .api import load as load
     from .api import open as open
     from .api import save as save
     from .api import save_async as save_async
-    from .converters.arithmetic.merge import MergeReport as MergeReport
-    from .converters.arithmetic.merge import merge as merge
     from .converters.convert import ConvertReport as ConvertReport
     from .converters.convert import convert as convert
     from .converters.export.export import export as export
-    from .converters.export.job import ExportReport as ExportReport
-    from .converters.pipeline.parallel import MegatronParallel as MegatronParallel
-    from .converters.virtual.translated import translated as translated
-    from .engine.load.options import LoadReport as LoadReport
+    from .converters.export.plan import ExportReport as ExportReport
+    from .converters.merge import MergeReport as MergeReport
+    from .converters.merge import merge as merge
+    from .converters.pipeline.target import MegatronParallel as MegatronParallel
+    from .converters.virtual.importer import translated as translated
+    from .engine.copy.copy import CopyReport as CopyReport
+    from .engine.copy.copy import copy_checkpoint
+    from .engine.load.job import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
     from .engine.save.job import SaveReport as SaveReport
     from .engine.verify.verify import VerifyReport as VerifyReport
     from .engine.verify.verify import verify as verify
     from .errors import CkptError as CkptError
-    from .io_backends.storage_options import configure_storage as configure_storage
-    from .layout.layout import Layout as Layout
-    from .layout.mesh import Mesh as Mesh
-    from .layout.numbering import Numbered as Numbered
-    from .layout.numbering import experts as experts
-    from .layout.numbering import pipeline as pipeline
-    from .layout.placements import Flat as Flat
-    from .layout.placements import GlobalShape as GlobalShape
-    from .layout.placements import Interleaved as Interleaved
-    from .layout.placements import OnMesh as OnMesh
-    from .layout.placements import Padded as Padded
-    from .layout.placements import Replicate as Replicate
-    from .layout.placements import Shard as Shard
-    from .layout.placements import Stage as Stage
-    from .layout.placements import Uneven as Uneven
-    from .maintenance.copy import CopyReport as CopyReport
-    from .maintenance.copy import copy_checkpoint
-    from .maintenance.step_listing import list_steps as list_steps
-    from .spread.tier import Memory as Memory
-    from .spread.tier import NodeLocal as NodeLocal
-    from .training.begin_from import BeginFrom as BeginFrom
-    from .training.checkpointer import Checkpointer as Checkpointer
-    from .training.restored_from import RestoredFrom as RestoredFrom
+    from .io_backends.registry import configure_storage as configure_storage
+    from .plan.layout.layout import Layout as Layout
+    from .plan.layout.mesh import Mesh as Mesh
+    from .plan.layout.mesh import Numbered as Numbered
+    from .plan.layout.mesh import experts as experts
+    from .plan.layout.mesh import pipeline as pipeline
+    from .plan.layout.placements import Flat as Flat
+    from .plan.layout.placements import GlobalShape as GlobalShape
+    from .plan.layout.placements import Interleaved as Interleaved
+    from .plan.layout.placements import OnMesh as OnMesh
+    from .plan.layout.placements import Padded as Padded
+    from .plan.layout.placements import Replicate as Replicate
+    from .plan.layout.placements import Shard as Shard
+    from .plan.layout.placements import Stage as Stage
+    from .plan.layout.placements import Uneven as Uneven
+    from .runs.begin_from import BeginFrom as BeginFrom
+    from .runs.begin_from import RestoredFrom as RestoredFrom
+    from .runs.checkpointer import Checkpointer as Checkpointer
+    from .runs.node_tier import Memory as Memory
+    from .runs.node_tier import NodeLocal as NodeLocal
+    from .runs.step_listing import list_steps as list_steps
+    from .state.walk import PerRank as PerRank
     from .view import View as View
 
     copy = copy_checkpoint
@@ -79,45 +79,45 @@ _WHERE = {
     "save": "api",
     "save_async": "api",
     "fence": "engine.save.fence",
-    "Checkpointer": "training.checkpointer",
-    "RestoredFrom": "training.restored_from",
-    "BeginFrom": "training.begin_from",
-    "NodeLocal": "spread.tier",
-    "Memory": "spread.tier",
+    "Checkpointer": "runs.checkpointer",
+    "RestoredFrom": "runs.begin_from",
+    "BeginFrom": "runs.begin_from",
+    "NodeLocal": "runs.node_tier",
+    "Memory": "runs.node_tier",
     "load": "api",
     "open": "api",
-    "list_steps": "maintenance.step_listing",
-    "copy": "maintenance.copy:copy_checkpoint",
+    "list_steps": "runs.step_listing",
+    "copy": "engine.copy.copy:copy_checkpoint",
     "verify": "engine.verify.verify",
     "convert": "converters.convert",
-    "merge": "converters.arithmetic.merge",
+    "merge": "converters.merge",
     "export": "converters.export.export",
-    "translated": "converters.virtual.translated",
-    "configure_storage": "io_backends.storage_options",
-    "PerRank": "adapters.per_rank",
-    "Layout": "layout.layout",
-    "Mesh": "layout.mesh",
-    "Shard": "layout.placements",
-    "Replicate": "layout.placements",
-    "Flat": "layout.placements",
-    "Interleaved": "layout.placements",
-    "Padded": "layout.placements",
-    "Uneven": "layout.placements",
-    "GlobalShape": "layout.placements",
-    "Stage": "layout.placements",
-    "OnMesh": "layout.placements",
-    "Numbered": "layout.numbering",
-    "pipeline": "layout.numbering",
-    "experts": "layout.numbering",
+    "translated": "converters.virtual.importer",
+    "configure_storage": "io_backends.registry",
+    "PerRank": "state.walk",
+    "Layout": "plan.layout.layout",
+    "Mesh": "plan.layout.mesh",
+    "Shard": "plan.layout.placements",
+    "Replicate": "plan.layout.placements",
+    "Flat": "plan.layout.placements",
+    "Interleaved": "plan.layout.placements",
+    "Padded": "plan.layout.placements",
+    "Uneven": "plan.layout.placements",
+    "GlobalShape": "plan.layout.placements",
+    "Stage": "plan.layout.placements",
+    "OnMesh": "plan.layout.placements",
+    "Numbered": "plan.layout.mesh",
+    "pipeline": "plan.layout.mesh",
+    "experts": "plan.layout.mesh",
     "SaveReport": "engine.save.job",
-    "LoadReport": "engine.load.options",
+    "LoadReport": "engine.load.job",
     "SaveHandle": "engine.save.background",
-    "CopyReport": "maintenance.copy",
+    "CopyReport": "engine.copy.copy",
     "VerifyReport": "engine.verify.verify",
     "ConvertReport": "converters.convert",
-    "MergeReport": "converters.arithmetic.merge",
-    "ExportReport": "converters.export.job",
-    "MegatronParallel": "converters.pipeline.parallel",
+    "MergeReport": "converters.merge",
+    "ExportReport": "converters.export.plan",
+    "MegatronParallel": "converters.pipeline.target",
     "View": "view",
     "CkptError": "errors",
 }

@@ -8,21 +8,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt.net.group import Group, current_group, warn_if_others_are_missing
+from ckpt.plan.layout.layout import Layout, check_layout
+from ckpt.telemetry.callbacks import ProgressCallback, callback_of
+
 from . import settings
-from .coordination.group import Group, current_group, warn_if_others_are_missing
 from .errors import CkptError, UsageError
-from .layout.layout import Layout, check_layout
-from .settings.flags import check_flags
-from .text.urls import url_text
-from .tracing.progress_callback import ProgressCallback, callback_of
+from .settings import check_flags
+from .text import url_text
 from .view import View
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .engine.load.options import LoadReport
-    from .engine.save.background import SaveHandle
-    from .engine.save.job import SaveOptions, SaveReport
+    from ckpt.engine.load.job import LoadReport
+    from ckpt.engine.save.background import SaveHandle
+    from ckpt.engine.save.job import SaveOptions, SaveReport
 
 
 def save(
@@ -87,9 +88,9 @@ def save(
         ExchangeError: what another rank sent came damaged.
     """
     url = url_text(url)
-    from .engine.dry_run import save as rehearsal
-    from .engine.save.background import wait_for_pending_save
-    from .engine.save.save import save_state
+    from ckpt.engine.dry_run import save as rehearsal
+    from ckpt.engine.save.background import wait_for_pending_save
+    from ckpt.engine.save.save import save_state
 
     group = current_group(process_group)
     with _fails_together(group, "save", url):
@@ -156,8 +157,8 @@ def save_async(
         StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
     """
     url = url_text(url)
-    from .engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
-    from .engine.save.job import check_capture
+    from ckpt.engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
+    from ckpt.engine.save.job import check_capture
 
     group = current_group(process_group)
     with _fails_together(group, "save", url):
@@ -187,13 +188,13 @@ def save_async(
 
 def _note_failure(group: Group, url: str, error: BaseException, phase: str, seconds: float) -> None:
     """Note a failed save in the log of its run, if it has one."""
-    from .events.failed_saves import note_failed_save
+    from ckpt.runs.reporter import note_failed_save
 
     note_failed_save(group, url, error, phase, seconds)
 
 
 def _save_options(group: Group, url: str, layout: Layout | None, *, progress: bool | ProgressCallback | None, **others: Any) -> SaveOptions:
-    from .engine.save.job import SaveOptions
+    from ckpt.engine.save.job import SaveOptions
 
     check_layout(layout, group.ranks)
     warn_if_others_are_missing(group)
@@ -259,13 +260,13 @@ def load(
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
     url = url_text(url)
-    from .engine.dry_run import load as rehearsal
-    from .engine.load.load import load_state
-    from .engine.load.options import LoadOptions
-    from .engine.save.background import wait_for_pending_save
-    from .io_backends.registry import is_file_system
-    from .plan.match import Selection, rules_of_rename
-    from .plan.part import StatePart
+    from ckpt.engine.dry_run import load as rehearsal
+    from ckpt.engine.load.job import LoadOptions
+    from ckpt.engine.load.load import load_state
+    from ckpt.engine.save.background import wait_for_pending_save
+    from ckpt.io_backends.registry import is_file_system
+    from ckpt.plan.match import Selection, rules_of_rename
+    from ckpt.plan.values import StatePart
 
     group = current_group(process_group)
     with _fails_together(group, "load", url):
@@ -309,7 +310,7 @@ def open(
         AccessError: when a tensor is read: its file does not lie below ``sources``.
     """
     url = url_text(url)
-    from .formats.registry import open_catalog
+    from ckpt.formats.registry import open_catalog
 
     return View(open_catalog(url, sources=settings.sources(sources)))
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.plan.layout.geometry import Box, IntArray
+from ckpt.plan.layout.partition import BoxPartition
+
 from .dtypes import DType
-from .layout.geometry import Box, IntArray
-from .layout.partition import BoxPartition
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

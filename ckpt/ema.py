@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adapters.fenced import Fenced
-from .adapters.modules import tensors_of
-from .adapters.per_rank import Compound
-from .adapters.tensors import local_of
-from .engine.save.fence import fence
+from ckpt.engine.save.fence import fence
+from ckpt.state.collect import Fenced
+from ckpt.state.modules import tensors_of
+from ckpt.state.tensors import local_of
+from ckpt.state.walk import Compound
+
 from .errors import StateError, UsageError
 
 __all__ = ["Average"]

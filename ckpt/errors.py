@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .text.printable import in_known_places, printable
+from .text import in_known_places, printable
 
 __all__ = [
     "AccessError",

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
-from . import tree
-from .byte_source.storage import source_of
+from ckpt.engine.byte_source import source_of
+from ckpt.plan import tree
+from ckpt.plan.layout.geometry import Box
+
 from .catalog import Catalog, TensorEntry, job_tensors
 from .errors import NamesError, NotFoundError, UsageError
-from .layout.geometry import Box
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        from .adapters.tensors import torch_dtype
+        from ckpt.state.tensors import torch_dtype
 
         return torch_dtype(self._entry.dtype)
 
@@ -134,7 +135,7 @@ class View(Mapping[str, StoredTensor]):
             prefix = f"{payload}." if payload else ""
             return _Tensors({n[len(prefix) :]: self[n] for n in job_tensors(self._catalog) if n.startswith(prefix)})
         if kind == "$inline":
-            from .adapters.optimizers import decode_inline
+            from ckpt.state.optimizers import decode_inline
 
             return decode_inline(payload)
         if kind == "$param_groups":
@@ -220,7 +221,7 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
-    from .formats.native.replaced import replacement_noticed
+    from ckpt.formats.native.writer import replacement_noticed
 
     with replacement_noticed(catalog):
         return _read_box(catalog, entry, box)
@@ -229,10 +230,11 @@ def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
 def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     import torch
 
-    from .adapters.tensors import LocalShard, LocalTensor, torch_dtype
-    from .engine.load.reader import Reader, TensorLoad
-    from .layout.tensor_layout import TensorLayout
-    from .plan.ownership import TensorSpec
+    from ckpt.engine.load.reader import Reader, TensorLoad
+    from ckpt.plan.layout.tensor_layout import TensorLayout
+    from ckpt.plan.ownership import TensorSpec
+    from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
+
     from .settings import threads
 
     catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for

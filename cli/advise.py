@@ -6,11 +6,10 @@ from statistics import median
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import URL
 from ckpt.errors import NotFoundError, UsageError
-from ckpt.text import units
-
-from .console.output import Output, options
-from .console.parameters import URL
 
 _RECENT = 20
 """Saves whose median counts as the cost of one."""
@@ -30,9 +29,9 @@ def command(root: str, *, mtbf: str, as_json: bool, quiet: bool) -> None:
     Example:
       ckpt advise runs/a --mtbf 6h
     """
-    from ckpt.maintenance.step_listing import none_here
-    from ckpt.observe.history import read_history
-    from ckpt.policies.cost import daly
+    from ckpt.policies.save import daly
+    from ckpt.runs.report.history import read_history
+    from ckpt.runs.step_listing import none_here
 
     output, between = Output(json=as_json, quiet=quiet), units.seconds(mtbf)
     if not between:

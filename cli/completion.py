@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from .console.output import Output, options
-from .console.parameters import OneOf
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import OneOf
 
 _SHELLS = ("bash", "zsh", "fish")
 

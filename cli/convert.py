@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.dividing import divided, divisible
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torch
+from ckpt.cli.console.progress import nothing_begun, progress, when_interrupted
+from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
+from ckpt.cli.options.mapping import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
 from ckpt.errors import UsageError
-from ckpt.text import units
-from ckpt.text.json_reader import parse_json
-
-from .console.dividing import divided, divisible
-from .console.interrupts import nothing_begun, when_interrupted
-from .console.output import Output, options, style
-from .console.parameters import URL, GroupedCommand, OneOf
-from .console.progress import progress
-from .console.requirements import require_torch
-from .options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
-from .options.mapping import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
+from ckpt.text import parse_json
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport
-    from ckpt.converters.pipeline.parallel import Argument, MegatronParallel
     from ckpt.converters.pipeline.repair import RepairReport
+    from ckpt.converters.pipeline.target import Argument, MegatronParallel
 
 _TARGETS = ("native", "hf", "torch", "dcp", "torch_dist", "megatron")
 _RANKS = click.IntRange(min=1)
@@ -169,7 +166,7 @@ def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, a
     """The ranks that the options ask for; None if no option is given."""
     if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
         return None
-    from ckpt.converters.pipeline.parallel import MegatronParallel
+    from ckpt.converters.pipeline.target import MegatronParallel
 
     return MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=dict(map(_argument, arguments)))
 

@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.text import units
-
-from .console.dividing import divided, divisible
-from .console.interrupts import when_interrupted
-from .console.output import Output, options, style
-from .console.parameters import URL
-from .console.progress import Update, progress
-from .console.requirements import require_torch
+from ckpt import units
+from ckpt.cli.console.dividing import divided, divisible
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL, require_torch
+from ckpt.cli.console.progress import Update, progress, when_interrupted
 
 if TYPE_CHECKING:
-    from ckpt.coordination.divided_work import DividedWork
-    from ckpt.maintenance.copy import CopyReport
+    from ckpt.engine.copy.copy import CopyReport
+    from ckpt.net.divided_work import DividedWork
 
 _INTERRUPTED = "run the same command again to resume: complete files are not copied again; to give up, remove them with `ckpt gc --yes`"
 
@@ -61,9 +58,9 @@ def _copy(
     source: str, target: str, *, threads: int | None, compare: bool, progress: Update, dry_run: bool, work: DividedWork | None
 ) -> CopyReport:
     """Copy the files; of a virtual checkpoint, which has none, make a self-contained one."""
+    from ckpt.engine.copy.copy import CopyReport, copy_checkpoint
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
-    from ckpt.maintenance.copy import CopyReport, copy_checkpoint
 
     if not isinstance(open_catalog(source), VirtualCatalog):
         return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run, compare=compare, work=work)

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.progress import progress
+from ckpt.cli.options.mapping import MappingChoice, mapping_options, views_of
 from ckpt.errors import UsageError
-from ckpt.text import units
-from ckpt.text.json_reader import parse_json
-
-from .console.output import Output, options, style
-from .console.parameters import URL
-from .console.progress import progress
-from .options.mapping import MappingChoice, mapping_options, views_of
+from ckpt.text import parse_json
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
@@ -167,7 +166,7 @@ _NOTHING: Any = object()
 
 
 def _descend(path: str, left: Any, right: Any) -> Iterator[tuple[str, str | None, str | None]]:
-    from ckpt.tree.nodes import child_path, items_of, pairs_of, text
+    from ckpt.plan.tree_decoding import child_path, items_of, pairs_of, text
 
     def children(node: Any) -> dict[str, Any] | None:
         if node is _NOTHING:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
 from ckpt.errors import NotFoundError, UsageError
-from ckpt.text import units
-
-from .console.output import Output, options, style
-from .console.parameters import URL
 
 if TYPE_CHECKING:
-    from ckpt.maintenance.known_steps import KnownSteps
-    from ckpt.maintenance.orphans import Orphan
-    from ckpt.maintenance.step_listing import Step
+    from ckpt.runs.orphans import Orphan
+    from ckpt.runs.step_listing import KnownSteps, Step
 
 _KINDS = {
     "save": "uncommitted save",
@@ -112,8 +110,8 @@ class _Collection:
     def remove(self) -> tuple[int, int]:
         """Remove what is to go. How many checkpoints and orphans went, and their bytes."""
         from ckpt.io_backends.registry import open_backend
-        from ckpt.maintenance.orphans import remove_orphans
-        from ckpt.maintenance.removal import remove_steps
+        from ckpt.runs.orphans import remove_orphans
+        from ckpt.runs.removal import remove_steps
 
         sizes = {row.step.url: row.freed for row in self.removable}
         gone = remove_steps(self.root, [row.step for row in self.removable], self.referrers, relist=self.known.list)
@@ -189,12 +187,11 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     """Decide what goes. Only lists; nothing is removed here."""
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
-    from ckpt.maintenance.known_steps import KnownSteps
-    from ckpt.maintenance.orphans import find_orphans
-    from ckpt.maintenance.removal import infos
-    from ckpt.maintenance.step_listing import directory_name, none_here, vanished_bases
-    from ckpt.maintenance.stored_sizes import stored_sizes
     from ckpt.policies import All, AnyOf, parse_keep, retention
+    from ckpt.runs.orphans import find_orphans
+    from ckpt.runs.removal import infos
+    from ckpt.runs.step_listing import KnownSteps, directory_name, none_here, vanished_bases
+    from ckpt.runs.stored_sizes import stored_sizes
 
     backend = open_backend(root)
     now = backend.now()

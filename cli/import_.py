@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.text import units
-
-from .console.interrupts import when_interrupted
-from .console.output import Output, options, style
-from .console.parameters import URL
-from .console.progress import progress
-from .options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
+from ckpt import units
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.progress import progress, when_interrupted
+from ckpt.cli.options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
 
 if TYPE_CHECKING:
     from ckpt.converters.virtual.importer import ImportReport

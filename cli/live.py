@@ -6,10 +6,9 @@ from dataclasses import asdict
 
 import click
 
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import OneOf
 from ckpt.errors import UsageError
-
-from .console.output import Output, options
-from .console.parameters import OneOf
 
 
 @click.command("live", short_help="Show the versions of a live state and who takes them.")
@@ -28,10 +27,10 @@ def command(what: str, address: str, *, timeout: str, as_json: bool, quiet: bool
       ckpt live status tcp://trainer0:7010/actor
       ckpt live --json status tcp://trainer0:7010/actor
     """
-    from ckpt.live.secret import SinkSecret
+    from ckpt import units
+    from ckpt.live.control import SinkSecret
     from ckpt.live.status import ask_status
     from ckpt.plan.tables import ranks_text
-    from ckpt.text import units
 
     output = Output(json=as_json, quiet=quiet)
     patience = units.seconds(timeout)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.text import units
-
-from .console.output import Output, options, style
-from .console.parameters import URL
+from ckpt import units
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
 
 if TYPE_CHECKING:
-    from ckpt.maintenance.step_listing import Step
+    from ckpt.runs.step_listing import Step
 
 _HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
 
@@ -38,8 +37,8 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     """
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import join_url
-    from ckpt.maintenance.step_listing import directory_name, list_steps, none_here, vanished_bases
-    from ckpt.maintenance.stored_sizes import stored_sizes
+    from ckpt.runs.step_listing import directory_name, list_steps, none_here, vanished_bases
+    from ckpt.runs.stored_sizes import stored_sizes
 
     output = Output(json=as_json, quiet=quiet)
     steps = sorted(list_steps(root), key=lambda step: step.abandoned is None)  # the newest comes last

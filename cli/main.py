@@ -19,13 +19,11 @@ from typing import Any
 import click
 
 from ckpt._version import __version__
+from ckpt.cli.console.dividing import ARGUMENTS
+from ckpt.cli.console.output import Output, logging_to_stderr, unwritable, verbose
+from ckpt.cli.console.progress import INTERRUPTED, quit_at_once
 from ckpt.errors import CkptError, StorageError
-from ckpt.text.printable import printable
-from ckpt.text.suggest import did_you_mean
-
-from .console.dividing import ARGUMENTS
-from .console.interrupts import INTERRUPTED, quit_at_once
-from .console.output import Output, logging_to_stderr, unwritable, verbose
+from ckpt.text import did_you_mean, printable
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",
@@ -210,7 +208,7 @@ def _hint_of(err: CkptError) -> str | None:
 
     if not isinstance(err, NotFoundError) or err.where is None:
         return err.hint
-    from .console.nearby import near_url
+    from ckpt.cli.console.nearby import near_url
 
     near = near_url(err.where)
     return f"did you mean {near}?" if near is not None else err.hint

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.dividing import divided, divisible
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torch
+from ckpt.cli.console.progress import progress, when_interrupted
+from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
+from ckpt.cli.options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
 from ckpt.errors import UsageError
-from ckpt.text import units
-
-from .console.dividing import divided, divisible
-from .console.interrupts import when_interrupted
-from .console.output import Output, options, style
-from .console.parameters import URL, GroupedCommand, OneOf
-from .console.progress import progress
-from .console.requirements import require_torch
-from .options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
-from .options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
 
 if TYPE_CHECKING:
-    from ckpt.converters.arithmetic.merge import MergeReport
+    from ckpt.converters.merge import MergeReport
 
 _TARGETS = ("native", "hf", "torch", "dcp")
 _SCHEDULES = ("linear", "cosine", "sqrt")
@@ -93,7 +90,7 @@ def command(
       ckpt merge soup/ --to hf --config hf/Llama-3-8B tuned-a/ tuned-b/ tuned-c/
     """
     require_torch("`ckpt merge`")
-    from ckpt.converters.arithmetic.merge import last_steps, merge
+    from ckpt.converters.merge import last_steps, merge
 
     with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
         if last is not None:

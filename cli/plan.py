@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.text import units
-
-from .console.output import Output, options
-from .console.parameters import URL, OneOf
-from .console.requirements import require_torch
+from ckpt import units
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import URL, OneOf, require_torch
 
 if TYPE_CHECKING:
     from ckpt.engine.dry_run.layouts import MeshForecast

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.text import units
-
-from .console.output import Output, options, style
-from .console.parameters import URL
+from ckpt import units
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
 
 if TYPE_CHECKING:
-    from ckpt.maintenance.rebuild import RebuildReport
+    from ckpt.runs.rebuild import RebuildReport
 
 
 @click.command("rebuild", short_help="Rebuild a lost or damaged index from the data files.")
@@ -37,7 +36,7 @@ def command(url: str, *, id: str | None, dry_run: bool, as_json: bool, quiet: bo
       ckpt rebuild runs/a/step-00001000
       ckpt verify runs/a/step-00001000
     """
-    from ckpt.maintenance.rebuild import rebuild_checkpoint
+    from ckpt.runs.rebuild import rebuild_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
     report = rebuild_checkpoint(url, id=id, dry_run=dry_run)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import URL
 from ckpt.errors import StorageError, UsageError
-from ckpt.text import units
-
-from .console.output import Output, options
-from .console.parameters import URL
 
 if TYPE_CHECKING:
-    from ckpt.layout.mesh import Mesh
+    from ckpt.plan.layout.mesh import Mesh
 
 
 @click.command("report", short_help="Draw saves as one HTML file.")
@@ -42,8 +41,8 @@ def command(
       ckpt report runs/a/step-1000 -o report.html --price 2.50
       ckpt report runs/a/step-1000 runs/b/step-1000 -o both.html
     """
-    from ckpt.observe.html import render
-    from ckpt.observe.report import Setting, build_report
+    from ckpt.runs.report.content import Setting, build_report
+    from ckpt.runs.report.html import render
 
     output = Output(json=as_json, quiet=quiet)
     if out == "-" and as_json:
@@ -81,7 +80,7 @@ def _price(text: str | None) -> tuple[str, float | None]:
 
 
 def _mesh(text: str | None) -> Mesh | None:
-    from ckpt.layout.mesh import Mesh
+    from ckpt.plan.layout.mesh import Mesh
 
     if text is None:
         return None

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
 from ckpt.errors import StorageError, UsageError
-from ckpt.text import units
-
-from .console.output import Output, options, style
-from .console.parameters import URL
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
     from ckpt.formats.native.runlog import LogEntry
-    from ckpt.observe.history import History, SavedSpans
-    from ckpt.observe.summary import PhaseSummary, SaveSummary
-    from ckpt.tracing.spans import SpanTable
+    from ckpt.runs.report.history import History, SavedSpans
+    from ckpt.runs.report.summary import PhaseSummary, SaveSummary
+    from ckpt.telemetry.spans import SpanTable
 
 _SHOWN = 8
 _MENTIONED = 0.01
@@ -48,7 +47,7 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
       ckpt stats --trace save.json runs/a/step-00001000
       ckpt stats runs/a
     """
-    from ckpt.observe.history import is_checkpoint, read_history, read_save
+    from ckpt.runs.report.history import is_checkpoint, read_history, read_save
 
     output = Output(json=as_json, quiet=quiet)
     if not is_checkpoint(url):
@@ -82,7 +81,7 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
 
 
 def _write_trace(path: str, tables: Mapping[int, SpanTable]) -> None:
-    from ckpt.tracing.trace_events import trace_lines
+    from ckpt.telemetry.trace_events import trace_lines
 
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -106,7 +105,7 @@ def _print_phases(save: SaveSummary, output: Output) -> None:
 
 
 def _row(phase: PhaseSummary) -> tuple[str, ...]:
-    from ckpt.tracing.spans import LEADING, WAITING
+    from ckpt.telemetry.spans import LEADING, WAITING
 
     times = (_seconds(phase.seconds), _seconds(phase.median), _seconds(phase.wall))
     waits = "waiting for training" if phase.phase == "settle" else "waiting for other ranks"
@@ -115,7 +114,7 @@ def _row(phase: PhaseSummary) -> tuple[str, ...]:
 
 
 def _print_ranks(save: SaveSummary, tables: Mapping[int, SpanTable], output: Output) -> None:
-    from ckpt.observe.summary import ratio
+    from ckpt.runs.report.summary import ratio
 
     names, stragglers = [phase.phase for phase in save.phases], set(save.stragglers)
     rows = []
@@ -129,7 +128,7 @@ def _print_ranks(save: SaveSummary, tables: Mapping[int, SpanTable], output: Out
 
 
 def _print_heatmap(save: SaveSummary, tables: Mapping[int, SpanTable], output: Output) -> None:
-    from ckpt.observe.heat import terminal_lines
+    from ckpt.runs.report.heat import terminal_lines
 
     for line in terminal_lines(save, tables, encoding=getattr(sys.stdout, "encoding", None) or "ascii"):
         output.line(line)

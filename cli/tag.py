@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import URL
 from ckpt.errors import FormatError, UsageError
-
-from .console.output import Output, options
-from .console.parameters import URL
 
 
 @click.command("tag", short_help="Add or remove tags, which protect a checkpoint from removal.")
@@ -26,7 +25,7 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     from ckpt.formats.native.writer import set_tags
     from ckpt.formats.registry import open_catalog
     from ckpt.io_backends.registry import open_backend
-    from ckpt.maintenance.step_listing import list_steps
+    from ckpt.runs.step_listing import list_steps
 
     output = Output(json=as_json, quiet=quiet)
     if delete and not tags:

@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.dividing import divided, divisible
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.progress import progress, when_interrupted
 from ckpt.errors import FormatError
-from ckpt.text import units
-
-from .console.dividing import divided, divisible
-from .console.interrupts import when_interrupted
-from .console.output import Output, options, style
-from .console.parameters import URL
-from .console.progress import progress
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.semantic import SemanticReport
-    from ckpt.coordination.divided_work import DividedWork
     from ckpt.engine.verify.verify import Problem, VerifyReport
+    from ckpt.net.divided_work import DividedWork
 
 CORRUPT = 20
 UNREAD = "unread"

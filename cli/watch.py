@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
+from ckpt.cli.console.output import Output, options
+from ckpt.cli.console.parameters import URL
 from ckpt.errors import NotFoundError, UsageError
-from ckpt.text import units
-from ckpt.text.printable import printable
-
-from .console.output import Output, options
-from .console.parameters import URL
+from ckpt.text import printable
 
 if TYPE_CHECKING:
-    from ckpt.observe.watching import SaveWatcher, WatchSnapshot
-    from ckpt.tracing.progress import SaveProgress, SlowRank
+    from ckpt.runs.report.watching import SaveWatcher, WatchSnapshot
+    from ckpt.telemetry.progress import SaveProgress, SlowRank
 
 HANGS, NOT_COMMITTED = 31, 11
 _LINES = 10.0
@@ -49,7 +48,7 @@ def command(url: str, *, once: bool, interval: float | None, timeout: str, as_js
       ckpt watch runs/a
       ckpt watch --once --json runs/a/step-00001000
     """
-    from ckpt.observe.watching import SaveWatcher
+    from ckpt.runs.report.watching import SaveWatcher
 
     patience = units.seconds(timeout)
     if patience is None:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from ckpt.needs import late_names
 
 if TYPE_CHECKING:
+    from .pipeline.target import FileItem as FileItem
     from .pipeline.target import OutputFile as OutputFile
     from .pipeline.target import OutputOptions as OutputOptions
     from .pipeline.target import OutputPlan as OutputPlan
     from .pipeline.target import Target as Target
-    from .pipeline.windows import FileItem as FileItem
     from .select.selection import OutputSet as OutputSet
     from .select.selection import OutputTensor as OutputTensor
     from .select.selection import SelectOptions as SelectOptions
 
 _WHERE = {
-    "FileItem": "ckpt.converters.pipeline.windows",
+    "FileItem": "ckpt.converters.pipeline.target",
     "OutputFile": "ckpt.converters.pipeline.target",
     "OutputOptions": "ckpt.converters.pipeline.target",
     "OutputPlan": "ckpt.converters.pipeline.target",

@@ -13,19 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt import settings
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.divided import Part, WrittenFiles, replacements_noticed, write_divided
-from ckpt.converters.pipeline.options import ConvertKeywords, ConvertOptions
 from ckpt.converters.pipeline.repair import RepairReport, repaired
-from ckpt.converters.pipeline.target import Target, target
+from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, Target, target
 from ckpt.converters.select.selection import OutputSet
-from ckpt.converters.targets.hf_config import read_configuration
+from ckpt.converters.targets.hf import read_configuration
 from ckpt.errors import MismatchError, UsageError
 from ckpt.formats.registry import open_catalog
-from ckpt.settings import limits
-from ckpt.text.urls import url_text
-from ckpt.tracing.progress_callback import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.text import url_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -125,8 +124,8 @@ def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[s
     """What the options ask for beside the tensors, once their memory and configuration are checked."""
     if not isinstance(options.memory, int):
         raise UsageError(f"memory= is a number of bytes, not {options.memory!r}", hint="memory=1 << 30")
-    if options.memory < limits.LEAST_MEMORY:
-        raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {limits.LEAST_MEMORY >> 20}MiB")
+    if options.memory < settings.LEAST_MEMORY:
+        raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {settings.LEAST_MEMORY >> 20}MiB")
     if options.config is not None and (format.name != "hf" or format.one_file(url)):
         raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")
     return read_configuration(options.config).files

@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckpt
 from ckpt.engine.verify.verify import verify
 from ckpt.io_backends import open_backend
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
 from ckpt.policies import EverySteps, Latest
+from ckpt.runs.orphans import find_orphans, remove_orphans
 
 BATCH = 12
 """Samples of a step, shared by all ranks."""

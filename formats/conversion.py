@@ -11,10 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt.text.json_reader import parse_json
-
-from .native.commit import COMMIT_PATH
-from .native.paths import id_of, path_problem
+from ckpt.formats.native.commit import COMMIT_PATH
+from ckpt.formats.native.paths import id_of, path_problem
+from ckpt.text import parse_json
 
 CONVERTING = "convert.json"
 CLAIM = "finish"

@@ -8,14 +8,13 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
-
-from .native.catalog import read_index, read_record
-from .native.clearing import check_no_link, check_there, confirm
-from .native.commit import COMMIT_PATH, CommitRecord
-from .native.datafiles.references import is_reference
-from .native.datafiles.referrers import referred_files
-from .native.index import decode_files
-from .native.paths import FILES, SPANS, data_prefix, index_path
+from ckpt.formats.native.catalog import read_index, read_record
+from ckpt.formats.native.clearing import check_no_link, check_there, confirm
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.datafiles.references import is_reference
+from ckpt.formats.native.datafiles.referrers import referred_files
+from ckpt.formats.native.index import decode_files
+from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -38,7 +37,7 @@ log = logging.getLogger("ckpt")
 #   (convert, export)     which is put first       there, no reader opens the directory
 #
 # Two writers at one place: the put is a compare-and-swap, so one of two commits loses; convert.json is created only if it is absent, so one
-# of two intents loses. A clean-up at the same time: see ``native.clearing``. What is left behind: ``ckpt.maintenance.orphans`` reads the
+# of two intents loses. A clean-up at the same time: see ``native.clearing``. What is left behind: ``ckpt.runs.orphans`` reads the
 # right-hand column, and removes it when nobody can need it any more.
 
 

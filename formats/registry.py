@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
+from ckpt.io_backends.retries import read_checked
 from ckpt.needs import attribute, entry_points
-from ckpt.reread import read_checked
-from ckpt.text.urls import url_text
+from ckpt.text import url_text
 
 from .conversion import CONVERTING
 from .protocol import Format
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
+    from ckpt.formats.native.catalog import Reading
     from ckpt.io_backends.protocol import Backend
-
-    from .native.catalog import Reading
 
 ENTRY_POINTS = "ckpt.formats"
 """Group of entry points that are ``Format`` values of other distributions."""
@@ -33,8 +32,8 @@ _BUILTIN = (
     "ckpt.formats.dcp.catalog:UNFINISHED",
     "ckpt.formats.deepspeed.catalog:FORMAT",
     "ckpt.formats.deltas.catalog:FORMAT",
-    "ckpt.formats.safetensors.catalog:FORMAT",
-    "ckpt.formats.fsdp.catalog:FORMAT",
+    "ckpt.formats.safetensors:FORMAT",
+    "ckpt.formats.fsdp:FORMAT",
     "ckpt.formats.torchzip.catalog:FORMAT",
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
@@ -71,9 +70,8 @@ def open_catalog(
         CorruptError: it is one, and damaged.
     """
     url = url_text(url)
+    from ckpt.formats.native.catalog import open_native, read_index, read_record
     from ckpt.io_backends.registry import open_backend
-
-    from .native.catalog import open_native, read_index, read_record
 
     record = read_record(native := open_backend(url))
     if record is not None:  # by far the most common case: no listing for it
@@ -98,8 +96,8 @@ class _Files(NamedTuple):
 
 
 def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequence[str | os.PathLike[str]] | None) -> Catalog:
-    from .native.catalog import not_committed
-    from .native.paths import has_orphans
+    from ckpt.formats.native.catalog import not_committed
+    from ckpt.formats.native.paths import has_orphans
 
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
@@ -155,10 +153,9 @@ def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:
 def _look(url: str) -> tuple[Backend, list[str]]:
     """What lies directly below a URL, or the file that it is."""
     # Other hidden files than that of DCP are what a killed writer may leave.
+    from ckpt.formats.external.base import open_single
+    from ckpt.formats.native.commit import COMMIT_PATH
     from ckpt.io_backends.registry import open_backend
-
-    from .external.virtual_backends import open_single
-    from .native.commit import COMMIT_PATH
 
     backend: Backend = open_backend(url)
     names = [name for name in backend.list_dir() if not name.startswith(".") or name == ".metadata"]
@@ -170,8 +167,8 @@ def _look(url: str) -> tuple[Backend, list[str]]:
 
 def _is_data(backend: Backend, names: list[str]) -> bool:
     """Whether this is the directory with the data files of a checkpoint of ours. One of them alone is a safetensors file like any other."""
-    from .external.virtual_backends import SingleFile
-    from .native.paths import id_of
+    from ckpt.formats.external.base import SingleFile
+    from ckpt.formats.native.paths import id_of
 
     return not isinstance(backend, SingleFile) and any(id_of(f"data/{name}") is not None for name in names)
 
@@ -188,8 +185,8 @@ def _some(names: list[str]) -> str:
 
 
 def _hint(names: list[str]) -> str:
-    from .megatron.legacy.rank_files import FILE
-    from .torchzip.catalog import SUFFIXES
+    from ckpt.formats.megatron.legacy_ranks import FILE
+    from ckpt.formats.torchzip.catalog import SUFFIXES
 
     if FILE in names:
         return "this is what one rank of a Megatron job wrote: name the directory above it, such as iter_0001000"

@@ -18,11 +18,10 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from ckpt.concurrency.workers import run_tasks
+from ckpt.concurrency import run_tasks
 from ckpt.errors import UsageError
 
-from .checks import check_prefix, too_large
-from .shared_object import SharedObject
+from .checks import SharedObject, check_prefix, too_large
 
 _W = TypeVar("_W", bound="Writer")
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid
-from ckpt.layout.geometry import Box, cells, flat_to_boxes
+from ckpt.plan.layout.geometry import Box, cells, flat_to_boxes
 
 
 def shapes(min_side: int = 0, max_side: int = 5, max_dims: int = 4) -> st.SearchStrategy[tuple[int, ...]]:

@@ -10,11 +10,10 @@ from functools import partial
 
 import pytest
 
-from ckpt.transport import dialing, listener
-from ckpt.transport.dialing import Dialer
-from ckpt.transport.listener import Listener
-from ckpt.transport.sockets import Greeting, Hello, Sending, Views
-from ckpt.transport.tcp import prepare
+from ckpt.net import dialing, listener
+from ckpt.net.dialing import Dialer
+from ckpt.net.listener import Listener
+from ckpt.net.sockets import Greeting, Hello, Sending, Views, prepare
 
 SECRET = bytes(range(16))
 HELLO = Hello(number=1, rank=7, size=3, announcement=b"")

@@ -12,8 +12,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt.layout import geometry
-from ckpt.layout.geometry import (
+from ckpt.plan.layout import geometry
+from ckpt.plan.layout.geometry import (
     Blocks,
     Box,
     box_to_flat,

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from ckpt.errors import CkptError, UsageError
-from ckpt.transport import endpoints
-from ckpt.transport.endpoints import from_here, own_addresses
-from ckpt.transport.interfaces import InterfaceAddress, choose, interface_addresses, is_loopback
+from ckpt.net import endpoints
+from ckpt.net.endpoints import InterfaceAddress, choose, from_here, interface_addresses, is_loopback, own_addresses
 
 KNOWN = [
     InterfaceAddress(interface=name, host=host)

@@ -23,7 +23,7 @@ from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, Simulat
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.protocol import Backend, PendingUpload
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.orphans import Orphan, find_orphans, remove_orphans
+from ckpt.runs.orphans import Orphan, find_orphans, remove_orphans
 from tests.cli.checkpoints import write_checkpoint
 from tests.formats import oracle
 

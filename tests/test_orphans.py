@@ -14,7 +14,7 @@ from ckpt.formats.native.commit import began, new_id
 from ckpt.io_backends import Backend, MemoryBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.protocol import PendingUpload
-from ckpt.maintenance.orphans import SETTLED, find_orphans, remove_orphans
+from ckpt.runs.orphans import SETTLED, find_orphans, remove_orphans
 from tests.cli.checkpoints import write_checkpoint
 from tests.formats import oracle
 from tests.io_backends.bucket import buckets

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt import settings
 from ckpt.errors import UsageError
-from ckpt.settings.variables import NAMES, warn_of_misspelt
+from ckpt.settings import NAMES, warn_of_misspelt
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt.errors import DeadlineError
-from ckpt.transport import shm_pool
-from ckpt.transport.shm_pool import Announcement, AttachedPool, BrokenPoolError, SlotPool, machine
+from ckpt.net import shm_pool
+from ckpt.net.shm_pool import Announcement, AttachedPool, BrokenPoolError, SlotPool, machine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 

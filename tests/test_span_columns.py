@@ -11,10 +11,9 @@ import pytest
 
 from ckpt.errors import UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
-from ckpt.formats.native.span_columns import decode_about, decode_groups, encode_about, encode_groups
-from ckpt.formats.native.spans import MANY, SLOWEST, read_spans, write_spans
+from ckpt.formats.native.spans import MANY, SLOWEST, decode_about, decode_groups, encode_about, encode_groups, read_spans, write_spans
 from ckpt.io_backends.memory import MemoryBackend
-from ckpt.tracing.spans import Row, Spans, SpanTable, limit_for
+from ckpt.telemetry.spans import Row, Spans, SpanTable, limit_for
 from tests.test_spans import signed
 
 PHASES = ("collect", "plan", "agree", "capture", "settle", "exchange", "hash", "write", "sync")
@@ -70,7 +69,7 @@ def test_no_spans_are_written_that_cannot_be_read(monkeypatch: pytest.MonkeyPatc
         write_spans(backend, record.id, rows)
     assert list(backend.list_prefix()) == []
     monkeypatch.setattr("ckpt.formats.native.spans.MOST_SUMS", sums)
-    monkeypatch.setattr("ckpt.formats.native.span_columns.MOST_SUMS", sums)
+    monkeypatch.setattr("ckpt.formats.native.spans.MOST_SUMS", sums)
     write_spans(backend, record.id, rows)
     assert len(read_spans(backend, record)) == 300
 

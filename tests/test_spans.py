@@ -24,8 +24,8 @@ from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import read_spans, write_spans
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
-from ckpt.tracing.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for
-from ckpt.tracing.trace_events import trace_events, trace_lines
+from ckpt.telemetry.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for
+from ckpt.telemetry.trace_events import trace_events, trace_lines
 from tests.cli.checkpoints import sample, write_checkpoint
 
 # ------------------------------------------------------------------------------------------------------------- recording

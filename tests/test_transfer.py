@@ -10,16 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.concurrency.imap_unordered import imap_unordered
-from ckpt.concurrency.patience import patience
-from ckpt.concurrency.rounds import Rounds
-from ckpt.concurrency.workers import map_tasks
+from ckpt import settings
+from ckpt.concurrency import Rounds, imap_unordered, map_tasks, patience
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.settings import limits
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 from tests.formats import oracle
 from tests.io_backends.bucket import buckets
@@ -52,7 +49,7 @@ def source(tmp_path: Path) -> str:
 
 @pytest.fixture(params=[16 << 20, 40, 7], ids=["whole files", "small runs", "long chunks"])
 def buffer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(limits, "HASH_BUFFER", request.param)
+    monkeypatch.setattr(settings, "HASH_BUFFER", request.param)
     return int(request.param)
 
 
@@ -235,8 +232,8 @@ def test_a_fresh_copy_asks_for_nothing_needless(tmp_path: Path, source: str) -> 
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HASH_BUFFER", 1 << 20)
-    monkeypatch.setattr(limits, "PIECE", 1 << 20)
+    monkeypatch.setattr(settings, "HASH_BUFFER", 1 << 20)
+    monkeypatch.setattr(settings, "PIECE", 1 << 20)
     write_checkpoint(str(tmp_path / "s"), {"w": np.arange(8 << 20, dtype=np.int32), "v": np.ones((64, 4096))}, ranks=1)
     tracemalloc.start()
     try:

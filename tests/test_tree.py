@@ -17,8 +17,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt import tree
 from ckpt.errors import FormatError, StateError
+from ckpt.plan import tree
 
 NUMPY_DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 NUMPY_DTYPES += ["float16", "float32", "float64", "complex64", "complex128"]

@@ -43,7 +43,7 @@ def expected_names() -> set[str]:
     paths = [path for room in ROOMS for kind in ("*.py", "*.toml") for path in (ROOT / room).rglob(kind)]
     names = {f"ckpt/{path.relative_to(ROOT).as_posix()}" for path in paths}
     own = (path.relative_to(ROOT) for path in (ROOT / "ckpt").rglob("*.py"))
-    page = {"ckpt/observe/report.css", "ckpt/observe/report.js"}
+    page = {"ckpt/runs/report/report.css", "ckpt/runs/report/report.js"}
     return names | page | {path.as_posix() for path in own if path.parts[1] not in ROOMS} | {"ckpt/py.typed"}
 
 

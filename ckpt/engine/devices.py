@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpt.adapters.tensors import LocalTensor
-from ckpt.concurrency.workers import Pending
+from ckpt.concurrency import Pending
 from ckpt.errors import CkptError, UsageError
+from ckpt.state.tensors import LocalTensor
 
 log = logging.getLogger("ckpt")
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ckpt.catalog import Catalog
-from ckpt.coordination.call import Call
 from ckpt.errors import CkptError
 from ckpt.formats.native.catalog import open_native, read_index, read_index_file
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import is_file_system, open_backend
-from ckpt.text.json_reader import parse_json
+from ckpt.net.call import Call
+from ckpt.text import parse_json
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

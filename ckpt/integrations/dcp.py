@@ -22,25 +22,25 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt import settings, tree
-from ckpt.adapters.tensors import LocalShard, LocalTensor, dtype_of
-from ckpt.coordination.group import Group
-from ckpt.coordination.rows import Row
+from ckpt import settings
 from ckpt.dtypes import dtype as dtype_named
-from ckpt.engine.save.encoded_writer import EncodedWriter
 from ckpt.engine.save.leader import Leader, OpenSave, Tables, Values
-from ckpt.engine.save.meter import SaveMeter
 from ckpt.engine.save.plan import plan_assigned
+from ckpt.engine.save.staging import SaveMeter
 from ckpt.engine.save.tensor_source import ChunkSource
-from ckpt.engine.save.writer import Alive, RankWriter, WriteInput
+from ckpt.engine.save.writer import Alive, EncodedWriter, RankWriter, WriteInput
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
 from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout.geometry import Box
+from ckpt.net.group import Group
+from ckpt.net.rows import Row
+from ckpt.plan import tree
 from ckpt.plan.external_assignment import AssignedBox, ExternalAssignment, assign_boxes
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.tables import Joined
-from ckpt.tracing.spans import Spans
+from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
+from ckpt.telemetry.spans import Spans
 
 from .dcp_reader import CkptReader
 

@@ -21,16 +21,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt import settings
-from ckpt.adapters.tensors import dtype_of
-from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, identity
+from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader as Reading
 from ckpt.engine.load.reader import TensorLoad
 from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
-from ckpt.formats.native.replaced import replacement_noticed
+from ckpt.formats.native.writer import replacement_noticed
 from ckpt.formats.registry import open_catalog
-from ckpt.layout.geometry import Box
-from ckpt.text.urls import url_text
+from ckpt.plan.layout.geometry import Box
+from ckpt.state.tensors import dtype_of
+from ckpt.text import url_text
 from ckpt.view import StoredPerRank, StoredTensor, View
 
 from .reading import job

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ckpt.coordination.group import Group
 from ckpt.engine.save.background import SaveHandle, start_save
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import UsageError
-from ckpt.io_backends.storage_options import configure_storage
-from ckpt.maintenance.removal import remove_at
+from ckpt.io_backends.registry import configure_storage
 from ckpt.needs import needed
+from ckpt.net.group import Group
+from ckpt.runs.removal import remove_at
 
 from .reading import read_state
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ckpt.errors import UsageError
 
 from .engines import EngineSink
-from .received import take_step
+from .reading import take_step
 
 _OPTIONS = ("checkpoint", "only", "rename", "names", "convention", "numbers", "stage", "optional", "timeout")
 

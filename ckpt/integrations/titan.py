@@ -18,15 +18,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ckpt.adapters.fenced import Fenced
-from ckpt.adapters.per_rank import PerRank
 from ckpt.api import load as load_checkpoint
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import join_url
 from ckpt.policies import All, EverySteps, Latest
-from ckpt.training.checkpointer import Checkpointer
+from ckpt.runs.checkpointer import Checkpointer
+from ckpt.state.collect import Fenced
+from ckpt.state.walk import PerRank
 
-from .agreed import agreed_latest
+from .reading import agreed_latest
 
 MODEL = "model"
 

@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
-from ckpt.adapters.dtensor import is_dtensor
 from ckpt.errors import ConflictError
 from ckpt.live import Sink, Source
+from ckpt.state.dtensor import is_dtensor
 
-from .received import ReceivedState, group_of_one, own_address, take_step
+from .reading import ReceivedState, group_of_one, own_address, take_step
 
 T = TypeVar("T")
 

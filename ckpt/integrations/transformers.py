@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.adapters.per_rank import PerRank
 from ckpt.api import load
 from ckpt.api import open as open_view
 from ckpt.errors import StateError, UsageError
@@ -29,10 +28,11 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
-from ckpt.text.urls import url_text
-from ckpt.training.checkpointer import Checkpointer
+from ckpt.runs.checkpointer import Checkpointer
+from ckpt.state.walk import PerRank
+from ckpt.text import url_text
 
-from .agreed import agreed_latest
+from .reading import agreed_latest
 
 with needed("transformers", "transformers"):
     from transformers import Trainer, TrainerCallback

@@ -16,7 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from ckpt.errors import UsageError
 from ckpt.live import Sink, Source, Version
 
-from .received import ReceivedState, group_of_one, own_address, take_step
+from .reading import ReceivedState, group_of_one, own_address, take_step
 
 
 @CheckpointEngineRegistry.register("ckpt")

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from ckpt.errors import UsageError
 
 from .engines import EngineSink
-from .received import take_step
+from .reading import take_step
 
 
 @dataclass

@@ -6,29 +6,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .in_job.reshard_report import ReshardReport as ReshardReport
-    from .in_job.reshard_report import Traffic as Traffic
-    from .in_job.resharding import reshard as reshard
     from .publication import Publication as Publication
     from .publication import PublishReport as PublishReport
+    from .reshard_offers import ReshardReport as ReshardReport
+    from .reshard_offers import Traffic as Traffic
+    from .resharding import reshard as reshard
     from .sink import Sink as Sink
     from .source import Source as Source
     from .status import SinkStatus as SinkStatus
     from .status import SourceStatus as SourceStatus
     from .status import VersionStatus as VersionStatus
-    from .takes.report import TakeReport as TakeReport
+    from .take_phases import TakeReport as TakeReport
     from .versions import Version as Version
 
 _WHERE = {
-    "reshard": "in_job.resharding",
-    "ReshardReport": "in_job.reshard_report",
-    "Traffic": "in_job.reshard_report",
+    "reshard": "resharding",
+    "ReshardReport": "reshard_offers",
+    "Traffic": "reshard_offers",
     "Source": "source",
     "Publication": "publication",
     "PublishReport": "publication",
     "Version": "versions",
     "Sink": "sink",
-    "TakeReport": "takes.report",
+    "TakeReport": "take_phases",
     "SourceStatus": "status",
     "VersionStatus": "status",
     "SinkStatus": "status",

@@ -15,22 +15,17 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from ckpt.errors import (
-    CkptError,
-    FormatError,
-    GroupError,
-    RankFailedError,
-)
+from ckpt.errors import CkptError, FormatError, GroupError, RankFailedError
+from ckpt.net.endpoints import network
+from ckpt.net.framing import ALIVE, IN_STREAM, RECORD, damaged
+from ckpt.net.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
+from ckpt.net.wire import Address, dial
 from ckpt.plan.transfers import MOST_PIECE, RequestList
-from ckpt.text.urls import address_text
-from ckpt.tracing.spans import Spans
-from ckpt.transport.endpoints import network
-from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD, damaged
-from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
+from ckpt.telemetry.spans import Spans
+from ckpt.text import address_text
 
-from .pieces.delta import PieceBase, Place, apply_changes
-from .pieces.dense import NOT_THE_BASE, REASONS, SLOTS
-from .pieces.pull_messages import (
+from .delta import PieceBase, Place, apply_changes
+from .piece_messages import (
     CHANGES,
     DIGESTS,
     DIGESTS_KIND,
@@ -39,21 +34,23 @@ from .pieces.pull_messages import (
     LENGTH,
     MACHINE,
     MOST_LIST,
+    NOT_THE_BASE,
     OPENED,
     PULL,
     PULL_KIND,
     PURPOSE,
+    REASONS,
+    SLOTS,
     UNOPENED,
     receive_error,
 )
-from .wire import Address, dial
 
 log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A rank that serves pieces. ``network`` is that of its machine (``ckpt.transport.endpoints.network``).
+    """A rank that serves pieces. ``network`` is that of its machine (``ckpt.net.endpoints.network``).
 
     One that is no rank of the source but passes pieces on has the name of its sink (``relay``), calls the version by a name of its own
     (``version``), and a rank of the source, the ``witness``, tells the digests of what it gives."""

@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ckpt.adapters.memory import raw_view, reads_otherwise
-from ckpt.adapters.tensors import LocalTensor
 from ckpt.catalog import TensorEntry
-from ckpt.engine.load.copying import Stored, copy_box
-from ckpt.layout.geometry import Box
+from ckpt.engine.load.whole_chunks import Stored, copy_box
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import common_box
 from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers, wanted_digest
+from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise
 
-from .catalog import LiveCatalog
-from .naming.renaming import Target, source_targets
+from .holdings import LiveCatalog
 from .pull import piece_boxes
+from .renaming import Target, source_targets
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

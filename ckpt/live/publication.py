@@ -14,27 +14,24 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt import tree
-from ckpt.adapters.collect import Collected
-from ckpt.adapters.memory import RAW
-from ckpt.adapters.tensors import LocalShard, LocalTensor
-from ckpt.coordination.call import Call
 from ckpt.engine.devices import devices_of, refuse_in_graph
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.fence import CaptureFence, Outcome
-from ckpt.engine.save.meter import SaveMeter
 from ckpt.engine.save.plan import RankPlan, plan_image, replicated_chunks
 from ckpt.engine.save.replicas import Replicas
-from ckpt.engine.save.staging import Segment, StagedBatches
+from ckpt.engine.save.staging import SaveMeter, Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import DeadlineError
+from ckpt.net.call import Call
+from ckpt.plan import tree
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, split_tables
-from ckpt.tracing.spans import Spans, SpanTable
-from ckpt.tracing.stall import Stall
+from ckpt.state.collect import Collected
+from ckpt.state.tensors import RAW, LocalShard, LocalTensor
+from ckpt.telemetry.callbacks import Stall
+from ckpt.telemetry.spans import Spans, SpanTable
 
-from .segments.published import PublishedSegment, SegmentLayout
-from .segments.segment import MemorySegment
+from .segment import MemorySegment, PublishedSegment, SegmentLayout
 from .versions import Version, own_blob
 
 

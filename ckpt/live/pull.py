@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from ckpt.concurrency.workers import Pending, run_tasks
+from ckpt.concurrency import Pending, run_tasks
 from ckpt.errors import CancelledError, CkptError, CorruptError, CoverageError, GroupError, NotFoundError
 from ckpt.plan.transfers import RequestList, Share, TransferPlan
-from ckpt.tracing.spans import Spans
+from ckpt.telemetry.spans import Spans
 
 from .client import Holder, PieceClient
-from .pieces.delta import PieceBase
-from .relays.box_digests import box_digests
+from .delta import PieceBase
+from .piece_messages import box_digests
 
 log = logging.getLogger("ckpt")
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.coordination.rows import Row
 from ckpt.errors import FormatError, NotFoundError
-from ckpt.transport.members import check, is_count
+from ckpt.net.message_fields import check, is_count
+from ckpt.net.rows import Row
 
 from .control import Answer
-from .relays.relay import RELAY
+from .relay import RELAY
 from .versions import Manifest, Version
 
 WAIT = 0.5

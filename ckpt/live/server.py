@@ -17,16 +17,16 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from ckpt.errors import CkptError, DeadlineError, FormatError, NotFoundError
+from ckpt.net.connections import ConnectionServer
+from ckpt.net.endpoints import listen, network
+from ckpt.net.framing import ALIVE, IN_STREAM, RECORD
+from ckpt.net.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
+from ckpt.net.wire import Channel
 from ckpt.plan.transfers import MOST_PIECE, RequestList, digest_of
-from ckpt.transport.endpoints import listen, network
-from ckpt.transport.framing import ALIVE, IN_STREAM, RECORD
-from ckpt.transport.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 
-from .connections import ConnectionServer
+from .delta import PieceComparer
 from .holdings import Packable
-from .pieces.delta import PieceComparer
-from .pieces.dense import WHOLE, WHOLE_NOT_KEPT
-from .pieces.pull_messages import (
+from .piece_messages import (
     CHANGES,
     DIGESTS,
     DIGESTS_KIND,
@@ -41,10 +41,11 @@ from .pieces.pull_messages import (
     PULL_KIND,
     PURPOSE,
     UNKNOWN,
+    WHOLE,
+    WHOLE_NOT_KEPT,
+    BoxDigests,
     send_error,
 )
-from .relays.box_digests import BoxDigests
-from .wire import Channel
 
 SLOTS = 12
 """Pieces that are packed and not yet taken, of all receivers together: 48 MiB."""

@@ -17,37 +17,28 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ckpt import settings
-from ckpt.adapters.state_scan import check_state
-from ckpt.adapters.tensors import torch_dtype
-from ckpt.coordination.call import Call
-from ckpt.coordination.group import current_group
-from ckpt.coordination.rows import Row
-from ckpt.engine.load.job import LoadJob, StateWrites
-from ckpt.engine.load.options import LoadOptions
-from ckpt.engine.load.setting import accept
+from ckpt.engine.load.fitting import accept
+from ckpt.engine.load.job import LoadJob, LoadOptions, StateWrites
 from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
-from ckpt.layout.layout import Layout, check_layout
+from ckpt.net.call import Call
+from ckpt.net.group import current_group
+from ckpt.net.rows import Row
+from ckpt.net.shm_pool import machine
+from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
-from ckpt.settings.flags import check_flags
-from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
-from ckpt.tracing.spans import Spans
-from ckpt.transport.shm_pool import machine
+from ckpt.settings import check_flags
+from ckpt.state.tensors import torch_dtype
+from ckpt.state.walk import check_state
+from ckpt.telemetry.callbacks import ProgressCallback, callback_of, reported
+from ckpt.telemetry.spans import Spans
 
-from .control import split_address
-from .naming.renaming import in_other_names, views_of
-from .offered import DROPS, OfferedVersion, find_newest
+from .control import SinkSecret, split_address
+from .offered import DROPS, OfferedVersion, SourceConnection, find_newest
 from .pull import Pulled
-from .relays.relay import Relay
-from .relays.relayed import RelayedVersion
-from .secret import SinkSecret
-from .source_connection import SourceConnection
-from .takes.cache import SinkCache
-from .takes.meter import TakeMeter
-from .takes.phases import MatchedTake, PlannedTake, StagedTake, SwitchedTake
-from .takes.puller import Puller
-from .takes.report import TakeReport
-from .takes.state_version import StateVersion
-from .takes.steps import bytes_that_came, dropped_anywhere, match_take, plan_take, stage_take, switch_take
+from .relay import Relay, RelayedVersion
+from .renaming import in_other_names, views_of
+from .take import Puller, bytes_that_came, dropped_anywhere, match_take, plan_take, stage_take, switch_take
+from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, StateVersion, SwitchedTake, TakeMeter, TakeReport
 from .versions import Version
 
 if TYPE_CHECKING:

@@ -20,30 +20,27 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 from ckpt import settings
-from ckpt.adapters.collect import collect
-from ckpt.adapters.shard_cache import ShardCache
-from ckpt.adapters.state_scan import check_state
-from ckpt.concurrency.workers import Pending
-from ckpt.coordination.call import Call
-from ckpt.coordination.group import current_group
-from ckpt.coordination.rows import Row
+from ckpt.concurrency import Pending
 from ckpt.engine.save.job import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
-from ckpt.layout.layout import Layout
-from ckpt.settings.flags import check_flags
-from ckpt.text.json_reader import parse_json
-from ckpt.tracing.progress_callback import ProgressCallback, callback_of, reported
-from ckpt.tracing.spans import Spans
-from ckpt.tracing.stall import Stall
-from ckpt.transport.shm_pool import machine
+from ckpt.net.call import Call
+from ckpt.net.group import current_group
+from ckpt.net.rows import Row
+from ckpt.net.shm_pool import machine
+from ckpt.plan.layout.layout import Layout
+from ckpt.settings import check_flags
+from ckpt.state.collect import collect
+from ckpt.state.shard_table import ShardCache
+from ckpt.state.walk import check_state
+from ckpt.telemetry.callbacks import ProgressCallback, Stall, callback_of, reported
+from ckpt.telemetry.spans import Spans
+from ckpt.text import parse_json
 
-from .control import ControlServer, listen_at, split_address, with_port
+from .control import ControlServer, fingerprint, forget_secret, given_secret, listen_at, new_secret, split_address, with_port
 from .holdings import Holdings
 from .publication import ImagePlan, PreparedImage, Publication, capture_image, not_sealed, prepare_image, replica_digests, seal_image
 from .registry import VersionRegistry
-from .secret import fingerprint, forget_secret, given_secret, new_secret
-from .segments.published import PublishedSegment
-from .segments.segment import SegmentPool
+from .segment import PublishedSegment, SegmentPool
 from .server import PieceServer
 from .status import SourceStatus, ask_status
 from .version_leader import VersionLeader

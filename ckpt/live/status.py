@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import NotFoundError
-from ckpt.transport.members import Either, Kind, checked, is_count, is_seconds
+from ckpt.net.message_fields import Either, Kind, checked, is_count, is_seconds
 
 from .control import ControlClient, split_address
 

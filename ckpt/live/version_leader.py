@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from ckpt.coordination.call import Call
-from ckpt.coordination.rows import Row
 from ckpt.engine.save.leader import grouped
 from ckpt.engine.save.replicas import compare_replicas
 from ckpt.errors import ConsistencyError
+from ckpt.net.call import Call
+from ckpt.net.rows import Row
 from ckpt.plan.tables import Table, join_tables
 from ckpt.plan.values import join_values
-from ckpt.text.json_reader import parse_json
+from ckpt.text import parse_json
 
 from .registry import VersionRegistry
 from .versions import Manifest, SegmentDigest, digest_of_blob

@@ -12,9 +12,9 @@ import xxhash
 from ckpt.errors import FormatError
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Table, join_tables
-from ckpt.text.json_reader import parse_json
+from ckpt.text import parse_json
 
-from .catalog import LiveCatalog
+from .holdings import LiveCatalog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckpt import settings
 from ckpt.dtypes import DType
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.layout.geometry import Box, IntArray, TilingFault, cells
-from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import Box, IntArray, TilingFault, cells
+from ckpt.plan.layout.tensor_layout import TensorLayout
 
+from .flat import caps, refine
 from .ownership import ChunkAssignment, TensorSpec
-from .subdivide import caps, refine
 
 _NOWHERE = TensorLayout.replicated((0,))
 """Where the boxes came from does not matter any more."""
@@ -110,7 +110,7 @@ def _assignment(shape: tuple[int, ...], itemsize: int, owned_boxes: Sequence[tup
 def _cut(box: Box, itemsize: int) -> tuple[IntArray, IntArray]:
     if not box.numel:
         return np.array([box.offset], dtype=np.int64), np.array([box.shape], dtype=np.int64)
-    most = caps(box.shape, itemsize, limits.CHUNK)
+    most = caps(box.shape, itemsize, settings.CHUNK)
     at, sizes = cells([refine((0, n), 1, cap)[0] for n, cap in zip(box.shape, most, strict=True)])
     return at + np.array(box.offset, dtype=np.int64), sizes
 

@@ -25,21 +25,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
+from ckpt import settings
 from ckpt.dtypes import DType
-from ckpt.layout.geometry import IntArray, cells, even_cuts
-from ckpt.layout.partition import BoxPartition
-from ckpt.layout.stated_boxes import states_boxes
-from ckpt.layout.tensor_layout import TensorLayout, Tiling
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import IntArray, cells, even_cuts
+from ckpt.plan.layout.partition import BoxPartition
+from ckpt.plan.layout.tensor_layout import TensorLayout, Tiling, states_boxes
 
-from .flat import FlatGrid, is_whole, row_grid, whole_grid
-from .subdivide import caps, refine
+from .flat import FlatGrid, caps, is_whole, refine, row_grid, whole_grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +147,14 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
 
 
 def _is_whole(t: TensorSpec) -> bool:
-    return is_whole(t.layout, t.shape, t.dtype.itemsize, limits.UNDIVIDED)
+    return is_whole(t.layout, t.shape, t.dtype.itemsize, settings.UNDIVIDED)
 
 
 def _flat_grid(t: TensorSpec) -> FlatGrid | None:
     """The grid that a flat tensor is merged to, if it is."""
     if _is_whole(t):
         return whole_grid(t.layout, t.shape, 0)
-    return row_grid(t.layout, t.shape, t.dtype.itemsize, limits.CHUNK, limits.UNDIVIDED)
+    return row_grid(t.layout, t.shape, t.dtype.itemsize, settings.CHUNK, settings.UNDIVIDED)
 
 
 def _merged_rotations(members: Sequence[tuple[TensorSpec, FlatGrid]]) -> Iterator[tuple[TensorSpec, FlatGrid, int]]:
@@ -235,7 +233,7 @@ def _shares(tiling: Tiling, shape: tuple[int, ...], itemsize: int, replicas: int
     """Fraction of a typical cell that each replica writes, before the rotation."""
     widest = tiling.widest(shape)
     shares = np.zeros(replicas)
-    if math.prod(widest) * itemsize < limits.UNDIVIDED:
+    if math.prod(widest) * itemsize < settings.UNDIVIDED:
         shares[0] = 1
         return shares
     rows = widest[_row_dim(widest, replicas)]
@@ -262,9 +260,9 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
     replicas = tiling.holders.shape[1]
     # A cell is cut along one dimension only (``row``), so that the parts of a row-major cell stay long runs of bytes.
     # Along the others it is cut only where a chunk would be larger than ``limits.CHUNK``.
-    small = replicas == 1 or not shape or math.prod(widest) * itemsize < limits.UNDIVIDED
+    small = replicas == 1 or not shape or math.prod(widest) * itemsize < settings.UNDIVIDED
     row = None if small else _row_dim(widest, replicas)
-    most = caps(widest, itemsize, limits.CHUNK)
+    most = caps(widest, itemsize, settings.CHUNK)
     refined = [refine(cuts, replicas if dim == row else 1, most[dim]) for dim, cuts in enumerate(tiling.cuts)]
     counts = [len(parent) for _, parent, _ in refined]
     # The grid's cells in row-major order: ``index`` has the coordinates of every chunk, ``parents`` the cell of the
@@ -314,8 +312,8 @@ def _cut_boxes(shapes: IntArray, replicas: int, itemsize: int) -> tuple[IntArray
     """The chunks of boxes ``[n, d]``: the number of the first of each and how many it has, and all of them."""
     # Ranges that begin anywhere have an end of a row of any length: most boxes of a shape of their own are one chunk.
     nbytes = shapes.prod(axis=1) * itemsize
-    whole = (nbytes < limits.UNDIVIDED) if replicas > 1 else np.ones(len(shapes), dtype=bool)
-    whole &= (nbytes <= limits.CHUNK) & (nbytes > 0)
+    whole = (nbytes < settings.UNDIVIDED) if replicas > 1 else np.ones(len(shapes), dtype=bool)
+    whole &= (nbytes <= settings.CHUNK) & (nbytes > 0)
     cut = [_cut_box(tuple(shape), replicas, itemsize) for shape in shapes[~whole].tolist()]
     counts = np.ones(len(shapes), dtype=np.int64)
     counts[~whole] = [len(part) for _, _, part in cut]
@@ -329,9 +327,77 @@ def _cut_boxes(shapes: IntArray, replicas: int, itemsize: int) -> tuple[IntArray
 
 def _cut_box(shape: tuple[int, ...], replicas: int, itemsize: int) -> _Pieces:
     """The chunks of a box."""
-    small = math.prod(shape) * itemsize < limits.UNDIVIDED
+    small = math.prod(shape) * itemsize < settings.UNDIVIDED
     row = _row_dim(shape, replicas)
-    most = caps(shape, itemsize, limits.CHUNK)
+    most = caps(shape, itemsize, settings.CHUNK)
     refined = [refine((0, n), replicas if d == row and not small else 1, most[d]) for d, n in enumerate(shape)]
     at, sizes = cells([new for new, _, _ in refined])
     return at, sizes, refined[row][2][np.indices([len(r[1]) for r in refined])[row].ravel()]
+
+
+# What ranks send each other so that merged chunks are whole: the edges of their flat ranges, less than a row each. Pure.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragment:
+    """Contiguous elements ``[start, stop)`` of the row-major flattening of one tensor, that move from the rank that holds them to the
+    one that writes them as a part of ``chunk``."""
+
+    name: str
+    chunk: int
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
+def fragments(
+    tensors: Iterable[TensorSpec], assignments: Mapping[str, ChunkAssignment], rank: int
+) -> tuple[list[Fragment], list[Fragment]]:
+    """What ``rank`` sends and what it receives, by name and start: so two ranks list what moves between them in the same order.
+
+    Among replicas, the owner of a chunk gets what it lacks from the ranks that have its own place on the other mesh dimensions.
+    Tensors that are not merged have no fragments.
+    """
+    sends: list[Fragment] = []
+    receives: list[Fragment] = []
+    for name in sorted(t.name for t in tensors):
+        grid = assignments[name].flat
+        if grid is not None:
+            out, into = _moves(grid, assignments[name].rotation, rank)
+            sends += [Fragment(name=name, chunk=c, start=a, stop=b, source=rank, target=other) for c, a, b, other in out]
+            receives += [Fragment(name=name, chunk=c, start=a, stop=b, source=other, target=rank) for c, a, b, other in into]
+    return sends, receives
+
+
+Moves = list[tuple[int, int, int, int]]
+"""Chunk, start, stop, and the other rank."""
+
+
+@lru_cache(maxsize=16384)
+def _moves(grid: FlatGrid, rotation: int, rank: int) -> tuple[Moves, Moves]:
+    """What a rank sends and receives of one tensor."""
+    mine = _place(grid, rank)
+    if mine is None:
+        return [], []
+    cell, replica = mine
+    # ``foreign`` lists, for the whole grid, which elements of a chunk lie in another cell than the one whose holders
+    # write it. Both sides of a transfer derive it from the same grid, so sender and receiver agree about chunk, start
+    # and stop without a message, and in the same order.
+    #
+    # Of the source's replicas the one in the writer's own place (``column``) sends. So every transfer happens once,
+    # whatever the number of replicas, and a rank exchanges only with ranks that share its other mesh coordinates.
+    chunk, source, start, stop = grid.foreign
+    column = (grid.part[chunk] + rotation) % grid.holders.shape[1]
+    out = np.flatnonzero((source == cell) & (column == replica))
+    into = np.flatnonzero((grid.cell[chunk] == cell) & (column == replica))
+    to, of = grid.holders[grid.cell[chunk[out]], replica], grid.holders[source[into], replica]
+    sends, receives = (np.column_stack([chunk[at], start[at], stop[at], other]).tolist() for at, other in ((out, to), (into, of)))
+    return sends, receives
+
+
+@lru_cache(maxsize=16384)
+def _place(grid: FlatGrid, rank: int) -> tuple[int, int] | None:
+    """The cell that a rank holds, and which of its replicas it is."""
+    box = np.argwhere(grid.holders == rank)
+    return (int(box[0, 0]), int(box[0, 1])) if len(box) else None

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.catalog import Grid
-from ckpt.layout.geometry import Box, IntArray
-from ckpt.layout.tensor_layout import TensorLayout, Tiling
+from ckpt.plan.layout.geometry import Box, IntArray
+from ckpt.plan.layout.tensor_layout import TensorLayout, Tiling
 
-from .near_files import NearFiles, NearShares
+from .machines import NearFiles, NearShares
 
 MOST = 32
 """Ranks that share one read of a chunk; where more want it, several read it, so that a rank talks to few others."""

@@ -19,12 +19,11 @@ import numpy as np
 
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.layout.geometry import Box
-from ckpt.layout.runs import numbers_in, runs_of
-from ckpt.layout.stage_rules import stage_rule
-from ckpt.layout.stated_boxes import joined_layout, states_boxes
-from ckpt.layout.tensor_layout import TensorLayout, Tiling
-from ckpt.text.json_reader import parse_json
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.layout import stage_rule
+from ckpt.plan.layout.partition import numbers_in, runs_of
+from ckpt.plan.layout.tensor_layout import TensorLayout, Tiling, joined_layout, states_boxes
+from ckpt.text import parse_json
 
 from .external_assignment import joined_assignment
 from .ownership import ChunkAssignment, TensorSpec, assign

@@ -7,7 +7,7 @@
     │ 2 or 6 │ 3 or 7 │                      └───────────┘             │ →6 │  →3  │
     └────────┴────────┘                                                └────┴──────┘
 
-1. Each wanted box is cut along the cells of the source (``ckpt.plan.overlap``). What this rank has itself it copies.
+1. Each wanted box is cut along the cells of the source (``ckpt.plan.reads``). What this rank has itself it copies.
 2. The rest is cut along the outermost dimensions into requests of at most a piece. A request goes to the holder on this machine, or else
    elsewhere, from which this receiver takes least so far: so replicas share the work to within a piece. Which of equals is first follows
    from the receiver's number and the golden ratio, so that many receivers of few bytes spread over the holders too.
@@ -32,20 +32,19 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from ckpt import settings
 from ckpt.catalog import Grid
 from ckpt.errors import CoverageError, FormatError
-from ckpt.layout.geometry import Box, IntArray
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import Box, IntArray
 
-from .overlap import overlapping_chunks
-from .reads import group_sizes
+from .flat import caps
+from .reads import group_sizes, overlapping_chunks
 from .shared_reads import GOLDEN
-from .subdivide import caps
 from .tables import ranks_text
 
 ALIGNMENT = 8
 """Each box of a piece begins at a multiple of so many bytes, so that its elements can be read where they are."""
-MOST_PIECE = 4 * limits.MIB
+MOST_PIECE = 4 * settings.MIB
 """A holder packs no longer pieces: it has few of them in memory."""
 CANDIDATES = 8
 """Replicas among which a receiver divides what it takes, so that a rank talks to few others."""
@@ -260,7 +259,7 @@ def plan_transfers(
 
     Every rank makes its own plan from the catalog of the source; nothing is agreed.
     """
-    piece = limits.CACHE_BLOCK if piece is None else piece
+    piece = settings.CACHE_BLOCK if piece is None else piece
     own: list[OwnCopy] = []
     book = _Book(wants, piece, rank)
     kinds: dict[tuple[int, int, tuple[Box, ...]], list[_Cut]] = {}

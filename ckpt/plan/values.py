@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from ckpt.errors import ConsistencyError, UsageError
-from ckpt.tree import Node, child_path, items_of, key_of, mapping_node, pairs_of, shorten, tag_of, text
+from ckpt.settings import check_flags
 
+from .match import Selection, globs_of_only
 from .tables import ranks_text
+from .tree import children_of, find, key_of
+from .tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, shorten, tag_of, text
 
 Variants: TypeAlias = Sequence[tuple[Sequence[int], Node]]
 """Ranks, and the node that they have."""
@@ -123,3 +128,109 @@ def _conflict(path: str, variants: Variants) -> str:
     values = [f"{shorten(node)} on {ranks_text(sorted(set(ranks)))}" for ranks, node in variants[:4]]
     more = f", and {len(variants) - 4} more values" if len(variants) > 4 else ""
     return f"{path or 'the state'}: {', '.join(values)}{more}"
+
+
+# The values of a checkpoint by the paths that the state gives them: renames move values as they move tensors. Pure.
+
+_ANY = ".\0"
+"""Stands for whatever lies in a container: no name has NUL."""
+
+
+def renamed_path(selection: Selection, path: str) -> str:
+    """The path in the state of what the checkpoint has at ``path``. A rule for all that lies in a container moves the container too."""
+    moved = selection.renamed(path)
+    if moved != path:
+        return moved
+    inside = selection.renamed(path + _ANY)
+    return inside.removesuffix(_ANY) if inside.endswith(_ANY) else path
+
+
+class Nodes:
+    """Finds the nodes of a checkpoint's state while a state is walked."""
+
+    def __init__(self, root: Node, selection: Selection) -> None:
+        self._selection = selection
+        self._moved: dict[str, Node] = {}
+        self._origins: dict[str, str] = {}
+        self._children: dict[int, Mapping[Any, Node] | None] = {}  # id of a mapping's node, which lives as long as the root
+        for path, node in _all(root, "") if selection.moves else ():
+            moved = renamed_path(selection, path)
+            if moved != path:
+                self._moved[moved] = node
+                self._origins[moved] = path
+
+    def child(self, node: Node | Missing, key: object, path: str) -> Node | Missing:
+        """The node that the state has at ``path``, where ``key`` leads to from the node of its container; or ``MISSING``."""
+        if path in self._moved:
+            return self._moved[path]
+        if self._selection.moves and renamed_path(self._selection, path) != path:
+            return MISSING  # what the checkpoint has there goes elsewhere
+        children = self.children(node)
+        if children is None:
+            return find(node, [key])
+        return children.get(key, MISSING) if key == key else MISSING  # NaN is no key that is found
+
+    def children(self, node: Node | Missing) -> Mapping[Any, Node] | None:
+        """The nodes of a mapping by their keys; None for other nodes."""
+        if not isinstance(node, dict):
+            return None
+        if id(node) not in self._children:
+            self._children[id(node)] = children_of(node)
+        return self._children[id(node)]
+
+    def origin(self, path: str) -> str:
+        """Where the checkpoint has what the state has at ``path``."""
+        return self._origins.get(path, path)
+
+
+def _all(node: Node, path: str) -> Iterator[tuple[str, Node]]:
+    """Every node below a container, and its path."""
+    children = pairs_of(node)
+    if children is None:
+        children = list(enumerate(items_of(node) or ()))
+    for key, child in children:
+        at = child_path(path, key)
+        yield at, child
+        yield from _all(child, at)
+
+
+# A part of a state: what a save takes of it, and how a load knows that a checkpoint is no whole one. Pure.
+
+LABEL = "ckpt-part"
+"""The key of the state's root under which a part says what it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatePart:
+    """``only``: globs of names, as for a load; ``trainable``: without parameters that do not require a gradient."""
+
+    only: tuple[str, ...] = ()
+    trainable: bool = False
+
+    @classmethod
+    def of(cls, only: str | Sequence[str] | None, *, trainable: bool) -> StatePart | None:
+        """What a caller asks for; None if it is the whole state."""
+        check_flags(trainable=trainable)
+        globs = globs_of_only(only)
+        return cls(only=globs, trainable=trainable) if globs or trainable else None
+
+    def wants(self, path: str) -> bool:
+        return not self.only or any(fnmatchcase(path, glob) for glob in self.only)
+
+    def to_node(self) -> Node:
+        """As the state of a checkpoint says it."""
+        return {"only": list(self.only), "trainable": self.trainable}
+
+    def text(self) -> str:
+        """As the arguments of a call."""
+        globs = [repr(glob) for glob in self.only]
+        only = [f"only={globs[0]}" if len(globs) == 1 else f"only=[{', '.join(globs)}]"] if globs else []
+        return ", ".join([*only, *(["trainable=True"] if self.trainable else [])])
+
+
+def part_in(state: Node) -> StatePart | None:
+    """The part that a checkpoint with this state is; None if it is a whole one, or does not say it as we do."""
+    label: Any = state.get(LABEL) if isinstance(state, Mapping) else None
+    if not isinstance(label, Mapping) or not isinstance(label.get("only"), list):
+        return None
+    return StatePart(only=tuple(map(str, label["only"])), trainable=label.get("trainable") is True)

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ckpt.errors import UsageError
-from ckpt.layout.geometry import Box, TilingFault, even_cuts, find_fault
+from ckpt.plan.layout.geometry import Box, TilingFault, even_cuts, find_fault
 
 _T = TypeVar("_T")
 

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from .anchor import Anchor
 from .both import AnyOf, BothPolicy, EverySteps
 from .both import AnyOf as Any
-from .cost import SaveCost
 from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
 from .paying import EveryBudget, EveryOptimal
+from .policy import Anchor, TrustFrozen
 from .retention import Verdict, Verdicts, retention
-from .save import AtSteps, EveryMinutes, Moment, OnPreemption, SavePolicy
+from .save import AtSteps, EveryMinutes, Moment, OnPreemption, SaveCost, SavePolicy
 from .spelling import KEEP_RULES, from_json, parse_keep, to_json
-from .trust_frozen import TrustFrozen
 
 __all__ = [
     "KEEP_RULES",

@@ -7,9 +7,8 @@ from statistics import median
 
 from ckpt.errors import UsageError
 
-from .cost import SaveCost, daly
 from .policy import check_positive
-from .save import Moment, SavePolicy
+from .save import Moment, SaveCost, SavePolicy, daly
 
 _RECENT = 5  # saves whose median counts as the cost of one
 

@@ -5,7 +5,7 @@ due and put off is still due at the next step.
 
 All ranks must decide alike. ``rank_part`` is the part of a policy that looks at step numbers only: every rank computes it for itself, and
 comes to the same. ``leader_part`` looks at clocks and signals, which differ between ranks: only the leader evaluates it, and then the ranks
-agree on a step (``coordination/step_agreement.py``).
+agree on a step (``net/step_agreement.py``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,38 @@ from typing import ClassVar
 
 from ckpt.errors import UsageError
 
-from .cost import SaveCost
 from .policy import JoinedPolicy, Policy, check_positive, check_whole, flat
+
+# What saves have cost a job, and the interval between saves that loses least: the formula of Daly. Pure.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveCost:
+    """One save that has ended, well or not, as the rank that measured it saw it. All times are in seconds."""
+
+    began: float
+    """By the clock of ``Moment.seconds``."""
+    blocked: float
+    """For how long training stood still."""
+    slowed: float = 0.0
+    """For how much longer than usual the steps took beside it, what they stood still left out. Below 0 if by chance they were faster."""
+    durable: float | None = None
+    """From the call to the commit; None if it failed."""
+
+    @property
+    def seconds(self) -> float:
+        """What it cost training."""
+        return max(0.0, self.blocked + self.slowed)
+
+
+def daly(cost: float, mtbf: float) -> float:
+    """Seconds of training between two saves that cost ``cost`` seconds each, for a job that fails every ``mtbf`` seconds on average.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22, 2006, equation 37: with x = cost / 2·mtbf
+    it is √(2·cost·mtbf) · (1 + √x/3 + x/9) − cost for x < 1, else mtbf. The first factor is Young's approximation of 1974.
+    """
+    x = cost / (2 * mtbf)
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost if x < 1 else mtbf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt.errors import CkptError
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.text.suggest import close_names
+from ckpt.text import close_names
 
 _LISTED = 10_000
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import secrets
 import shutil
 import sys
 import time
@@ -16,11 +18,151 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from ckpt.errors import StorageError
-from ckpt.text.printable import printable, printable_json
+from ckpt.text import printable, printable_json
 
-from .styled import rendered
-from .styled import style as style
-from .table import table_lines
+# Text for a terminal: styles that only this program can give, and everything else made printable.
+#
+# Names in a checkpoint are whatever its writer chose. A style is therefore marked with a secret of this process, and becomes an escape
+# sequence only in :func:`rendered`; control characters of anybody else are shown as escapes such as ``\x1b``.
+
+_STYLES: dict[str, dict[str, Any]] = {"bold": {"bold": True}, "green": {"fg": "green"}, "red": {"fg": "red"}, "dim": {"dim": True}}
+_MARK = f"\ufdd0{secrets.token_hex(8)}"  # no name can contain it: nobody knows it before this process runs
+_STYLED = re.compile(f"{_MARK}([a-z]+)\ufdd1(.*?){_MARK}\ufdd1", re.DOTALL)
+
+
+def style(text: str, name: str | None) -> str:
+    """``text`` to be shown ``bold``, ``dim``, ``green`` or ``red`` where the output has colours; as it is without a name."""
+    return text if name is None else f"{_MARK}{name}\ufdd1{text}{_MARK}\ufdd1"
+
+
+def split_styled(cell: str) -> tuple[str, str | None]:
+    """The printable text of a cell and the name of its style; None unless one style covers all of it."""
+    match = _STYLED.fullmatch(cell)
+    return (rendered(cell, colours=False), None) if match is None else (printable(match[2], one_line=True), match[1])
+
+
+def rendered(text: str, *, colours: bool) -> str:
+    """The line as it goes to the stream: our own styles as escape sequences or dropped, all else made printable."""
+    parts, at = [], 0
+    for match in _STYLED.finditer(text):
+        inner = printable(match[2], one_line=True)
+        parts += [printable(text[at : match.start()], one_line=True), click.style(inner, **_STYLES[match[1]]) if colours else inner]
+        at = match.end()
+    return "".join([*parts, printable(text[at:], one_line=True)])
+
+
+def width(cell: str) -> int:
+    """Columns that the cell takes on a terminal."""
+    return len(rendered(cell, colours=False))
+
+
+def pad(cell: str, columns: int, *, right: bool) -> str:
+    """The cell with spaces up to a width, before it if ``right``."""
+    room = " " * (columns - width(cell))
+    return room + cell if right else cell + room
+
+
+# Tables for people: aligned columns that fit the width of the terminal.
+#
+# How a table is made to fit, when it is wider than ``limit``:
+#
+# 1. Columns of free text (head ``~``) wrap onto further lines below their row; they need at least ``_NARROWEST`` columns.
+# 2. Other columns on the left side, names and URLs, lose their middle: ``model.layers.0…wq.weight``. The widest loses first.
+# 3. If numbers alone are too wide, the columns are dealt out over several tables below each other; each repeats the first column.
+#
+# Numbers are never cut. Without a limit, which is what pipes and files get, nothing is cut or wrapped: each row is one line.
+
+_GAP = 2
+_NARROWEST = 12
+
+
+class Column:
+    """One column: its head, its cells, and how wide it may become. ``>`` before the head aligns right, ``~`` marks free text."""
+
+    def __init__(self, head: str, cells: Sequence[str]) -> None:
+        self.right, self.free = head.startswith(">"), head.startswith("~")
+        self.head = head.lstrip(">~")
+        self.cells = cells
+        self.width = max(width(cell) for cell in (self.head, *cells))
+
+    @property
+    def least(self) -> int:
+        """The width below which the column becomes useless."""
+        return self.width if self.right else min(self.width, max(_NARROWEST, width(self.head)))
+
+    def lines_of(self, row: int) -> list[str]:
+        """The cell of a row as the lines that it takes in this column."""
+        cell = self.cells[row]
+        if width(cell) <= self.width:
+            return [cell]
+        return _wrapped(cell, self.width) if self.free else [_shortened(cell, self.width)]
+
+
+def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int | None) -> Iterator[str]:
+    """The lines of a table. A column without any text is left out, unless there is no row at all; so is a head line without any."""
+    columns = [Column(head, [row[i] for row in rows]) for i, head in enumerate(heads) if not rows or any(row[i] for row in rows)]
+    for part in _parts(columns, limit):
+        if limit is not None:
+            _narrow(part, limit)
+        if any(column.head for column in part):
+            yield _joined(part, [style(column.head, "bold") for column in part])
+        for row in range(len(rows)):
+            cells = [column.lines_of(row) for column in part]
+            for n in range(max(map(len, cells))):
+                yield _joined(part, [lines[n] if n < len(lines) else "" for lines in cells])
+
+
+def _parts(columns: list[Column], limit: int | None) -> list[list[Column]]:
+    """The columns of each table: all of them in one, if their least widths fit."""
+    if limit is None or not columns:
+        return [columns]
+    first, parts = columns[0], [[columns[0]]]
+    used = first.least
+    for column in columns[1:]:
+        if used + _GAP + column.least > limit and len(parts[-1]) > 1:
+            parts.append([first])
+            used = first.least
+        parts[-1].append(column)
+        used += _GAP + column.least
+    return parts
+
+
+def _narrow(columns: Sequence[Column], limit: int) -> None:
+    """Take the excess from free text first, then from the widest columns of the others that can give."""
+    excess = sum(column.width + _GAP for column in columns) - _GAP - limit
+    while excess > 0:
+        giving = [c for c in columns if c.free and c.width > c.least] or [c for c in columns if c.width > c.least]
+        if not giving:
+            return
+        widest = max(giving, key=lambda column: column.width)
+        step = min(excess, widest.width - widest.least)
+        widest.width -= step
+        excess -= step
+
+
+def _joined(columns: Sequence[Column], cells: Sequence[str]) -> str:
+    return (" " * _GAP).join(pad(cell, c.width, right=c.right) for c, cell in zip(columns, cells, strict=True)).rstrip()
+
+
+def _shortened(cell: str, limit: int) -> str:
+    """The cell without its middle; the end has the larger share, since names differ there."""
+    text, name = split_styled(cell)
+    front = (limit - 1) // 3
+    return style(f"{text[:front]}…{text[len(text) - (limit - 1 - front) :]}", name)
+
+
+def _wrapped(cell: str, limit: int) -> list[str]:
+    """The text in lines of at most ``limit``, broken between words; a word that is longer is broken anywhere."""
+    text, name = split_styled(cell)
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) <= limit:
+            lines[-1] += f" {word}"
+            continue
+        pieces = [word[at : at + limit] for at in range(0, len(word), limit)] or [""]
+        lines = [*lines, *pieces] if lines[-1] else [*lines[:-1], *pieces]
+    return [style(line, name) for line in lines]
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

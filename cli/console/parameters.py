@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from ckpt.text.suggest import did_you_mean
+from ckpt.errors import UsageError
+from ckpt.text import did_you_mean
 
 if TYPE_CHECKING:
     TextType = click.ParamType[str]
@@ -69,3 +71,12 @@ class GroupedCommand(click.Command):
         for title, records in [*sections.items(), ("General", general)]:
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+# What a command needs that an installation may lack.
+
+
+def require_torch(command: str) -> None:
+    """Check that PyTorch is installed, before the command begins anything."""
+    if find_spec("torch") is None:
+        raise UsageError(f"{command} needs PyTorch, which is not installed", hint="pip install torch")

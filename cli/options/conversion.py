@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import units
 from ckpt.cli.console.output import Command
 from ckpt.cli.console.parameters import URL, GroupedOption
 from ckpt.errors import UsageError
-from ckpt.text import units
 
 if TYPE_CHECKING:
     from ckpt.converters.pipeline.divided import Part
-    from ckpt.coordination.divided_work import DividedWork
+    from ckpt.net.divided_work import DividedWork
 
 INTERRUPTED = "run the same command again to resume: files that are complete are not written again; `ckpt gc` removes them"
 
@@ -57,7 +57,7 @@ def parse_size(context: click.Context, parameter: click.Parameter, text: str | N
 def part_of_job(work: DividedWork | None) -> Part:
     """This process's part: of the work that it divides with others, or by RANK and WORLD_SIZE of processes that do not communicate."""
     from ckpt.cli.console.dividing import is_alone
-    from ckpt.coordination.launched import rank_and_size
+    from ckpt.net.group import rank_and_size
 
     if is_alone():
         return 0, 1

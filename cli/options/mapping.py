@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ckpt import units
 from ckpt.cli.console.parameters import GroupedOption, OneOf
 from ckpt.errors import UsageError
-from ckpt.text import units
 
 if TYPE_CHECKING:
     from ckpt.plan.views import LogicalTensor
@@ -71,7 +71,7 @@ def views_of(
             raise UsageError("--set is only valid with --names", hint="--names llama --convention megatron")
         return None
     from ckpt.converters.mapping.convention import translated_views
-    from ckpt.converters.targets.hf_config import read_configuration
+    from ckpt.converters.targets.hf import read_configuration
 
     numbers = {**read_configuration(config).numbers, **parse_numbers(mapping.numbers, "--set", "query_groups=8")}
     return translated_views(source, mapping.names, mapping.convention, numbers)

@@ -20,20 +20,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice, zip_longest
 
-from ckpt import tree
+from ckpt import settings
 from ckpt.converters.select.selection import Views
 from ckpt.errors import NamesError
 from ckpt.formats.registry import open_catalog
-from ckpt.layout.geometry import Box
-from ckpt.plan.cache_blocks import pieces
+from ckpt.plan import tree
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import several
-from ckpt.settings import limits
-from ckpt.text.urls import url_text
-from ckpt.tracing.progress_callback import ProgressCallback
+from ckpt.plan.reads import pieces
+from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.text import url_text
 
-from .element_differences import ElementDifferences, differing, have_same_bits
-from .element_differences import Tolerance as Tolerance
-from .elements import slices_of
+from .elements import ElementDifferences, differing, have_same_bits, slices_of
+from .elements import Tolerance as Tolerance
 from .sides import Renaming, Side
 
 _BLOCK = 1 << 18
@@ -274,7 +273,7 @@ class _Comparing:
         for name in names:
             box = Box.whole(self.sides[0].views[name].shape)
             size = max(side.kind(name).itemsize for side in self.sides)
-            windows = (p.box for p in pieces(box, box, limits.VALUE_BLOCK // size))
+            windows = (p.box for p in pieces(box, box, settings.VALUE_BLOCK // size))
             while boxes := list(islice(windows, _AT_ONCE)):
                 yield name, boxes
 

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt import tree
+from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.engine.verify.structure import Problem
 from ckpt.formats.external.elements import read_box, read_extent
-from ckpt.layout.geometry import Box
-from ckpt.plan.cache_blocks import pieces
-from ckpt.settings import limits
+from ckpt.plan import tree
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.reads import pieces
 
 from .elements import Elements, Raw, numbers
 
@@ -254,7 +254,7 @@ def _check_steps(steps: dict[tuple[str, str], float]) -> Iterator[Problem]:
 
 def _windows(entry: TensorEntry) -> Iterator[Box]:
     box = Box.whole(entry.logical or entry.shape)
-    return (p.box for p in pieces(box, box, limits.VALUE_BLOCK // entry.dtype.itemsize))
+    return (p.box for p in pieces(box, box, settings.VALUE_BLOCK // entry.dtype.itemsize))
 
 
 def _element(wrong: npt.NDArray[np.bool_], box: Box) -> Box:

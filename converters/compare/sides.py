@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ckpt import tree
 from ckpt.catalog import Catalog
 from ckpt.converters.select.selection import Views
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import NamesError
-from ckpt.layout.geometry import Box
+from ckpt.plan import tree
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import LogicalTensor, part, whole
 
 from .elements import Elements, Raw, raw_dtype

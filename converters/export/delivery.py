@@ -10,19 +10,17 @@ from functools import partial
 
 import torch
 
-from ckpt.adapters.memory import as_bytes, raw_view, reads_otherwise, writable_bytes
-from ckpt.adapters.tensors import LocalTensor, torch_dtype
-from ckpt.concurrency.workers import Pending, run_tasks
-from ckpt.converters.pipeline.target import OutputFile
-from ckpt.converters.pipeline.view_reader import in_stored_order
-from ckpt.converters.pipeline.windows import FileSegment, slabs
+from ckpt import settings
+from ckpt.concurrency import Pending, run_tasks
+from ckpt.converters.pipeline.buffered import in_stored_order
+from ckpt.converters.pipeline.target import FileSegment, OutputFile, slabs
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
-from ckpt.layout.geometry import strided_blocks
+from ckpt.net.peers import Peers
+from ckpt.plan.layout.geometry import strided_blocks
 from ckpt.plan.reads import group_sorted
 from ckpt.plan.views import LogicalTensor, ViewPiece
-from ckpt.settings import limits
-from ckpt.transport.peers import Peers
+from ckpt.state.tensors import LocalTensor, as_bytes, raw_view, reads_otherwise, torch_dtype, writable_bytes
 
 from .plan import WritePlan, WritePlanner, WriteWindow
 
@@ -174,7 +172,7 @@ class Delivery:
         item = self.files[f].items[i]
         wanted = self.tensors[item.name]
         alone = LogicalTensor(shape=wanted.shape, pieces=(piece,))
-        for box in slabs(piece.box, item.itemsize, (), limits.VALUE_BLOCK):
+        for box in slabs(piece.box, item.itemsize, (), settings.VALUE_BLOCK):
             (part,) = alone.overlapping(box)
             data = self._values(part, wanted.dtype)
             blocks = strided_blocks(wanted.shape, box)

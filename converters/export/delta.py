@@ -36,7 +36,7 @@ from ckpt.formats.deltas.manifest import MANIFEST, DeltaFile, DeltaManifest, Del
 from ckpt.formats.deltas.sections import COLUMNS, WrittenTensor, head_digest, lay_out, read_sections, signed
 from ckpt.formats.journal import IntentJournal, WriteJournal
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.layout.geometry import flat_to_boxes
+from ckpt.plan.layout.geometry import flat_to_boxes
 
 from .transaction import Destination
 

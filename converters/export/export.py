@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt import settings
-from ckpt.converters.targets.hf_config import ModelConfig
-from ckpt.coordination.group import current_group
+from ckpt import settings as limits
+from ckpt.converters.targets.hf import ModelConfig
 from ckpt.engine.save.background import wait_for_pending_save
-from ckpt.layout.layout import Layout
+from ckpt.net.group import current_group
+from ckpt.plan.layout.layout import Layout
 from ckpt.plan.match import several
-from ckpt.settings import limits
-from ckpt.text.urls import url_text
+from ckpt.text import url_text
 
-from .job import ExportJob, ExportOptions, ExportReport
 from .phases import export_state
+from .plan import ExportJob, ExportOptions, ExportReport
 
 if TYPE_CHECKING:
     import torch

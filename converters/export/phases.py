@@ -23,32 +23,29 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt import tree
-from ckpt.adapters.collect import Collected, collect
-from ckpt.converters.mapping.model_numbers import changed
+from ckpt import units
+from ckpt.converters.mapping.translation import changed
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, split_url
 from ckpt.converters.select.selection import OutputSet, OutputTensor
-from ckpt.converters.targets.hf import INDEX, TARGET
-from ckpt.converters.targets.hf_config import Configuration, read_configuration
-from ckpt.coordination.call import Call
-from ckpt.coordination.rows import Row
+from ckpt.converters.targets.hf import INDEX, TARGET, Configuration, read_configuration
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
 from ckpt.io_backends.registry import check_url, open_backend
-from ckpt.layout.layout import Layout
+from ckpt.net.call import Call
+from ckpt.net.peers import peers_of
+from ckpt.net.rows import Row
+from ckpt.plan import tree
+from ckpt.plan.layout.layout import Layout
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
-from ckpt.text import units
-from ckpt.text.json_reader import parse_json
-from ckpt.transport.peers import peers_of
+from ckpt.state.collect import Collected, collect
+from ckpt.text import parse_json
 
 from .delivery import Delivery
 from .delta import DeltaRecorder, DeltaTransaction, check_follows, delta_paths
-from .job import ExportJob, ExportReport
-from .plan import Way, WritePlan, WritePlanner
-from .state_catalog import StateCatalog
+from .plan import ExportJob, ExportReport, StateCatalog, Way, WritePlan, WritePlanner
 from .transaction import Destination, ExportTransaction, RankFiles
 
 if TYPE_CHECKING:

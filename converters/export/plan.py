@@ -12,22 +12,69 @@ unless one window alone is more.
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from ckpt.converters.pipeline.target import OutputFile
-from ckpt.converters.pipeline.windows import FileSegment
-from ckpt.converters.select.selection import OutputTensor
-from ckpt.layout.geometry import Box, flat_to_boxes, row_major_strides, strided_blocks
-from ckpt.plan.overlap import overlapping_chunks
+from ckpt import settings
+from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
+from ckpt.converters.mapping.convention import model_views
+from ckpt.converters.pipeline.target import FileSegment, OutputFile
+from ckpt.converters.select.selection import OutputTensor, SelectOptions
+from ckpt.converters.targets.hf import ModelConfig
+from ckpt.errors import UsageError
+from ckpt.io_backends.protocol import Backend
+from ckpt.net.call import Call
+from ckpt.plan.layout.geometry import Box, IntArray, flat_to_boxes, row_major_strides, strided_blocks
+from ckpt.plan.reads import overlapping_chunks
+from ckpt.plan.tables import Joined
 from ckpt.plan.views import LogicalTensor, ViewPiece, filled, within
-from ckpt.settings import limits
 
-from .state_catalog import StateCatalog
+# The state of a running job as a catalog: what a save of it would store, and which rank has it. No torch.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateCatalog(CatalogDefaults):
+    """See ``ckpt.catalog.Catalog``; ``owners`` has for each tensor the rank that gives each chunk, ``url`` is where it goes."""
+
+    url: str
+    backend: Backend
+    tensors: Mapping[str, TensorEntry]
+    owners: Mapping[str, IntArray]
+    state: Any
+    world_size: int
+    format: str = "a running job"
+    ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, joined: Joined, state: Any, *, url: str, backend: Backend, world_size: int) -> StateCatalog:
+        """From the tables and values of all ranks, joined."""
+        somewhere = np.zeros(1, dtype=np.int32)
+        grids = {id(o): Grid(cuts=o.cuts, boxes=o.boxes, files=somewhere) for o in joined.assignments.values()}
+        entries = {
+            name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids[id(joined.assignments[name])])
+            for name, t in joined.tensors.items()
+        }
+        owners = {name: assignments.owners for name, assignments in joined.assignments.items()}
+        for name, target in joined.aliases.items():
+            entries[name], owners[name] = replace(entries[target], name=name, alias=target), owners[target]
+        return cls(url=url, backend=backend, tensors=entries, owners=owners, state=state, world_size=world_size)
+
+    def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
+        """Refused."""
+        self._refuse()
+
+    def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
+        """Refused."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError("the tensors of a running job are in no file", where=self.url)
+
 
 WINDOW = 8 << 20
 """Bytes of a window where the storage does not ask for a size."""
@@ -159,7 +206,7 @@ class WritePlanner:
             if filled(view) != math.prod(view.shape):
                 self._long[key] = False
             elif cuts is not None:
-                self._long[key] = _shortest(view.shape, cuts, item.itemsize) >= limits.WORTH_A_CALL
+                self._long[key] = _shortest(view.shape, cuts, item.itemsize) >= settings.WORTH_A_CALL
             else:
                 all_of_it = FileSegment(i, item.box, item.offset, item.length)
                 self._long[key] = all(_is_long(view, m.piece, item.itemsize) for m in self.moves(f, all_of_it))
@@ -186,7 +233,7 @@ def _shortest(shape: Sequence[int], cuts: Sequence[Sequence[int]], itemsize: int
 
 def _is_long(view: LogicalTensor, piece: ViewPiece, itemsize: int) -> bool:
     blocks = strided_blocks(view.shape, piece.box)
-    return blocks.runs == 1 or blocks.length * itemsize >= limits.WORTH_A_CALL
+    return blocks.runs == 1 or blocks.length * itemsize >= settings.WORTH_A_CALL
 
 
 class _Pacer:
@@ -218,3 +265,76 @@ class _Pacer:
             self.used[r] = n + (self.used[r] if self.at[r] == round else 0)
             self.at[r] = round
         return aggregator, round
+
+
+# What an export is given, what it reports, and what all of its phases on one rank have in common.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """What an export did. ``tensor_bytes`` and ``file_bytes`` are all ranks'; ``rank_bytes`` are those of tensors that this rank wrote, in
+    ``writes`` calls, and ``sent_bytes`` those that it sent to other ranks. ``left_out`` are tensors of which nothing was exported.
+    ``seconds`` of wall time."""
+
+    url: str
+    files: tuple[str, ...]
+    tensors: int
+    tensor_bytes: int
+    file_bytes: int
+    rank_bytes: int
+    sent_bytes: int
+    writes: int
+    left_out: tuple[str, ...]
+    seconds: float
+    since: str | None = None
+    """The export that this delta follows; None for a full one."""
+    changed: int = 0
+    """Elements that a delta has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What all ranks have to give alike; see ``export``."""
+
+    names: str | None
+    convention: str
+    numbers: Mapping[str, int]
+    only: Sequence[str]
+    exclude: Sequence[str]
+    root: str | None
+    dtype: str | None
+    shard_size: int | str | None
+    overwrite: bool
+    memory: int
+    since: str | None
+    anchor_every: int
+
+    def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
+        """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""
+        return SelectOptions(
+            views=None if self.names is None else model_views(self.names, self.convention, numbers),
+            only=self.only,
+            exclude=self.exclude,
+            dtype=self.dtype,
+            root=self.root,
+        )
+
+    def check(self) -> None:
+        """Raise UsageError unless the numbers can be."""
+        if self.memory < settings.LEAST_MEMORY:
+            raise UsageError(f"{self.memory} bytes of memory are too few", hint=f"at least {settings.LEAST_MEMORY} (memory=)")
+        if type(self.anchor_every) is not int or self.anchor_every < 1:
+            raise UsageError(
+                f"anchor_every is a whole number of at least 1, not {self.anchor_every!r}", hint="16; 1 writes full exports only"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExportJob:
+    """What all phases of one export on one rank have in common. ``began``: by ``time.perf_counter``."""
+
+    call: Call
+    options: ExportOptions
+    config: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None
+    threads: int
+    began: float

@@ -23,10 +23,10 @@ from ckpt.formats.journal import IntentJournal, WriteJournal
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.registry import find_format
-from ckpt.formats.safetensors.catalog import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
+from ckpt.formats.safetensors import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
+from ckpt.io_backends.checks import SharedObject
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.io_backends.shared import left_behind, remove_left
-from ckpt.io_backends.shared_object import SharedObject
 
 # Names in the order in which they appear, on storage where processes share files
 #

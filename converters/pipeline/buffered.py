@@ -4,6 +4,184 @@ Memory: two windows.
 A window is an image of a range of a file, so that it is written as it lies, and every tensor in it is read to its place.
 """
 
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ckpt.catalog import Catalog
+from ckpt.concurrency import Pending, run_tasks
+from ckpt.converters.select.selection import Computed, OutputSet, seams_of
+from ckpt.dtypes import DTYPES
+from ckpt.engine.byte_source import source_of
+from ckpt.engine.load.reader import Reader, TensorLoad
+from ckpt.formats.native.coding.frames import CHUNK_LIMIT
+from ckpt.formats.native.commit import CODED as ENCODED
+from ckpt.formats.native.commit import VIRTUAL
+from ckpt.io_backends.protocol import Backend
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.reads import group_sorted
+from ckpt.plan.views import LogicalTensor, ViewPiece
+from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, torch_dtype
+
+from .passthrough import PAGE
+from .target import FileItem, FileSegment, FileWindow, slabs, windows
+
+# Boxes of views, read into memory: any part of a tensor that is made of stored ones, in any order of axes, cast if it has to be.
+
+
+class ViewBox(NamedTuple):
+    """``box`` of ``view`` belongs into ``memory``, of the shape of the box. Another dtype than the stored one is converted to."""
+
+    view: LogicalTensor
+    box: Box
+    memory: torch.Tensor
+
+
+def read_views(reader: Reader, parts: Iterable[ViewBox]) -> None:
+    """Fill the memory of all parts, in one go: near ranges together, in parallel, compared with the digests that there are.
+
+    Filling of views becomes zeros.
+    """
+    reader.run(reader.plan(job for part in parts for job in _jobs(reader.catalog, part)))
+
+
+def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[TensorLoad]:
+    pieces = list(part.view.overlapping(part.box)) if part.box.numel else []
+    if sum(p.box.numel for p in pieces) < part.box.numel:
+        raw_view(part.memory).zero_()
+    for piece in pieces:
+        entry = catalog.tensors[piece.source]
+        dtype = DTYPES[str(part.memory.dtype).removeprefix("torch.")]
+        info = TensorSpec(entry.name, dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
+        local = LocalShard(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
+        yield TensorLoad(target=LocalTensor(info, [local], entry.name), entry=entry)
+
+
+def in_stored_order(piece: ViewPiece, memory: torch.Tensor) -> torch.Tensor:
+    """The memory of a piece with the axes of the stored tensor: a view of shape ``piece.part.shape``."""
+    axes = {axis: i for i, axis in enumerate(piece.axes) if axis is not None}
+    kept = memory[tuple(0 if axis is None else slice(None) for axis in piece.axes)]
+    places = {i: n for n, i in enumerate(sorted(axes.values()))}
+    ordered = kept.permute([places[axes[a]] for a in sorted(axes)])
+    for axis in range(len(piece.part.shape)):
+        if axis not in axes:
+            ordered = ordered.unsqueeze(axis)
+    return ordered
+
+
+# Memory for windows and operands, in whole pages.
+
+
+def page_memory(size: int) -> torch.Tensor:
+    """Memory that begins at a page, which the system gets back as soon as nobody has it."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # touching it for the first time then costs little
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# Fills boxes of computed tensors: reads the boxes of their operands from all sources, then lets the formula put them together.
+# Memory: what the caller gives, for operands.
+
+# Boxes are taken in batches whose operands fit the memory together:
+#
+#     boxes       | a[0:9] | b | c[0:4] |  d[0:64]                     |
+#     batches     |------- 1 -----------|----- 2 -----|----- 3 --------|      a box whose operands do not fit is cut along its rows
+#     sources     0: read_views   1: read_views   2: read_views               each a single plan, read by several threads
+#     then        formula(operands) -> memory of the box                     several boxes at a time
+#
+# A chunk has one digest, so part of a chunk costs reading all of it. Boxes end where chunks of source 0 end; only a box that is cut here
+# reads chunks twice, and that takes more than a dozen operands at the default memory.
+
+
+_BATCH = 128 << 20
+"""Bytes of operands from which on another batch begins: enough for all threads, and new memory costs time."""
+_ALIGNED = 64
+"""Operands begin at multiples of so many bytes."""
+
+
+class ComputedBox(NamedTuple):
+    """``box`` of the tensor ``name`` belongs into ``memory``, which is contiguous and has the shape of the box."""
+
+    name: str
+    computed: Computed
+    box: Box
+    memory: torch.Tensor
+
+    @property
+    def operand_bytes(self) -> int:
+        """Memory that the operands take."""
+        boxes = self.computed.formula.boxes(self.box)
+        return sum(_padded(box.numel * o.dtype.itemsize) for box, o in zip(boxes, self.computed.operands, strict=True))
+
+
+class Computing:
+    """Computes boxes with operands from the catalogs of ``readers``, in at most ``memory`` bytes, or as many as one row of a box needs."""
+
+    def __init__(self, readers: Sequence[Reader], *, memory: int) -> None:
+        self._readers = readers
+        self._memory = memory
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, boxes: Sequence[ComputedBox]) -> None:
+        """Compute all of these boxes."""
+        batch, used = list[ComputedBox](), 0
+        for part in (part for box in boxes for part in self._parts(box)):
+            if batch and used + part.operand_bytes > min(self._memory, _BATCH):
+                self._compute(batch, used)
+                batch, used = [], 0
+            batch.append(part)
+            used += part.operand_bytes
+        if batch:
+            self._compute(batch, used)
+
+    def _parts(self, whole: ComputedBox) -> Iterator[ComputedBox]:
+        """The box, or parts of it that are contiguous in it and small enough for the memory."""
+        if whole.operand_bytes <= self._memory:
+            yield whole
+            return
+        itemsize = whole.memory.element_size()
+        most = max(itemsize, whole.box.numel * itemsize * self._memory // whole.operand_bytes)
+        flat, at = whole.memory.reshape(-1), 0
+        for box in slabs(whole.box, itemsize, (), most):
+            yield whole._replace(box=box, memory=flat[at : at + box.numel].view(box.shape))
+            at += box.numel
+
+    def _compute(self, batch: Sequence[ComputedBox], needed: int) -> None:
+        if len(self._scratch) < needed:
+            self._scratch = page_memory(needed)
+        at, operands = 0, list[list[torch.Tensor]]()
+        views: list[list[ViewBox]] = [[] for _ in self._readers]
+        for part in batch:
+            operands.append([])
+            for box, one in zip(part.computed.formula.boxes(part.box), part.computed.operands, strict=True):
+                length = math.prod(box.shape) * one.dtype.itemsize
+                memory = self._scratch[at : at + length].view(torch_dtype(one.dtype)).view(box.shape)
+                at += _padded(length)
+                operands[-1].append(memory)
+                views[one.source].append(ViewBox(one.view, box, memory))
+        for reader, parts in zip(self._readers, views, strict=True):
+            read_views(reader, parts)
+        tasks = [
+            partial(part.computed.formula.compute, part.name, part.box, read, part.memory)
+            for part, read in zip(batch, operands, strict=True)
+        ]
+        run_tasks(tasks, min(self._readers[0].threads, os.cpu_count() or 1), "ckpt-compute")
+
+
+def _padded(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED
+
+
 # Two buffers take turns. While one window is read, cast and put in order, the window before it is written:
 #
 #     read     | window 0 -> A | window 1 -> B | window 2 -> A | ...
@@ -14,29 +192,6 @@ A window is an image of a range of a file, so that it is written as it lies, and
 # (``computing``), half of the memory is for its operands. A buffer keeps the place that a byte has within its page in the file, so that
 # direct I/O can write from it.
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
-import torch
-
-from ckpt.adapters.tensors import torch_dtype
-from ckpt.byte_source.storage import source_of
-from ckpt.concurrency.workers import Pending
-from ckpt.converters.select.selection import OutputSet, seams_of
-from ckpt.engine.load.reader import Reader
-from ckpt.formats.native.coding.codec import CHUNK_LIMIT
-from ckpt.formats.native.commit import CODED as ENCODED
-from ckpt.formats.native.commit import VIRTUAL
-from ckpt.io_backends.protocol import Backend
-from ckpt.plan.reads import group_sorted
-
-from .computing import ComputedBox, Computing
-from .page_memory import page_memory
-from .passthrough import PAGE
-from .view_reader import ViewBox, read_views
-from .windows import FileItem, FileSegment, FileWindow, windows
 
 CODED = 2 * CHUNK_LIMIT
 """Bytes that a thread needs to read one coded chunk: as it is stored, and decoded."""

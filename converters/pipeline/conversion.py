@@ -17,14 +17,13 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_dig
 from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, is_file_system, open_backend, real_url
-from ckpt.plan.division import balanced
+from ckpt.plan.machines import balanced
 from ckpt.settings import threads as default_threads
-from ckpt.tracing.progress_callback import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback
 
 from .journal import ConversionJournal, begin, check_source, digest_of, ended, find, forget_ended
-from .options import ConvertOptions
 from .repair import RepairReport
-from .target import OutputFile, OutputOptions, OutputPlan, Target, split_url
+from .target import ConvertOptions, OutputFile, OutputOptions, OutputPlan, Target, split_url
 
 
 class Conversion:

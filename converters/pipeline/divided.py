@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.converters.select.selection import OutputSet
-from ckpt.coordination.divided_work import DividedWork
-from ckpt.coordination.rows import Row
 from ckpt.errors import CkptError, ConsistencyError, MismatchError, RankFailedError, UsageError
-from ckpt.formats.native.replaced import replacement_noticed
-from ckpt.plan.division import balanced, bytes_of
-from ckpt.tracing.progress_callback import ProgressCallback
+from ckpt.formats.native.writer import replacement_noticed
+from ckpt.net.divided_work import DividedWork
+from ckpt.net.rows import Row
+from ckpt.plan.machines import balanced, bytes_of
+from ckpt.telemetry.callbacks import ProgressCallback
 
 from .conversion import Conversion
 from .target import OutputPlan

@@ -25,21 +25,18 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import xxhash
 
-from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import PROBE, DigestReader
-from ckpt.byte_source.storage import StorageSource, source_of
+from ckpt import settings
 from ckpt.catalog import Extent
-from ckpt.concurrency.imap_unordered import imap_unordered
-from ckpt.concurrency.workers import Pending
+from ckpt.concurrency import Pending, imap_unordered
 from ckpt.converters.select.selection import OutputSet
+from ckpt.engine.byte_source import ChunkName, StorageSource, source_of
+from ckpt.engine.digest_reader import PROBE, DigestReader
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.settings import limits
-from ckpt.tracing.progress_callback import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback
 
 from .passthrough import copy_through, jobs_of, runs_of
-from .target import OutputFile, OutputPlan
-from .windows import FileItem, FileSegment
+from .target import FileItem, FileSegment, OutputFile, OutputPlan
 
 if TYPE_CHECKING:
     from .buffered import WindowFiller
@@ -223,7 +220,7 @@ class _Open:
     def put(self, run: Sequence[FileSegment], data: memoryview) -> None:
         """Write segments that follow one another; ``data`` are their bytes."""
         first = run[0].start
-        step = max(limits.CACHE_BLOCK, self.writer.block_size)
+        step = max(settings.CACHE_BLOCK, self.writer.block_size)
         at, end = 0, step - first % step  # blocks end where pages end, for direct I/O, or where parts of an upload do
         segments = iter(run)
         segment: FileSegment | None = next(segments)
@@ -254,7 +251,7 @@ class _Open:
         # of the ranges that are written already, and no list of them is moved for it.
         start, parts, size = 0, list[bytes](), 0
         for offset, data in [*reversed(self.file.ends(self.digests)), (0, b"")]:
-            if parts and (offset + len(data) != start or not data or size >= limits.CACHE_BLOCK):
+            if parts and (offset + len(data) != start or not data or size >= settings.CACHE_BLOCK):
                 self.writer.write(start, [b"".join(reversed(parts))])
                 parts, size = [], 0
             if data:

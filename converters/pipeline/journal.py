@@ -23,7 +23,7 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
-from ckpt.text.json_reader import parse_json
+from ckpt.text import parse_json
 
 # A conversion in the storage, from its begin to its end
 #

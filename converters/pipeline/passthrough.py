@@ -22,17 +22,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
+from ckpt import settings
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.converters.select.selection import OutputSet
-from ckpt.layout.geometry import box_to_flat
-from ckpt.plan.overlap import Copy, overlapping_chunks
-from ckpt.plan.reads import RangeGroup, group_ranges, group_sizes
+from ckpt.engine.byte_source import ChunkName
+from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.plan.layout.geometry import box_to_flat
+from ckpt.plan.reads import Copy, RangeGroup, group_ranges, group_sizes, overlapping_chunks
 from ckpt.plan.views import ViewPiece, in_order, within
-from ckpt.settings import limits
 
-from .windows import FileItem
+from .target import FileItem
 
 JOB = 32 << 20
 """Bytes that one thread does before the next job is handed out."""
@@ -155,13 +154,13 @@ def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
 
 def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
     """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are."""
-    memory = memoryview(mmap.mmap(-1, limits.PIECE + PAGE))
+    memory = memoryview(mmap.mmap(-1, settings.PIECE + PAGE))
     times = Counter(run.item for run in runs)
     small, large = list[ByteRun](), list[ByteRun]()
     for run in runs:
-        (small if run.length <= min(limits.WORTH_A_CALL, limits.PIECE) and times[run.item] == 1 else large).append(run)
+        (small if run.length <= min(settings.WORTH_A_CALL, settings.PIECE) and times[run.item] == 1 else large).append(run)
     for group in group_ranges(
-        [Extent(r.chunk.extent.path, r.offset, r.length, None) for r in small], max_bytes=limits.PIECE, max_gap=limits.GAP
+        [Extent(r.chunk.extent.path, r.offset, r.length, None) for r in small], max_bytes=settings.PIECE, max_gap=settings.GAP
     ):
         _copy_together(fetch, [small[i] for i in group.members], group, put, memory)
     for run in large:
@@ -183,7 +182,7 @@ def _copy_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryv
     check = ChunkDigest(fetch, run.chunk)
     at, stop = run.start, run.start + run.length
     while at < stop:
-        end = min(stop, (at + limits.PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
+        end = min(stop, (at + settings.PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
         piece = memory[at % PAGE : at % PAGE + end - at]
         fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
         check.update(piece)

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ckpt import tree
 from ckpt._version import __version__
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import FormatError, UsageError
-from ckpt.formats.megatron.base import MegatronCatalog
-from ckpt.formats.megatron.bucket_sizes import NAMES, Buckets, likely_buckets
+from ckpt.formats.megatron.flat import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.names import EMBEDDING
-from ckpt.formats.megatron.repair import repaired_states
-from ckpt.formats.megatron.repaired_catalog import RepairedTensor, repaired_catalog
-from ckpt.formats.megatron.training import CONTENT, MARK, STATE
+from ckpt.formats.megatron.repair import RepairedTensor, repaired_catalog, repaired_states
+from ckpt.formats.megatron.training import CONTENT, MARK, STATE, MegatronCatalog
+from ckpt.plan import tree
 
 HINT = "say how the job put parameters into buckets: --job ddp_bucket_size=N, --job data_parallel_size=N, or another of its arguments"
 

@@ -6,20 +6,174 @@ else is in a file (headers, directories) it gives when the digests of the tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
-from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions
+from ckpt import settings
+from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, Views
 from ckpt.errors import ConflictError, UsageError
 from ckpt.needs import attribute, entry_points
-
-from .parallel import MegatronParallel
-from .windows import FileItem
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.match import several
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
     from ckpt.io_backends.protocol import Backend
+
+
+# How a Megatron job divides a model among its ranks: what a conversion into one of its formats is asked for. Pure.
+
+Argument = None | bool | int | float | str
+
+_SAID_BY = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual",
+    "num_virtual_stages_per_pipeline_rank": "virtual",
+    "num_layers_per_virtual_pipeline_stage": "virtual",
+    "expert_model_parallel_size": "expert",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronParallel:
+    """Ranks of tensor, pipeline and expert parallelism, and how many virtual stages each pipeline rank has.
+
+    ``arguments`` of the job, by their names in Megatron-LM's ``args``, go before what the source tells: ``transformer_impl``,
+    ``make_vocab_size_divisible_by``, ``decoder_first_pipeline_num_layers`` and the like.
+
+    Raises:
+        UsageError: sizes that cannot be, or arguments that say the same.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.pipeline, self.virtual, self.expert) < 1:
+            raise UsageError("a parallelism of less than 1 rank", hint="1 is none")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise UsageError("virtual stages need a pipeline of several ranks", hint="--pp 2 --vpp 2")
+        twice = sorted(self.arguments.keys() & _SAID_BY.keys())
+        if twice:
+            hint = f"MegatronParallel({_SAID_BY[twice[0]]}=…): --tp, --pp, --vpp, --ep"
+            raise UsageError(f"the argument {twice[0]} is an option of its own", hint=hint)
+
+
+# How the tensors of a file are cut into windows: ranges of the file that are read, held in memory and written at once. Pure.
+#
+# Invariants: the segments of all windows of a file are the items, each byte once and in the order of the file; no window is longer than
+# asked for, unless one element is.
+
+# A window is the image of a range of the output file. Items are cut into segments that are contiguous in the file, along the first axis
+# that has more than one row, and best where stored chunks end (*seams*): then no chunk is read for two windows.
+#
+#     items       |---- a [6 rows] ----|-- b --|-------- c [8 rows] --------|
+#     seams             ^     ^                      ^           ^
+#     segments    |--a--|--a--|--a-----|---b---|--c--|-----c-----|----c-----|
+#     windows     |--------- 1 --------|------- 2 ---|---------- 3 ---------|     each at most ``most`` bytes
+#
+# A segment is at most UNIT long, so that several threads can fill one window.
+
+
+class FileItem(NamedTuple):
+    """A box of a tensor in a file, row by row from byte ``offset`` on."""
+
+    name: str
+    box: Box
+    offset: int
+    itemsize: int
+
+    @property
+    def length(self) -> int:
+        return self.box.numel * self.itemsize
+
+
+class FileSegment(NamedTuple):
+    """A contiguous part of item number ``item``: ``box`` in the coordinates of the tensor, ``start`` in bytes of the file."""
+
+    item: int
+    box: Box
+    start: int
+    length: int
+
+
+class FileWindow(NamedTuple):
+    """Segments in the order of the file, between the bytes ``start`` and ``stop``."""
+
+    segments: tuple[FileSegment, ...]
+    start: int
+    stop: int
+
+
+def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int, enough: int | None = None) -> Iterator[FileWindow]:
+    """Windows of at most ``most`` bytes of a file with these items, in order of their offsets. One that has ``enough`` bytes ends with its
+    item: no chunk is in two items, so none is read twice for that.
+
+    ``seams`` has for each item the places along its first axis, increasing, where it is best cut, because stored chunks end there.
+    """
+    # Greedy and in one pass, since segments come in the order of the file: a window is closed as soon as the next
+    # segment would make it too long.
+    pending: list[FileSegment] = []
+    enough = most if enough is None else enough
+    for number, (item, places) in enumerate(zip(items, seams, strict=True)):
+        at = item.offset
+        if pending and at - pending[0].start >= enough:
+            yield _closed(pending)
+            pending = []
+        for box in slabs(item.box, item.itemsize, places, min(most, settings.CHUNK)):
+            segment = FileSegment(number, box, at, box.numel * item.itemsize)
+            at += segment.length
+            if pending and at - pending[0].start > most:
+                yield _closed(pending)
+                pending = []
+            pending.append(segment)
+    if pending:
+        yield _closed(pending)
+
+
+def _closed(segments: list[FileSegment]) -> FileWindow:
+    return FileWindow(tuple(segments), segments[0].start, segments[-1].start + segments[-1].length)
+
+
+def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[Box]:
+    """A box in parts of at most ``most`` bytes that are contiguous in it, row by row; nothing of an empty box."""
+    if not box.numel:
+        return
+    axis = next((i for i, n in enumerate(box.shape) if n > 1), None)
+    if axis is None or box.numel * itemsize <= most:
+        yield box
+        return
+    row = box.numel // box.shape[axis] * itemsize
+    cuts = cuts_at(box.offset[axis], box.end[axis], max(1, most // row), () if axis else seams)
+    for start, stop in pairwise(cuts):
+        yield from slabs(_along(box, axis, start, stop), itemsize, (), most)
+
+
+def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries of parts of at most ``count``, from ``start`` to ``stop``: at the last of the increasing ``seams`` that a part reaches, if
+    it reaches one."""
+    cuts = [start]
+    while cuts[-1] + count < stop:
+        # The last seam that the part can reach. Without one in reach it is cut at its full length, in the middle of a
+        # stored chunk, which is then read for two windows.
+        best = bisect_right(seams, cuts[-1] + count) - 1
+        cuts.append(seams[best] if best >= 0 and seams[best] > cuts[-1] else cuts[-1] + count)
+    return (*cuts, stop)
+
+
+def _along(box: Box, axis: int, start: int, stop: int) -> Box:
+    offset, shape = list(box.offset), list(box.shape)
+    offset[axis], shape[axis] = start, stop - start
+    return Box(tuple(offset), tuple(shape))
+
 
 Digest = Literal["xxh3", "crc32"]
 Ends = Callable[[Sequence[int]], list[tuple[int, bytes]]]
@@ -146,3 +300,69 @@ def publish_once(backend: Backend, path: str, data: bytes) -> None:
     except ConflictError:
         if backend.read(path) != data:
             raise
+
+
+# What a conversion is asked for, as one value that its parts hand on. Pure.
+
+
+class MergeKeywords(TypedDict, total=False):
+    """Those fields of ``ConvertOptions`` that a merge of checkpoints takes too, as keywords of a call."""
+
+    views: Views | None
+    only: Sequence[str]
+    exclude: Sequence[str]
+    optimizer: bool
+    dtype: str | None
+    root: str | None
+    skip: Sequence[str]
+    shard_size: int | None
+    memory: int
+    threads: int | None
+    overwrite: bool
+    verify: bool
+    config: str | os.PathLike[str] | None
+    require_config: bool
+
+
+class ConvertKeywords(MergeKeywords, total=False):
+    """The fields of ``ConvertOptions`` as keywords of a call."""
+
+    parallel: MegatronParallel | None
+    repair: bool
+    job: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """See ``converters.convert.convert``, which explains each of them."""
+
+    views: Views | None = None
+    only: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    optimizer: bool = True
+    dtype: str | None = None
+    root: str | None = None
+    skip: Sequence[str] = ()
+    shard_size: int | None = None
+    parallel: MegatronParallel | None = None
+    memory: int = settings.CONVERT_MEMORY
+    threads: int | None = None
+    overwrite: bool = False
+    verify: bool = False
+    repair: bool = False
+    job: Mapping[str, int] = field(default_factory=dict)
+    config: str | os.PathLike[str] | None = None
+    require_config: bool = False
+
+    @property
+    def selection(self) -> SelectOptions:
+        """Those that say what of the source is taken."""
+        return SelectOptions(
+            views=self.views,
+            only=several(self.only),
+            exclude=several(self.exclude),
+            optimizer=self.optimizer,
+            dtype=self.dtype,
+            root=self.root,
+            skip=several(self.skip),
+        )

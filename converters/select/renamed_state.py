@@ -22,17 +22,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt import tree
 from ckpt.catalog import Catalog, TensorEntry
 from ckpt.errors import UsageError
 from ckpt.formats.external.elements import read_box
-from ckpt.formats.external.ranges import Range, read_ranges
-from ckpt.layout.geometry import Box
+from ckpt.formats.external.hf_index import Range, read_ranges
+from ckpt.plan import tree
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.tree_decoding import MISSING, Missing, Node
 from ckpt.plan.views import LogicalTensor
-from ckpt.tree import MISSING, Missing, Node
 
-from .pruned_state import is_optimizer, optimizers_in
-from .state_values import lost
+from .state_values import is_optimizer, lost, optimizers_in
 
 _INLINE = 64
 """Elements of a tensor that is kept among the values (docs/format.md §8)."""

@@ -2,27 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from ckpt import settings
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
-from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target
-from ckpt.converters.pipeline.windows import FileItem, cuts_at
-from ckpt.converters.select.loadable import choose_loadable
-from ckpt.converters.select.selection import OutputSet, OutputTensor, seams_of
+from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, cuts_at
+from ckpt.converters.select.renamed_state import RenamedOptimizer, groups_by_name
+from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
+from ckpt.converters.select.state_values import below, is_optimizer, pruned
 from ckpt.errors import ConflictError
 from ckpt.formats.journal import CheckpointJournal
+from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import committed_id, write_index
 from ckpt.io_backends.protocol import Backend
-from ckpt.layout.geometry import row_major_strides
+from ckpt.io_backends.retries import read_alike
+from ckpt.plan import tree
+from ckpt.plan.layout.geometry import row_major_strides
+from ckpt.plan.match import enclosing_module
 from ckpt.plan.reads import group_sizes
-from ckpt.reread import read_alike
-from ckpt.settings import limits
+from ckpt.plan.tree_decoding import MISSING, Missing, Node
+from ckpt.plan.views import LogicalTensor, whole
+
+# What of another library's checkpoint a native one takes, under the names that ``ckpt.load`` asks for. No torch.
+
+# A native checkpoint names the states of an optimizer by the full names of its parameters, and its groups list these names. Other
+# libraries name parameters within their module:
+#
+#     stored by torch.distributed.checkpoint          asked for by ckpt.load(url, {"model": model, "optim": optimizer})
+#     model.layers.0.weight                           model.layers.0.weight
+#     optim.state.layers.0.weight.exp_avg             optim.state.model.layers.0.weight.exp_avg
+#     optim.param_groups[0].params: [layers.0.weight] groups with the full name
+#
+# So each parameter of an optimizer gets the name of the module beside it that has a tensor of every such name (ckpt.plan.match).
+# Where several modules have (a model and its moving average) or none has (parameters by number), nothing is guessed: the optimizer stays as
+# it is stored.
+
+
+def choose_loadable(catalog: Catalog, choice: SelectOptions) -> OutputSet:
+    """What ``choose`` takes, with the names of optimizer states as ``ckpt.save`` gives them. A checkpoint of ours stays as it is, and so do
+    names that a translation gives. Errors as for ``choose``."""
+    if choice.views is not None or not choice.optimizer or isinstance(catalog, NativeCatalog):
+        return choose(catalog, choice)
+    modules = {path: module for path, node in _optimizers(catalog.state, "") if (module := _module(catalog, path, node)) is not None}
+    if not modules:
+        return choose(catalog, choice)
+    names = sorted(catalog.tensors)
+    renamed = {
+        name: f"{path}.state.{module}{name.removeprefix(f'{path}.state.')}"
+        for path, module in modules.items()
+        for name in below(names, f"{path}.state")
+    }
+
+    def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
+        return {renamed.get(name, name): whole(name, shape) for name, shape in shapes.items()}
+
+    chosen = choose(catalog, replace(choice, views=views))
+    entries = not_skipped(catalog, choice.skip)
+    taken = {name: wanted.view for name, wanted in chosen.tensors.items()}
+    optimizers = {path: RenamedOptimizer(catalog, entries, taken, path, modules=[module]) for path, module in modules.items()}
+    state = pruned(_rewritten(catalog.state, "", optimizers), sorted(taken), optimizers=True)
+    left_out = tuple(path for one in optimizers.values() for path in one.left_out)
+    return replace(chosen, state=state, left_out=left_out, united=frozenset(name for one in optimizers.values() for name in one.united))
+
+
+def _optimizers(node: Node, path: str) -> Iterator[tuple[str, Node]]:
+    """The optimizers of a state, by path."""
+    if path and is_optimizer(node):
+        yield path, node
+        return
+    for key, child in tree.pairs_of(node) or ():
+        if isinstance(key, str):
+            yield from _optimizers(child, tree.child_path(path, key))
+
+
+def _module(catalog: Catalog, path: str, node: Node) -> str | None:
+    """What the names of all parameters of an optimizer have to be preceded by; None if that is not known, or nothing has to change."""
+    parts = dict(tree.pairs_of(node) or ())
+    groups = groups_by_name(parts.get("param_groups", []))
+    if not groups:
+        return None
+    stored = {name for name, _ in tree.pairs_of(parts["state"]) or () if isinstance(name, str) and name}
+    parameters = {*stored, *(name for group in groups for name in group.names)}
+    if parameters <= catalog.tensors.keys():
+        return None if tree.tag_of(parts["param_groups"]) == "$param_groups" else ""
+    beside = path.rpartition(".")[0]
+    start = f"{beside}." if beside else ""
+    outer = {name for name in catalog.tensors if name.startswith(start) and not name.startswith(f"{path}.")}
+    module = enclosing_module(parameters, outer)
+    return f"{module.path}." if module is not None and module.explained == parameters else None
+
+
+def _rewritten(node: Node, path: str, optimizers: Mapping[str, RenamedOptimizer]) -> Node | Missing:
+    """The node with what optimizers say of parameters under their full names."""
+    if path in optimizers:
+        return optimizers[path].node(node)
+    pairs = tree.pairs_of(node)
+    if pairs is None or tree.tag_of(node) not in (None, "$map"):
+        return node
+    rewritten = [
+        (key, _rewritten(child, tree.child_path(path, key), optimizers) if isinstance(key, str) else child) for key, child in pairs
+    ]
+    return tree.mapping_node([(key, child) for key, child in rewritten if child is not MISSING])
 
 
 def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
@@ -36,7 +122,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     plans: list[DataFilePlan] = []
     places: dict[str, list[int]] = {}
     files: list[OutputFile] = []
-    for group in group_sizes([s.nbytes for s in specs], layout.shard_size or limits.DATA_FILE):
+    for group in group_sizes([s.nbytes for s in specs], layout.shard_size or settings.DATA_FILE):
         members = [specs[i] for i in group]
         for made in plan_data_files(members, id=layout.id, rank=0, limit=HEADER_LIMIT):
             made = replace(made, path=data_path(layout.id, 0, len(plans)))
@@ -63,7 +149,7 @@ def _cuts(wanted: OutputTensor, seams: Sequence[int] = ()) -> tuple[tuple[int, .
     """Cuts along the first axes: as many as it takes for rows to fit into a chunk; of the first axis, at ``seams`` where there are some."""
     cuts = []
     for axis, (n, step) in enumerate(zip(wanted.shape, row_major_strides(wanted.shape), strict=True)):
-        count = max(1, limits.CHUNK // max(1, step * wanted.dtype.itemsize))
+        count = max(1, settings.CHUNK // max(1, step * wanted.dtype.itemsize))
         cuts.append(cuts_at(0, n, count, () if axis else seams))
     return tuple(cuts)
 

@@ -15,19 +15,17 @@ from typing import NamedTuple
 
 import xxhash
 
-from ckpt import tree
-from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
-from ckpt.byte_source.storage import StorageSource
 from ckpt.catalog import Catalog, Contents, Extent, SourceFile, TensorEntry
-from ckpt.converters.select.pruned_state import pruned
+from ckpt.converters.mapping.convention import translated_views as views_of
 from ckpt.converters.select.renamed_state import RenamedState, renamed_state
 from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
-from ckpt.converters.select.state_values import lost, selected, value_paths
+from ckpt.converters.select.state_values import lost, pruned, selected, value_paths
+from ckpt.engine.byte_source import ChunkName, StorageSource
+from ckpt.engine.digest_reader import ChunkDigest, DigestReader
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
-from ckpt.formats.external.virtual_backends import open_single
+from ckpt.formats.external.base import open_single
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.clearing import check_free, check_no_link
 from ckpt.formats.native.commit import VIRTUAL
@@ -36,10 +34,11 @@ from ckpt.formats.native.writer import new_id, read_record, write_index
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
+from ckpt.plan import tree
 from ckpt.plan.match import several
 from ckpt.plan.views import LogicalTensor
-from ckpt.text.urls import url_text
-from ckpt.tracing.progress_callback import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.text import url_text
 
 from .references import References
 
@@ -302,3 +301,37 @@ def _look(backend: Backend, name: str) -> _FileStamp | None:
     except NotFoundError:
         return None
     return None if stamp is None or modified is None else _FileStamp(size, stamp, modified)
+
+
+# A checkpoint of any format in other names, opened or loaded without a step in between. No torch.
+
+
+def translated(
+    url: str | os.PathLike[str],
+    *,
+    names: str | os.PathLike[str],
+    convention: str,
+    numbers: Mapping[str, int] | None = None,
+    skip: Sequence[str] = (),
+    only: Sequence[str] = (),
+) -> str:
+    """A checkpoint in other names, without a step in between: ``ckpt.load(translated("megatron/", …), state)``; likewise ``ckpt.open``.
+
+    What it gives is the URL of a virtual checkpoint in the memory of this process. Every rank makes its own.
+
+    Args:
+        url: a checkpoint of any format, but no virtual one.
+        names: a translation that comes with ckpt, or the path of a ``.toml`` file (docs/translations.md).
+        convention: the naming convention that the state has, such as ``"huggingface"``.
+        numbers: of the model, where the checkpoint does not tell them: ``{"query_groups": 8}``.
+        skip: globs of stored names: these tensors are left out, and no rule of the translation has to take them.
+        only: globs of new names and of paths of values: others are left out.
+
+    Raises:
+        NotFoundError, NotCommittedError, FormatError, CorruptError: there is no whole checkpoint of a known format at ``url``.
+        NamesError: tensors that no rule takes, or missing ones; or a glob fits nothing.
+        UsageError: there is no such translation, or the tensors, steps or options do not fit it.
+        CoverageError: a tensor would have elements that no file has.
+    """
+    url, names = url_text(url), url_text(names)
+    return import_in_memory(url, views=views_of(url, names, convention, numbers or {}), only=only, skip=skip)

@@ -26,19 +26,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt import settings
 from ckpt.catalog import Catalog, Contents, Extent, Grid, SourceFile, TensorEntry
-from ckpt.converters.select.pruned_state import pruned_values
 from ckpt.converters.select.renamed_state import RenamedState
 from ckpt.converters.select.selection import stays
+from ckpt.converters.select.state_values import pruned_values
 from ckpt.errors import CoverageError, UsageError
-from ckpt.formats.external.strided import reach, strided, strides_of
+from ckpt.formats.external.elements import reach, strided, strides_of
 from ckpt.formats.native.datafiles.references import RunBackend, is_reference
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url
-from ckpt.layout.geometry import Box, row_major_strides
-from ckpt.plan.overlap import Copy, overlapping_chunks
+from ckpt.plan.layout.geometry import Box, row_major_strides
+from ckpt.plan.reads import Copy, overlapping_chunks
 from ckpt.plan.views import LogicalTensor, ViewPiece, in_order, within
-from ckpt.settings import limits
 
 _LOOKED_AT = 1 << 16
 """Bytes at the beginning of a file among which zeros are looked for: its header has some."""
@@ -148,7 +148,7 @@ class References:
         """Boxes of the logical tensor and where their bytes are."""
         (piece, stored, copy), size = take, take.stored.dtype.itemsize
         taken = within(piece, copy.box)
-        as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * size <= limits.CHUNK
+        as_it_is = copy.box == copy.chunk_box and in_order(taken) and taken.box.numel * size <= settings.CHUNK
         if extent.codec is not None and not (as_it_is and strides_of(extent.codec)):
             message = f"{name!r} would have a chunk of {stored.name!r} that is coded ({extent.codec})"
             raise UsageError(message, where=self.catalog.url, hint="convert instead")
@@ -204,12 +204,12 @@ def _parts(piece: ViewPiece, chunk: Box, extent: Extent, itemsize: int) -> list[
 def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
     """A box in parts that take at most ``limits.CHUNK`` bytes where they lie, along the axis whose elements are farthest apart there."""
     axes = [i for i, n in enumerate(box.shape) if n > 1]
-    if not axes or reach(box.shape, strides, itemsize) <= limits.CHUNK:
+    if not axes or reach(box.shape, strides, itemsize) <= settings.CHUNK:
         return [box]
     # Cut along the axis with the largest stride: each part is then a shorter stretch of the file. A cut along another
     # axis would leave each part as long as before.
     axis = max(axes, key=strides.__getitem__)
-    count = max(1, limits.CHUNK // max(strides[axis], 1))
+    count = max(1, settings.CHUNK // max(strides[axis], 1))
     boxes = []
     for at in range(0, box.shape[axis], count):
         offset, shape = list(box.offset), list(box.shape)

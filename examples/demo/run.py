@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 import ckpt
-from ckpt.maintenance.step_listing import Step
+from ckpt.runs.step_listing import Step
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 300.0

@@ -10,20 +10,17 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ckpt import tree
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError, NotCommittedError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, SingleFile, grid_of, one_chunk_grid
 from ckpt.formats.external.hf_index import sizes_of
-from ckpt.formats.external.virtual_backends import SingleFile
 from ckpt.formats.protocol import Format
-from ckpt.formats.torchzip.catalog import node_maker
-from ckpt.formats.torchzip.table import TensorTable
-from ckpt.text.units import plural
+from ckpt.formats.torchzip.catalog import TensorTable, node_maker
+from ckpt.plan import tree
+from ckpt.units import plural
 
-from .item_templates import Places
-from .items import open_items
+from .items import Places, open_items
 from .metadata import METADATA, DcpBox, DcpTensor, Metadata, read_metadata
 
 if TYPE_CHECKING:

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from ckpt import settings
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
 from ckpt.formats.pickles.loader import load_pickle
-from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.stored import counts, shape_of
+from ckpt.formats.pickles.stand_ins import Made, counts, shape_of
 from ckpt.formats.pickles.values import PickleValues
-from ckpt.settings import limits
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -66,8 +65,8 @@ class Metadata:
 def read_metadata(backend: Backend) -> Metadata:
     """Read and check ``.metadata``."""
     where = f"{backend.url.rstrip('/')}/{METADATA}"
-    if backend.size(METADATA) > limits.FOREIGN_PICKLE:
-        raise FormatError(f"metadata of more than {limits.FOREIGN_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")
+    if backend.size(METADATA) > settings.FOREIGN_PICKLE:
+        raise FormatError(f"metadata of more than {settings.FOREIGN_PICKLE:,} bytes", where=where, hint="save tensors on fewer ranks")
     return _MetadataReader(where).read(backend.read(METADATA))
 
 

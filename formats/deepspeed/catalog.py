@@ -5,28 +5,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt import tree
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile
 from ckpt.formats.external.hf_index import sizes_of
-from ckpt.formats.fsdp.catalog import RankValues
-from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.fsdp import RankValues
+from ckpt.formats.pickles.stand_ins import StoredView
 from ckpt.formats.protocol import Format
-from ckpt.formats.torchzip.table import TensorTable
+from ckpt.formats.torchzip.catalog import TensorTable
+from ckpt.plan import tree
+from ckpt.plan.tree_decoding import Node
 
-from .directory import Directory, is_checkpoint, read_directory, resolve
-from .optimizer import group_nodes, optimizer_node
+from .directory import Directory, PickledFile, is_checkpoint, open_files, read_directory, resolve
 from .partitions import Partitioned, StateTable, find_parameters
-from .pickled import PickledFile, open_files
 from .states import MASTER, RankStates, in_one_order, others_of, read_states
-from .universal import OPTIMIZER, Universal, by_parameter, parameter_files
-from .weights import MODEL, STATE, Weights, node_maker
+from .weights import MODEL, OPTIMIZER, STATE, Universal, Weights, by_parameter, node_maker, parameter_files
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
+
+
+# The optimizer as a node of the state: parameter groups by name, and states that are no tensors.
+
+
+def group_nodes(
+    options: Sequence[Mapping[Any, Any]], names: Sequence[Sequence[str]], node: Callable[[Mapping[Any, Any]], Node]
+) -> list[dict[str, Any]]:
+    """Parameter groups: names and options of each."""
+    return [{"params": list(members), "options": node(of)} for of, members in zip(options, names, strict=False)]
+
+
+def optimizer_node(groups: Sequence[Mapping[str, Any]], values: Mapping[str, Mapping[str, Node]]) -> Node:
+    """The node of an optimizer. Groups with the same options, as the stages of a pipeline have, are one; a parameter is named once."""
+    merged: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
+    for group in groups:
+        into = merged.setdefault(tree.text(group["options"]), {"params": [], "options": group["options"]})
+        into["params"] += [name for name in group["params"] if name not in seen]
+        seen |= set(group["params"])
+    tensors: Node = {"$tensors": "optimizer.state"}
+    kept = {name: {key: _step(value) if key == "step" else value for key, value in of.items()} for name, of in values.items()}
+    return {"state": {"": tensors, **kept} if kept else tensors, "param_groups": {"$param_groups": list(merged.values())}}
+
+
+def _step(value: Node) -> Node:
+    """A step that is a plain number as the tensor that torch's optimizers keep it in."""
+    if type(value) not in (int, float):
+        return value
+    return {"$inline": ["float32", [], b64encode(struct.pack("<f", value)).decode()]}
+
 
 FORMAT_NAME = "DeepSpeed"
 _TAKEN = frozenset(

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.pickles.stand_ins import Made, StoredView
 
-from .pickled import PickledFile
+from .directory import PickledFile
 
 MASTER = "master"
 """Key of the full-precision parameter in an optimizer's state; DeepSpeed keeps it beside that."""

@@ -7,19 +7,110 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt.errors import FormatError
+from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import grid_of
-from ckpt.formats.external.flat import flat_pieces
+from ckpt.formats.external.elements import flat_pieces
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.stored import StoredView
-from ckpt.formats.torchzip.table import StorageBlock, TensorTable
-from ckpt.tree import Node
+from ckpt.formats.pickles.stand_ins import StoredView
+from ckpt.formats.torchzip.catalog import StorageBlock, TensorTable
+from ckpt.plan.layout.geometry import row_major_strides
+from ckpt.plan.tree_decoding import Node
 
-from .flat import split_each
-from .pickled import PickledFile
+from .directory import PickledFile
 from .states import MASTER
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+
+# ZeRO's flat partitions: which elements of which parameter the flat tensors of each rank hold. Pure arithmetic.
+#
+# (Source of the layouts: ``deepspeed/runtime/zero/stage_1_and_2.py``, ``stage3.py`` and ``runtime/bf16_optimizer.py`` of DeepSpeed 0.19.)
+
+#     ZeRO-1, 2    a group's parameters one after another, cut into equal partitions that do not respect them
+#
+#                  |------ a ------|-- b --|gap|---- c ----|pad|
+#                  |.. rank 0 ..|.. rank 1 ..|.. rank 2 .....|
+#
+#     ZeRO-3       each parameter is cut into equal parts, the last one padded; a rank has its part of a, then of b, then of c
+#
+#                  rank 0   |a0|b0|c0|      rank 1   |a1|b1|c1|      rank 2   |a2|b2|c2|
+#                  groups   '--0--'1-'      with several sub-groups a part may be cut where one of them ends
+#
+# Either way the result is for each parameter a list of runs: which rank, which flat tensor, from where, how many elements.
+
+
+Numels = Mapping[str, int]
+"""Elements of each parameter, in the order in which they were flattened."""
+
+
+class FlatRun(NamedTuple):
+    """Elements ``[start, start + length)`` of a parameter's row-major flattening: they lie at element ``at`` of flat tensor ``group`` of
+    rank ``rank``."""
+
+    rank: int
+    group: int
+    at: int
+    start: int
+    length: int
+
+
+def split_evenly(numels: Numels, gaps: Sequence[int], group: int, partition: int, ranks: Sequence[int]) -> dict[str, list[FlatRun]]:
+    """ZeRO-1 and 2: the parameters of a group one after another, ``gaps`` elements of padding after each, cut into partitions of equal
+    length for ``ranks``."""
+    # Walk the concatenation of the parameters once; a run ends where the parameter does or where the partition does.
+    runs: dict[str, list[FlatRun]] = {}
+    offset = 0
+    for (name, numel), gap in zip(numels.items(), gaps, strict=True):
+        runs[name] = []
+        at = offset
+        while at < offset + numel and partition and at // partition < len(ranks):
+            owner = at // partition
+            stop = min(offset + numel, (owner + 1) * partition)
+            runs[name].append(FlatRun(ranks[owner], group, at - owner * partition, at - offset, stop - at))
+            at = stop
+        offset += numel + gap
+    return runs
+
+
+def split_each(numels: Numels, lengths: Sequence[int], ranks: int) -> dict[str, list[FlatRun]]:
+    """ZeRO-3: every parameter is cut into ``ranks`` parts of ``ceil(numel / ranks)`` elements, the last ones padded; a rank has its parts
+    of all parameters one after another, in flat tensors of ``lengths`` elements, whose bounds may lie inside of a part."""
+    # ``offset`` is where the part of this parameter begins in a rank's flat tensors, the same on every rank, since
+    # all have equal parts (the last ones padded).
+    ends = list(accumulate(lengths))
+    runs: dict[str, list[FlatRun]] = {name: [] for name in numels}
+    offset = group = 0
+    for name, numel in numels.items():
+        part = -(-numel // ranks)
+        for rank in range(ranks):
+            start, stop = min(rank * part, numel), min((rank + 1) * part, numel)
+            runs[name] += _in_groups(rank, group, offset, start, stop, ends)
+        offset += part
+        while group < len(ends) and ends[group] <= offset:
+            group += 1
+    return runs
+
+
+def _in_groups(rank: int, group: int, offset: int, start: int, stop: int, ends: Sequence[int]) -> list[FlatRun]:
+    """A part that begins ``offset`` elements into the flat tensors, cut where these end."""
+    groups = []
+    while start < stop and group < len(ends):
+        begins = ends[group - 1] if group else 0
+        count = min(stop - start, ends[group] - offset)
+        if count > 0:
+            groups.append(FlatRun(rank, group, offset - begins, start, count))
+        offset, start, group = offset + count, start + count, group + 1
+    return groups
+
+
+def padded(numels: Numels, ranks: int) -> int:
+    """Elements of a rank's parts in ZeRO-3, padding included."""
+    return sum(-(-numel // ranks) for numel in numels.values())
+
 
 MODEL = "model"
 STATE = "optimizer.state.model"
@@ -149,3 +240,77 @@ def node_maker(table: TensorTable, file: PickledFile, suffix: str = "", rank: in
         return {"$tensor": f"{path}{suffix}"}
 
     return NodeMaker(file.archive.values, place, pickle_bytes=file.archive.pickle_bytes)
+
+
+# Universal checkpoints: ``zero/<parameter>/<state>.pt``, one file for each whole state of each parameter.
+#
+# A file holds a mapping with the tensor as ``param``, or, made of ZeRO-3, the flat tensor itself. (Source:
+# ``deepspeed/checkpoint/ds_to_universal.py`` of DeepSpeed 0.19.)
+
+FOLDER = "zero/"
+OPTIMIZER = "zero/optimizer_state.pt"
+_FULL = "fp32"
+
+
+def parameter_files(backend: Backend) -> dict[tuple[str, str], str]:
+    """Paths by parameter and state."""
+    files = {}
+    for entry in backend.list_prefix(FOLDER):
+        parts = entry.path.removeprefix(FOLDER).split("/")
+        if len(parts) == 2 and parts[1].endswith(".pt"):
+            files[parts[0], parts[1].removesuffix(".pt")] = entry.path
+    return dict(sorted(files.items()))
+
+
+class Universal:
+    """Puts the files of parameters into a table. ``values`` are states that are no tensors, by parameter."""
+
+    def __init__(self, weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.table = weights.table
+        self.weights = weights
+        self.shapes = shapes
+        self.values: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, states: Mapping[str, PickledFile]) -> None:
+        """A parameter that is trained, or anything else that was put among them."""
+        if name not in self.shapes:
+            label = f"{MODEL}.{name}"
+            if label not in self.table.entries and _FULL in states:
+                self.table.add(label, states[_FULL].file, self._tensor(name, states[_FULL]))
+            return
+        for key, file in states.items():
+            label, further = self.weights.place_master(name) if key == _FULL else (f"{STATE}.{name}.{key}", None)
+            value = file.whole
+            if type(value) is StoredView and (value.shape == () or key == "step"):
+                self.table.add(label, file.file, value)
+            elif key == "step":
+                self.values.setdefault(name, {})[key] = (file, value)
+            else:
+                self.table.add(label, file.file, self._tensor(name, file))
+                if further is not None:
+                    self.table.add_alias(further, label)
+
+    def _tensor(self, name: str, file: PickledFile) -> StoredView:
+        value = file.whole
+        if type(value) is not StoredView:
+            value = file.meaning(file.mapping(value, "its contents").get("param"))
+            if type(value) is not StoredView:
+                file.damaged("there is no tensor 'param'")
+            return value
+        shape = self.shapes.get(name)
+        flat = file.flat(value, "its contents")
+        if shape is None or math.prod(shape) != flat.shape[0]:
+            raise CorruptError(
+                f"{flat.shape[0]:,} elements of {name}, whose shape is {list(shape) if shape is not None else 'not known'}",
+                where=file.where,
+                hint="files are of different saves, or were not copied",
+            )
+        return StoredView(storage=flat.storage, dtype=flat.dtype, offset=flat.offset, shape=shape, strides=row_major_strides(shape))
+
+
+def by_parameter(files: Mapping[tuple[str, str], PickledFile]) -> dict[str, dict[str, PickledFile]]:
+    """Files of states, by parameter."""
+    by_name: dict[str, dict[str, PickledFile]] = {}
+    for (name, key), file in files.items():
+        by_name.setdefault(name, {})[key] = file
+    return by_name

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 import xxhash
 
+from ckpt import settings
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import AccessError, CkptError, CorruptError, FormatError, NotFoundError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid
-from ckpt.formats.external.ranges import Range, read_ranges
-from ckpt.formats.external.virtual_backends import open_single
+from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid, open_single
+from ckpt.formats.external.hf_index import Range, read_ranges
 from ckpt.formats.protocol import Format
-from ckpt.formats.safetensors.catalog import open_safetensors
-from ckpt.formats.safetensors.catalog import recognises as is_safetensors
+from ckpt.formats.safetensors import open_safetensors
+from ckpt.formats.safetensors import recognises as is_safetensors
 from ckpt.io_backends.registry import open_backend, real_url
-from ckpt.layout.geometry import Box, flat_to_boxes
-from ckpt.reread import read_checked
-from ckpt.settings import limits
+from ckpt.io_backends.retries import read_checked
+from ckpt.plan.layout.geometry import Box, flat_to_boxes
 
 from .chain import AnchorPlace, ChainBackend, Link, result_of
 from .manifest import MANIFEST, DeltaManifest, DeltaTensor, LinkedExport
@@ -144,7 +143,7 @@ def _check_allowed(url: str, allowed: Sequence[str] | None, where: str) -> None:
 
 def _read_manifest(backend: Backend) -> DeltaManifest:
     def read() -> DeltaManifest:
-        return DeltaManifest.from_bytes(backend.read_whole(MANIFEST, limits.FOREIGN_TABLE), backend.url)
+        return DeltaManifest.from_bytes(backend.read_whole(MANIFEST, settings.FOREIGN_TABLE), backend.url)
 
     return read_checked(backend, MANIFEST, read)
 

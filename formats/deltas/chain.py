@@ -25,10 +25,10 @@ import numpy as np
 import xxhash
 
 from ckpt.errors import CorruptError
-from ckpt.formats.external.ranges import Range, read_ranges
-from ckpt.formats.external.virtual_backends import ReadOnly
+from ckpt.formats.external.base import ReadOnly
+from ckpt.formats.external.hf_index import Range, read_ranges
 from ckpt.io_backends.protocol import IOHints, ObjectMeta
-from ckpt.reread import read_checked
+from ckpt.io_backends.retries import read_checked
 
 from .changes import Section, decode_section, unit
 from .manifest import MANIFEST, DeltaManifest

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import CorruptError, UsageError
-from ckpt.layout.geometry import IntArray
+from ckpt.plan.layout.geometry import IntArray
 
 WIDTHS = (1, 2, 4)
 """Bytes of a gap."""

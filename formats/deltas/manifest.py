@@ -14,7 +14,7 @@ from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
 from ckpt.io_backends.registry import absolute_url
-from ckpt.text.json_reader import parse_json
+from ckpt.text import parse_json
 
 MANIFEST = "ckpt-delta.json"
 VERSION = 1

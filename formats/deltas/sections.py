@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 import xxhash
 
+from ckpt import settings
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import CorruptError
-from ckpt.formats.safetensors.header import FileHeader, parse_header
-from ckpt.layout.geometry import IntArray
-from ckpt.reread import read_checked
-from ckpt.settings import limits
+from ckpt.formats.safetensors import FileHeader, parse_header
+from ckpt.io_backends.retries import read_checked
+from ckpt.plan.layout.geometry import IntArray
 
 from .changes import WIDTHS
 from .manifest import DeltaFile, DeltaTensor
@@ -143,7 +143,7 @@ def signed(digest: int) -> int:
 def _file_sections(backend: Backend, tensors: Sequence[DeltaTensor], file: DeltaFile, number: int) -> tuple[IntArray, ...]:
     """Rows, file numbers, places of codes and values, and widths of one file."""
     where = f"{backend.url.rstrip('/')}/{file.path}"
-    if not 8 <= file.head <= min(file.size, limits.FOREIGN_TABLE):
+    if not 8 <= file.head <= min(file.size, settings.FOREIGN_TABLE):
         _damaged(where, f"a head of {file.head:,} bytes in a file of {file.size:,}")
     head = read_checked(backend, file.path, partial(_read_head, backend, file, where), length=file.head)
     header = parse_header(head, file.size, where)

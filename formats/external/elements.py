@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -10,16 +11,58 @@ import numpy.typing as npt
 
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.errors import FormatError
-from ckpt.layout.geometry import Box, box_to_flat
-from ckpt.plan.overlap import overlapping_chunks
-
-from .strided import gather, strides_of
+from ckpt.errors import CorruptError, FormatError
+from ckpt.plan.layout.geometry import Box, box_to_flat, flat_to_boxes, row_major_strides
+from ckpt.plan.reads import overlapping_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ckpt.io_backends.protocol import Backend
+
+
+# Chunks whose elements are not in row-major order where they lie: a part of wider rows, or a transposed tensor in somebody else's file.
+#
+# They are told as a codec with parameters, ``strided:<shape>:<strides>``: element ``(i₀, i₁, …)`` starts ``Σ iⱼ·strides[j]`` bytes after
+# the first, and decoding puts the elements in row-major order. It is never written to a data file of ours.
+
+PREFIX = "strided:"
+
+
+def strided(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """The codec of a chunk of ``shape`` whose elements of ``itemsize`` bytes lie ``strides`` bytes apart; None if it needs none."""
+    needed = [s for n, s in zip(shape, strides, strict=True) if n > 1]
+    natural = [s * itemsize for n, s in zip(shape, row_major_strides(shape), strict=True) if n > 1]
+    return None if needed == natural else f"{PREFIX}{_text(shape)}:{_text(strides)}"
+
+
+def strides_of(codec: str | None) -> tuple[int, ...] | None:
+    """The strides that a codec of :func:`strided` says; None for others."""
+    return _numbers(codec.rpartition(":")[2]) if codec is not None and codec.startswith(PREFIX) else None
+
+
+def reach(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first element to the end of the last; −1 if the two do not fit each other."""
+    if len(strides) != len(shape) or any(s < 0 for s in strides):
+        return -1
+    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + itemsize if all(shape) else 0
+
+
+def gather(codec: str, stored: memoryview, out: memoryview, itemsize: int) -> None:
+    """Put the elements in row-major order into ``out``."""
+    shape, strides = (_numbers(part) for part in codec.removeprefix(PREFIX).split(":"))
+    if reach(shape, strides, itemsize) != len(stored) or int(np.prod(shape, dtype=np.int64)) * itemsize != len(out):
+        raise CorruptError(f"{len(stored)} bytes are not a chunk that is {codec}", hint="import the checkpoint again")
+    kind = np.dtype((np.void, itemsize))
+    elements = np.ndarray(shape, kind, buffer=stored, strides=strides)
+    np.copyto(np.ndarray(shape, kind, buffer=out), elements)
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -79,3 +122,32 @@ def cast_bits(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any] |
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+# From a range of a flat buffer to boxes of the tensors in it: what readers of Megatron's and DeepSpeed's states share. Pure.
+
+# Optimizers that are divided over ranks keep all parameters of a kind one after another in one flat buffer, and each rank has a range of
+# it. The ranges know nothing of tensors: they begin and end in the middle of rows.
+#
+#     buffer    |-------- A [3, 4] --------|--pad--|------ B [2, 3] ------|
+#     ranks     |..... rank 0 .....|...... rank 1 ......|..... rank 2 .....|
+#
+# A catalog needs boxes. Where rank 0's range ends at element 7 of A, it has three of them at most (2·d − 1 for d dimensions): the rest of
+# the row it begins in, whole rows, and the beginning of the row it ends in. They follow one another in the buffer, so that each begins
+# where the elements of those before it end:
+#
+#     A   0  1  2  3      box [0:1, 0:4], 0 elements into the range
+#         4  5  6| 7      box [1:2, 0:3], 4 elements into it
+#         8  9 10 11
+#
+# What differs is where a parameter lies in the buffer: ``deepspeed/flat`` has ZeRO's rules, ``megatron/buffers`` those of
+# Megatron's buckets.
+
+
+def flat_pieces(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """The boxes of elements ``[start, stop)`` of the row-major flattening of ``shape``, in order, each with how many elements into that
+    range it begins."""
+    before = 0
+    for box in flat_to_boxes(shape, start, stop):
+        yield box, before
+        before += box.numel

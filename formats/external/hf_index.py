@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.concurrency.workers import map_tasks
+from ckpt import settings
+from ckpt.concurrency import COUNTS_WAITS, map_tasks, run_tasks, waits_so_far
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import path_problem
-from ckpt.settings import limits
-from ckpt.text.json_reader import parse_json
+from ckpt.plan.reads import RangeGroup, group_ranges
+from ckpt.text import parse_json
 
-from .virtual_backends import SingleFile
+from .base import SingleFile
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
+
 
 _SHOWN = 5
 _THREADS = 16
@@ -34,7 +37,7 @@ def read_index(backend: Backend, path: str) -> dict[str, str]:
     """Name of a tensor → file that has it, relative to the root."""
     where = f"{backend.url.rstrip('/')}/{path}"
     try:
-        weight_map = parse_json(backend.read_whole(path, limits.FOREIGN_TABLE))["weight_map"]
+        weight_map = parse_json(backend.read_whole(path, settings.FOREIGN_TABLE))["weight_map"]
         pairs = {str(k): v for k, v in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         hint = "get the file again, or open the shards without it"
@@ -98,3 +101,33 @@ def shown(names: Sequence[str]) -> str:
     """A few of many names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# Many small ranges of files at once: near ones in one read, several reads at a time. For headers and directories of foreign files.
+
+
+class Range(NamedTuple):
+    """Bytes of a file."""
+
+    path: str
+    offset: int
+    length: int
+
+
+def read_ranges(backend: Backend, ranges: Sequence[Range]) -> list[bytes]:
+    """The bytes of each range, in the order asked for."""
+    groups = group_ranges(ranges, max_bytes=settings.GROUPED_READ, max_gap=settings.GAP)
+    contents: list[bytes] = [b""] * len(ranges)
+
+    def read(group: RangeGroup) -> None:
+        data = backend.read(group.path, group.offset, group.length)
+        for i in group.members:
+            at = ranges[i].offset - group.offset
+            contents[i] = data[at : at + ranges[i].length]
+
+    at, waits = 0, waits_so_far()
+    while at < len(groups) and COUNTS_WAITS and not backend.io_hints.concurrency and waits_so_far() - waits <= at // 8:
+        read(groups[at])  # one thread is the fastest as long as nothing has to be waited for
+        at += 1
+    run_tasks([partial(read, group) for group in groups[at:]], _THREADS, "ckpt-open")
+    return contents

@@ -23,8 +23,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt.formats.external.flat import flat_pieces
-from ckpt.formats.external.strided import reach
+from ckpt.formats.external.elements import flat_pieces, reach
 
 from .params import LocalParam
 from .pieces import Source, SourcePiece

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError
-from ckpt.formats.external.virtual_backends import SingleFile
+from ckpt.formats.external.base import SingleFile
 from ckpt.formats.protocol import Format
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.text.json_reader import parse_object
+from ckpt.text import parse_object
 
-from .base import COMMON, RANK_DIRECTORY, MegatronCatalog
+from .training import COMMON, RANK_DIRECTORY, MegatronCatalog
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -71,7 +71,7 @@ def _latest(backend: Backend) -> str:
 
 def open_megatron(backend: Backend) -> MegatronCatalog:
     """Open what ``recognises`` found."""
-    from .legacy.rank_files import open_legacy  # the catalogs of other formats ask this module too, and need none of these
+    from .legacy_ranks import open_legacy  # the catalogs of other formats ask this module too, and need none of these
     from .torch_dist import open_torch_dist
 
     names = backend.list_dir()

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from ckpt.errors import FormatError
 from ckpt.formats.dcp.metadata import DcpTensor
-from ckpt.formats.pickles.stand_ins import GlobalName
-from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.pickles.stand_ins import GlobalName, StoredView
 
 from .buffers import Bucket, BufferSegment
 from .pieces import InArchive, InItem, PieceTable

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from ckpt import tree
 from ckpt.catalog import TensorEntry
 from ckpt.errors import FormatError
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents
 from ckpt.formats.pickles.nodes import NodeMaker, Place
-from ckpt.formats.pickles.stand_ins import Made
-from ckpt.formats.pickles.stored import StoredPart, StoredView
+from ckpt.formats.pickles.stand_ins import Made, StoredPart, StoredView
 from ckpt.formats.torchzip.archive import Archive
+from ckpt.plan import tree
 
-from .names import is_decayed, is_expert
+from .names import VOCABULARY, is_decayed, is_expert
 from .pieces import InArchive, PieceTable, whole_piece
 
 MODEL = "model."
@@ -207,3 +208,51 @@ def number(step: float) -> tree.Node:
 def no_tensor(value: object, path: str) -> tree.Node:
     """Refuses a tensor where only values are read."""
     raise FormatError(f"{path} has a tensor of several numbers, which is not read there", hint="load it with Megatron-LM")
+
+
+# What the readers of both formats of Megatron share: the catalog, the names of directories of ranks, and padding of the vocabulary.
+
+COMMON = "common.pt"
+"""What is no tensor, in the format ``torch_dist``; written first."""
+RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?/")
+
+
+class MegatronCatalog(ExternalCatalog):
+    """A Megatron checkpoint. ``arguments`` are those of the job that wrote it, as far as they are plain values.
+
+    ``notes`` say what was left out; ``suspect`` why some of it may be wrong, None if nothing is known.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: PieceTable,
+        format: str,
+        state: Any,
+        world_size: int,
+        arguments: Mapping[str, Any],
+        notes: Sequence[str] = (),
+        suspect: str | None = None,
+        opaque: Mapping[str, str] | None = None,
+    ) -> None:
+        contents = ExternalContents(
+            tensors=table.entries.values(), files=table.files, world_size=world_size, state=state, opaque=opaque or {}, notes=notes
+        )
+        super().__init__(contents, backend=table.backend, format=format, locate=table.locate, replicas=table.replicas)
+        self.arguments = arguments
+        self._suspect = suspect
+        self.table = table
+
+    @property
+    def suspect(self) -> str | None:
+        return self._suspect
+
+    @property
+    def about_storage(self) -> tuple[str, ...]:
+        return ABOUT_STORAGE
+
+
+def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape without the rows that pad the vocabulary; None if there are none, or the arguments do not tell."""
+    rows = arguments.get("vocab_size")
+    return (rows, *shape[1:]) if name in VOCABULARY and isinstance(rows, int) and 0 < rows < shape[0] else None

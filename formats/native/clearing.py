@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError
+from ckpt.formats.native.datafiles.references import split_url
 from ckpt.io_backends.registry import open_backend
 
 from .catalog import read_record
 from .commit import COMMIT_PATH, CommitRecord
-from .datafiles.references import split_url
 from .paths import CLEARING, data_prefix, index_path, others_files
 
 if TYPE_CHECKING:

@@ -18,10 +18,12 @@ Invariant: the size grows with tensors plus distinct grids plus files, not with 
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,17 +31,44 @@ import pyarrow as pa
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
-from ckpt.layout.geometry import Cuts
-from ckpt.plan.part import StatePart
-from ckpt.text.json_reader import parse_json
+from ckpt.plan.layout.geometry import Cuts
+from ckpt.plan.values import StatePart
+from ckpt.text import parse_json
 
-from .checks import find_problem
-from .extents import decode_extents, decode_sources, encode_extents
-from .nodes import node_problem
+from .checks import find_problem, node_problem
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
-from .recent import Recent
 from .tables import Ragged, flat, flat_values, from_file, lists, to_file, too_little_memory
+from .virtual import decode_extents, decode_sources, encode_extents
+
+# The last few results of something that takes long and often has the same outcome. Thread-safe.
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """Keeps the ``limit`` values that were used last. Keys are compared whole, so a value is only ever found for what it was made of."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key]
+
+    def put(self, key: K, value: V) -> None:
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._limit:
+                self._values.popitem(last=False)
+
 
 _NUMBERS = pa.list_(pa.int64())
 _TENSORS = pa.schema(

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.text.json_reader import parse_json
-from ckpt.tracing.progress import SaveProgress
+from ckpt.telemetry.progress import SaveProgress
+from ckpt.text import parse_json
 
 from .paths import PROGRESS, id_of, index_path
 

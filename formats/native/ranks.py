@@ -20,12 +20,11 @@ import xxhash
 from ckpt.catalog import DataFile, Grid, RankRows, TensorEntry
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StateError
-from ckpt.layout.geometry import Cuts
-from ckpt.reread import read_checked
-from ckpt.text.json_reader import parse_json
+from ckpt.io_backends.retries import read_checked
+from ckpt.plan.layout.geometry import Cuts
+from ckpt.text import parse_json
 
-from .checks import row_excess, tensor_problem
-from .nodes import node_problem
+from .checks import node_problem, row_excess, tensor_problem
 from .paths import RANK_ROWS, RANK_TABLE
 from .tables import from_file, to_file, too_little_memory
 

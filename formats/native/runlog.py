@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
-from ckpt.text.json_reader import parse_object
-from ckpt.text.printable import printable
-from ckpt.tracing.spans import SpanTable
+from ckpt.telemetry.spans import SpanTable
+from ckpt.text import parse_object, printable
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -3,24 +3,269 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.reread import read_checked
-from ckpt.text.json_reader import parse_object
-from ckpt.tracing.spans import UNNEEDED, Row, SpanTable
+from ckpt.io_backends.retries import read_checked
+from ckpt.telemetry.spans import BYTES, LEADING, MICROS, UNNEEDED, WAITING, PhaseSum, Row, SpanTable, are_phases, began_of
+from ckpt.text import parse_object
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
-from .span_columns import MOST_SUMS, About, SpanGroups, decode_about, decode_groups, encode_about, encode_groups
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
     from .commit import CommitRecord
+
+
+# The spans of very many ranks as columns: sums per phase, in a third of the bytes and a tenth of the time that a row for each takes.
+#
+# Ranks that have the same phases are a *group*. Of a group each figure of each phase is a column, in the order of its ranks; a column whose
+# values are all equal is one number. ``more`` is what a phase's last end lies behind its first start and its busy time: of a phase that is
+# one span it is 0. What else is known of a rank, such as its host, are columns over all ranks of the file (``About``).
+
+Ints = npt.NDArray[np.int64]
+
+_FIGURES = ("count", "bytes", "busy", "first", "more")
+_HOST = 64
+MOST_SUMS = 1 << 22
+"""Phases of all ranks that are read: a column of one number stands for any number of ranks."""
+_DIMENSIONS, _NAME = 16, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanGroups:
+    """Groups as JSON, and how many seconds each rank was busy."""
+
+    groups: list[dict[str, Any]]
+    seconds: dict[int, float]
+
+
+def encode_groups(rows: Mapping[int, Row]) -> SpanGroups:
+    """Rows as ``Spans.to_json`` gives them, by rank."""
+    by_phases: dict[tuple[str, ...], list[int]] = {}
+    for rank, row in rows.items():
+        by_phases.setdefault(tuple(row["phases"]), []).append(rank)
+    groups: list[dict[str, Any]] = []
+    seconds: dict[int, float] = {}
+    for phases, ranks in by_phases.items():
+        if not all(isinstance(p, str) for p in phases) or not are_phases(phases):
+            raise ValueError("its phases are no names")
+        sums = _sorted_sums([rows[rank]["sums"] for rank in ranks], len(phases))
+        began = [began_of(rows[rank]) for rank in ranks]
+        first, busy = sums[:, :, 4], sums[:, :, 3]
+        columns = (sums[:, :, 1], sums[:, :, 2], busy, first, sums[:, :, 5] - first - busy)
+        groups.append(
+            {
+                "ranks": _runs(ranks),
+                "phases": list(phases),
+                "began": began[0],
+                "offsets": _column(np.round(1e6 * (np.array(began) - began[0])).astype(np.int64)),
+                **{name: [_column(values[:, p]) for p in range(len(phases))] for name, values in zip(_FIGURES, columns, strict=True)},
+            }
+        )
+        working = [p for p, phase in enumerate(phases) if phase not in WAITING | LEADING]
+        seconds |= dict(zip(ranks, (busy[:, working].sum(axis=1) / 1e6).tolist(), strict=True))
+    return SpanGroups(groups=groups, seconds=seconds)
+
+
+def _sorted_sums(sums: list[Any], phases: int) -> Ints:
+    """Rank × phase × (number, count, bytes, busy, first, last)."""
+    rows = np.array(sums) if phases else np.zeros((len(sums), 0, 6), dtype=np.int64)
+    if rows.dtype != np.int64 or rows.shape != (len(sums), phases, 6):
+        raise ValueError("a sum is no row of six numbers, or a phase has none")
+    order = np.argsort(rows[:, :, 0], axis=1)
+    rows = np.take_along_axis(rows, order[:, :, None], axis=1)
+    if not (rows[:, :, 0] == np.arange(phases)).all():
+        raise ValueError("a phase has no sum, or two")
+    _check(rows[:, :, 1], rows[:, :, 2], rows[:, :, 3], rows[:, :, 4], rows[:, :, 5])
+    return rows
+
+
+def _check(count: Ints, nbytes: Ints, busy: Ints, first: Ints, last: Ints) -> None:
+    bounds = ((count, 1, BYTES - 1), (nbytes, 0, BYTES), (busy, 0, BYTES), (first, -MICROS, MICROS), (last, -MICROS, 2 * MICROS))
+    if any(values.size and not (low <= values.min() and values.max() <= high) for values, low, high in bounds) or (last < first).any():
+        raise ValueError("a sum cannot be")
+
+
+def _column(values: Ints) -> int | list[int]:
+    return int(values[0]) if len(values) and (values == values[0]).all() else values.tolist()
+
+
+def _runs(ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks that rise, as first rank and count of neighbours."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][0] + runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, 1])
+    return runs
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTable]]:
+    """What ``encode_groups`` gave. Nothing in it is believed."""
+    if not isinstance(groups, list) or len(groups) > world_size:
+        raise ValueError("its groups are no array")
+    left, sums = world_size, MOST_SUMS  # no rank is in two groups
+    for group in groups:
+        if not isinstance(group, dict):
+            raise ValueError("a group is no object")
+        ranks, phases = _ranks(group.get("ranks"), world_size, min(left, sums)), group.get("phases")
+        if not isinstance(phases, list) or len(phases) > _NAME or not all(isinstance(p, str) for p in phases):
+            raise ValueError("its phases are no names")
+        if not are_phases(tuple(phases)):
+            raise ValueError("its phases are no names")
+        left, sums = left - len(ranks), sums - len(ranks) * max(1, len(phases))
+        if sums < 0:
+            raise ValueError(f"it has more than {MOST_SUMS:,} phases of ranks")
+        began = began_of(group)
+        offsets = _numbers(group.get("offsets"), len(ranks), -MICROS, MICROS)
+        columns = {name: _matrix(group.get(name), len(phases), len(ranks)) for name in _FIGURES}
+        first, busy, more = columns["first"], columns["busy"], columns["more"]
+        for values in (first, busy, more):
+            if values.size and max(int(values.max()), -int(values.min())) > 2 * MICROS:
+                raise ValueError("a sum cannot be")
+        last = first + busy + more
+        _check(columns["count"], columns["bytes"], busy, first, last)
+        table = zip(*(columns[name].T.tolist() for name in ("count", "bytes", "busy", "first")), last.T.tolist(), strict=True)
+        for rank, offset, (counts, sizes, busies, firsts, lasts) in zip(ranks, offsets.tolist(), table, strict=True):
+            folded = tuple(
+                PhaseSum(phase=phase, count=counts[p], nbytes=sizes[p], busy=busies[p], first=firsts[p], last=lasts[p])
+                for p, phase in enumerate(phases)
+            )
+            yield rank, SpanTable(began=max(0.0, began + offset / 1e6), threads=(), spans=(), folded=folded)
+
+
+def _ranks(runs: object, world_size: int, most: int) -> list[int]:
+    if not isinstance(runs, list) or not all(isinstance(run, list) and len(run) == 2 and {*map(type, run)} == {int} for run in runs):
+        raise ValueError("the ranks of a group are no runs")
+    ranks: list[int] = []
+    for first, count in runs:
+        if not (ranks[-1] if ranks else -1) < first or not 0 < count <= world_size - first:
+            raise ValueError(f"a group has a rank that is none of {world_size:,}")
+        if len(ranks) + count > most:
+            raise ValueError("its groups have more ranks than there can be")
+        ranks += range(first, first + count)
+    return ranks
+
+
+def _matrix(columns: object, phases: int, ranks: int) -> Ints:
+    if not isinstance(columns, list) or len(columns) != phases:
+        raise ValueError("a figure has not a column for each phase")
+    arrays = [_numbers(column, ranks, -BYTES, BYTES) for column in columns]
+    return np.stack(arrays) if arrays else np.zeros((0, ranks), dtype=np.int64)
+
+
+def _numbers(column: object, count: int, low: int, high: int) -> Ints:
+    if type(column) is int and low <= column <= high:
+        return np.full(count, column, dtype=np.int64)
+    array = np.array(column) if isinstance(column, list) and len(column) == count and {*map(type, column)} <= {int} else None
+    if array is None or array.dtype != np.int64 or array.ndim != 1 or not (low <= array.min() and array.max() <= high):
+        raise ValueError(f"a column is no {count:,} numbers")
+    return array
+
+
+# ------------------------------------------------------------------------------------------------- what else is known of ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What a rank says of itself besides its spans. None, or nothing: not known."""
+
+    host: str | None = None
+    coordinates: Mapping[str, int]
+    blocked: int | None = None
+    waited: int | None = None
+    storage: tuple[int, int] | None = None
+
+
+def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
+    """SpanGroups over the ranks in rising order; what no rank says is left out."""
+    abouts = [_about(row) for row in rows.values()]
+    about: dict[str, Any] = {}
+    names = list(dict.fromkeys(one.host or "" for one in abouts))
+    if names != [""]:
+        numbers = {name: i for i, name in enumerate(names)}
+        about["hosts"] = {"names": names, "of": [numbers[one.host or ""] for one in abouts]}
+    dimensions = list(dict.fromkeys(name for one in abouts for name in one.coordinates))[:_DIMENSIONS]
+    if dimensions:
+        about["mesh"] = {name: [one.coordinates.get(name, -1) for one in abouts] for name in dimensions}
+    for name in ("blocked", "waited"):
+        values = [-1 if (value := getattr(one, name)) is None else value for one in abouts]
+        if {*values} != {-1}:
+            about[name] = _column(np.array(values, dtype=np.int64))
+    trouble = {str(rank): list(one.storage) for rank, one in zip(rows, abouts, strict=True) if one.storage is not None}
+    return about | ({"storage": trouble} if trouble else {})
+
+
+def _about(row: Row) -> About:
+    host, at, storage = row.get("host"), row.get("at", {}), row.get("storage")
+    if host is not None and not (isinstance(host, str) and _is_name(host, _HOST)):
+        raise ValueError("its host is no name")
+    if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
+        raise ValueError("its coordinates are none")
+    for name in ("blocked", "waited"):
+        if row.get(name) is not None and not (type(row[name]) is int and 0 <= row[name] <= MICROS):
+            raise ValueError(f"its {name} is no time")
+    trouble = _tally(storage)
+    if storage is not None and trouble is None:
+        raise ValueError("its storage's trouble is no two numbers")
+    times = {"blocked": row.get("blocked"), "waited": row.get("waited")}
+    return About(host=host, coordinates=at, storage=trouble if trouble and any(trouble) else None, **times)
+
+
+def decode_about(members: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, About]:
+    """By rank. Raises ValueError with what is wrong."""
+    count = len(ranks)
+    hosts: list[str | None] = [None] * count
+    if "hosts" in members:
+        hosts = _hosts(members["hosts"], count)
+    mesh = members.get("mesh", {})
+    if not isinstance(mesh, dict) or len(mesh) > _DIMENSIONS or not all(_is_name(name, _NAME) for name in mesh):
+        raise ValueError("its mesh has no names")
+    places = {name: _numbers(column, count, -1, MICROS).tolist() for name, column in mesh.items()}
+    times = {name: _numbers(members.get(name, -1), count, -1, MICROS).tolist() for name in ("blocked", "waited")}
+    storage = members.get("storage", {})
+    if not isinstance(storage, dict) or any(_tally(pair) is None for pair in storage.values()):
+        raise ValueError("its storage's trouble is no pairs of numbers")
+    return {
+        rank: About(
+            host=hosts[i],
+            coordinates={name: column[i] for name, column in places.items() if column[i] >= 0},
+            blocked=None if times["blocked"][i] < 0 else times["blocked"][i],
+            waited=None if times["waited"][i] < 0 else times["waited"][i],
+            storage=_tally(storage.get(str(rank))),
+        )
+        for i, rank in enumerate(ranks)
+    }
+
+
+def _hosts(hosts: object, count: int) -> list[str | None]:
+    names = hosts.get("names") if isinstance(hosts, dict) else None
+    if not isinstance(hosts, dict) or not isinstance(names, list) or not all(n == "" or _is_name(n, _HOST) for n in names):
+        raise ValueError("its hosts have no names")
+    return [names[number] or None for number in _numbers(hosts.get("of"), count, 0, len(names) - 1).tolist()]
+
+
+def _tally(pair: object) -> tuple[int, int] | None:
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int and 0 <= n < MICROS for n in pair):
+        return None
+    return pair[0], pair[1]
+
+
+def _is_name(text: object, most: int) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= most and text.isprintable()
+
 
 VERSION = 2
 MANY = 64

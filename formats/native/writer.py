@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from ckpt.catalog import Contents
-from ckpt.errors import ConflictError, NotFoundError
-from ckpt.formats.branches import Branches
+from ckpt.catalog import Contents, identity
+from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.formats.journal import CheckpointJournal
-from ckpt.plan.part import part_in
+from ckpt.formats.native.datafiles.references import is_reference
+from ckpt.io_backends.registry import open_backend
+from ckpt.plan.values import part_in
 
 from .catalog import read_record
 from .clearing import check_no_link
-from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, CommitRecord, IndexFile, inlined, new_id, now, writer_name
-from .datafiles.references import is_reference
+from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id, now, writer_name
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, index_path
 
 if TYPE_CHECKING:
+    from ckpt.catalog import Catalog
     from ckpt.io_backends.protocol import Backend
+
 
 log = logging.getLogger("ckpt")
 
@@ -121,3 +124,38 @@ def _record(
         tensor_bytes=tensor_bytes,
         metrics=dict(metrics),
     )
+
+
+# Whoever replaces a checkpoint removes the old files: a reader that still needs them finds them missing, and nothing is damaged.
+
+
+@contextmanager
+def replacement_noticed(catalog: Catalog) -> Iterator[None]:
+    """What the block raises because files of the checkpoint are not there, or not what they were, becomes ConflictError if another save has
+    replaced the checkpoint since it was opened, or somebody has removed it."""
+    try:
+        yield
+    except (CorruptError, NotFoundError, StorageError) as err:
+        replaced = replacement(catalog)
+        if replaced is None:
+            raise
+        raise replaced from err
+
+
+def replacement(catalog: Catalog) -> ConflictError | None:
+    """That a checkpoint was replaced or removed since it was opened; None if it is still there, or nobody can tell."""
+    opened = identity(catalog)
+    if not opened:
+        return None
+    backend = open_backend(catalog.url)
+    try:
+        # Past the caches of this machine: a network file system may show the old record for seconds after it was
+        # replaced.
+        backend.evict(COMMIT_PATH)
+        data = read_record(backend)
+        if data is not None and CommitRecord.from_bytes(data, catalog.url).id == opened:
+            return None
+    except CkptError:  # then the first error says more
+        return None
+    what = "removed" if data is None else "replaced by another save"
+    return ConflictError(f"the checkpoint was {what} while it was read", where=catalog.url, hint="open it again; nothing is damaged")

@@ -32,8 +32,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ckpt import settings
 from ckpt.errors import CkptError, CorruptError, FormatError
-from ckpt.settings import limits
 
 from .stand_ins import GlobalName, Keys, Made, Persistent
 
@@ -57,8 +57,8 @@ _FAILURES = (
 
 def load_pickle(data: bytes, where: str) -> Any:
     """The value of a pickle, with stand-ins for all that is not plain data."""
-    if len(data) > limits.FOREIGN_PICKLE:
-        raise FormatError(f"a pickle of {len(data):,} bytes is longer than the {limits.FOREIGN_PICKLE:,} that are read", where=where)
+    if len(data) > settings.FOREIGN_PICKLE:
+        raise FormatError(f"a pickle of {len(data):,} bytes is longer than the {settings.FOREIGN_PICKLE:,} that are read", where=where)
     unpickler = InertUnpickler(data, where)
     try:
         return unpickler.load()

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckpt import tree
 from ckpt.errors import CorruptError, FormatError, StateError
-from ckpt.tree import MAX_DEPTH, Node, child_path, mapping_node
+from ckpt.plan import tree
+from ckpt.plan.tree_decoding import MAX_DEPTH, Node, child_path, mapping_node
 
-from .stand_ins import GlobalName, Made, Persistent
-from .stored import Array, Device, Size, StoredPart, StoredStorage, StoredView
+from .stand_ins import Array, Device, GlobalName, Made, Persistent, Size, StoredPart, StoredStorage, StoredView
 from .values import PickleValues
 
 SLACK = 16

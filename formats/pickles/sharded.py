@@ -8,10 +8,9 @@ from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any
 
-from ckpt.layout.intervals import Interval, joined, slice_of
+from ckpt.plan.layout.partition import Interval, joined, slice_of
 
-from .stand_ins import Made
-from .stored import Meanings, StoredPart, StoredView, counts, shape_of
+from .stand_ins import Made, Meanings, StoredPart, StoredView, counts, shape_of
 
 _MAX_GROUPS = 1 << 16
 """Intervals that one dimension of a part may consist of, and boxes of a part: more than there are tensor-parallel ranks."""

@@ -15,8 +15,7 @@ from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError
 
 from .sharded import dtensor, sharded_tensor
-from .stand_ins import GlobalName, Keys, Made, Persistent
-from .stored import Array, Device, Size, StoredStorage, StoredView, count_of, counts, shape_of
+from .stand_ins import Array, Device, GlobalName, Keys, Made, Persistent, Size, StoredStorage, StoredView, count_of, counts, shape_of
 
 
 class PickleValues:

@@ -11,15 +11,14 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ckpt import settings
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.ranges import Range, read_ranges
+from ckpt.formats.external.hf_index import Range, read_ranges
 from ckpt.formats.pickles.loader import load_pickle
-from ckpt.formats.pickles.stored import StoredStorage
+from ckpt.formats.pickles.stand_ins import StoredStorage
 from ckpt.formats.pickles.values import PickleValues
-from ckpt.settings import limits
 
-from .directory import ZipRecord, data_offset, header_length, names_below, read_directory
-from .window import FileRange
+from .directory import FileRange, ZipRecord, data_offset, header_length, names_below, read_directory
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -66,7 +65,7 @@ class Archive:
 
     def load(self) -> Any:
         """The object that was saved, with stand-ins (``ckpt.formats.pickles``). It is not kept: a large one takes much memory."""
-        return load_pickle(self._read("data.pkl", limits.FOREIGN_PICKLE), self.where)
+        return load_pickle(self._read("data.pkl", settings.FOREIGN_PICKLE), self.where)
 
     def _read(self, name: str, limit: int) -> bytes:
         """All bytes of a record of at most ``limit`` bytes."""

@@ -22,16 +22,14 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckpt.concurrency.workers import map_tasks
+from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 
-from .conditions import only_if_absent
-from .errors import mapped
+from .errors import mapped, only_if_absent
 from .opening import DIRECTORIES, STRICT_RMDIR
-from .place import TRIES, FsspecPlace
-from .writer import GatheringWriter
+from .place import TRIES, FsspecPlace, GatheringWriter
 
 _PAUSE = 0.03
 """Seconds, growing with each try."""

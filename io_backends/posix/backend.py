@@ -15,13 +15,12 @@ from mmap import PAGESIZE
 from typing import TypeVar
 from urllib.parse import unquote
 
-from ckpt.concurrency.workers import map_tasks
+from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
 from ckpt.io_backends.protocol import Backend, CopySource, ObjectMeta, Writer
 from ckpt.settings import direct
 
-from .cloning import ClonedFile
 from .conditional_put import put_if
 from .files import (
     SLICE,
@@ -41,7 +40,7 @@ from .files import (
     write_all,
 )
 from .shared_file import PosixSharedObject
-from .writer import PosixWriter
+from .writer import ClonedFile, PosixWriter
 
 _T = TypeVar("_T")
 _AT_ONCE, _THREADS = 512, 8

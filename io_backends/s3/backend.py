@@ -7,26 +7,157 @@ profile, region and endpoint are those of the options (``s3_options``), and else
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
 from ckpt import settings
-from ckpt.concurrency.workers import run_tasks
-from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.concurrency import run_tasks
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
 from ckpt.io_backends.protocol import DELETES, Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
+from ckpt.io_backends.shared import check_total
 
+from .checksums import Checks, ConfirmedPart
 from .client import LANES, S3Client, client_of
-from .conditional_put import put_if
 from .options import DEFAULT, S3Options
-from .parts import PART, SINGLE, part_size
-from .probing import abilities, assume, conditional, probe
+from .probing import abilities, assume, checks_of, conditional, part_checks_of, probe
 from .reading import Key, described, head, read_into, read_start, read_tagged
-from .requests import TOGETHER, abort_upload, check_free, delete, delete_together
-from .shared import S3SharedObject
-from .writer import S3CopySource, S3Writer
+from .requests import TOGETHER, abort_upload, check_free, conflict, delete, delete_together, put
+from .writer import PART, SINGLE, S3CopySource, S3Writer, part_size
+
+# An object that several processes send parts of: one upload, whose id is the token.
+
+
+class S3SharedObject(S3Writer):
+    """See ``SharedObject``. ``token`` is None in the process that begins it."""
+
+    def __init__(self, key: Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:
+        super().__init__(key, size, part, conditional=conditional, single=False)
+        self.part_size = part
+        self._began = token is None
+        if token is None:
+            self._id = self._started()
+        else:
+            self._id = self._join(token)
+
+    def _join(self, token: str) -> str:
+        """Which checksums the parts have was said when the upload began; if it was CRC-32, all of them need it."""
+        way, self._mark, self._upload = token.split(" ", 2)
+        self._checks = Checks(way="crc32") if way == "crc32" else part_checks_of(self._key)
+        return self._upload
+
+    @property
+    def token(self) -> str:
+        """With it other processes join."""
+        return f"{self._checks.way} {self._mark} {self._id}"
+
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        length = sum(view.nbytes for view in views)
+        if offset % self._part or (length % self._part and offset + length != self._size) or len(views) != 1:
+            raise UsageError(f"these are no whole parts of {self._part} bytes: {length} at {offset}", where=self._key.where)
+        run_tasks([partial(self._send_whole, p) for p in self._places(offset, views)], LANES, "ckpt-s3-write")
+
+    def flush(self) -> dict[str, str]:
+        """See ``SharedObject.flush``: the parts that this process sent, by number from 0."""
+        return {str(number): part.text for number, part in self._parts.items()}
+
+    def complete(self, receipts: Sequence[Mapping[str, str]], *, replace: bool) -> None:
+        """See ``SharedObject.complete``."""
+        parts = {int(number): ConfirmedPart.of_text(text) for receipt in receipts for number, text in receipt.items()}
+        check_total(sum(self._length(number) for number in parts), self._size, self._key.where)
+        if sum(len(receipt) for receipt in receipts) != len(parts):
+            raise UsageError("two processes sent the same part", where=self._key.where)
+        self._parts = parts
+        if replace:
+            self._condition = {}
+        else:
+            check_free(self._key)  # some stores know no conditions for uploads: then this question has to do
+        self._state = "failed"  # until it did not
+        try:
+            self._complete()
+        finally:
+            self._perhaps_there = self._perhaps_there and not replace  # what is there may be what was there before
+        self._state = "committed"
+
+    def abort(self) -> None:
+        """See ``SharedObject.abort``."""
+        if self._began:
+            super().abort()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """See ``SharedObject.close``."""
+        if self._state == "open":
+            self._state = "aborted"
+
+
+# Publishing small objects under a condition, which the store itself decides: of two writers one wins, whatever happens to the answers.
+
+
+def put_if(key: Key, data: bytes, expected: bytes | None) -> None:
+    """``Backend.put_if`` for one key."""
+    if not conditional(key):
+        _put_after_comparing(key, data, expected)
+    elif expected is None:
+        put(key, data, {"IfNoneMatch": "*"}, checks_of(key))
+    else:
+        _replace(key, data, _tag_of(key, expected))
+
+
+def _replace(key: Key, data: bytes, etag: str) -> None:
+    # The compare-and-swap of object stores: If-Match with the ETag of the content that the caller expects. The ETag
+    # comes from a read whose bytes were compared, so there is no moment between comparing and replacing.
+    bare = etag.strip('"')
+    if key.bucket in key.client.bare_tags:
+        put(key, data, {"IfMatch": bare}, checks_of(key))
+        return
+    try:
+        put(key, data, {"IfMatch": etag}, checks_of(key))
+    except ConflictError:
+        # Some versions of Ceph compare with the quotes that belong to an ETag, some without.
+        if bare == etag or _etag(key) != etag:
+            raise
+        put(key, data, {"IfMatch": bare}, checks_of(key))
+        key.client.bare_tags.add(key.bucket)
+
+
+def _tag_of(key: Key, content: bytes) -> str:
+    """The ETag of the object, which holds exactly ``content``."""
+    try:
+        stored, etag = read_tagged(key)
+    except NotFoundError as err:
+        raise conflict(key, "it is absent now") from err
+    if stored != content:
+        raise conflict(key, "it holds something else now")
+    return etag
+
+
+def _etag(key: Key) -> str:
+    try:
+        return read_tagged(key)[1]
+    except NotFoundError:
+        return ""
+
+
+def _put_after_comparing(key: Key, data: bytes, expected: bytes | None) -> None:
+    """Look, then write, then look again: what another writer does in between is found out late, or not at all."""
+    try:
+        stored: bytes | None = read_tagged(key)[0]
+    except NotFoundError:
+        stored = None
+    if stored != expected:
+        raise conflict(key, "the name is taken" if expected is None else "it is absent or holds something else now")
+    put(key, data, {}, checks_of(key))
+    try:
+        stored = read_tagged(key)[0]
+    except NotFoundError:
+        stored = None
+    if stored != data:
+        raise conflict(key, "another writer replaced it at once")
+
 
 _SCHEME = "s3://"
 _PIECE = 8 << 20

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import ChangedError
+from .tries import ChangedError
 
 Way = Literal["off", "crc32", "sha256", "md5"]
 WAYS: tuple[Way, ...] = ("crc32", "sha256", "md5")

@@ -19,13 +19,12 @@ from botocore.exceptions import ClientError
 
 from ckpt import settings
 from ckpt.errors import AccessError, CkptError, StorageError
-from ckpt.text.json_reader import parse_json
+from ckpt.text import parse_json
 
 from .checksums import OFF, WAYS, Checks, Sums, md5_in
-from .errors import code_of, is_changed, is_passing, status_of, tag_of
 from .reading import Key
 from .requests import abort_upload, delete, put
-from .tries import Tries
+from .tries import Tries, code_of, is_changed, is_passing, status_of, tag_of
 
 log = logging.getLogger("ckpt")
 

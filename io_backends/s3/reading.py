@@ -14,13 +14,12 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from ckpt.concurrency.workers import run_tasks
+from ckpt.concurrency import run_tasks
 from ckpt.errors import CorruptError, StorageError
 from ckpt.io_backends.checks import past_end, too_large
 
 from .client import S3Client
-from .errors import FAILURES, TruncatedError, status_of
-from .tries import Tries
+from .tries import FAILURES, Tries, TruncatedError, status_of
 
 RANGE = 32 << 20
 """Bytes of one request, where a longer range is read: a request takes as much processor time as some MiB."""

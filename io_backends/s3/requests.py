@@ -16,9 +16,8 @@ from botocore.exceptions import ClientError
 from ckpt.errors import AccessError, ConflictError, NotFoundError
 
 from .checksums import Checks
-from .errors import ChangedError, code_of, is_passing, is_refused, is_stale_key, status_of
 from .reading import Key, head, read_tagged
-from .tries import Tries
+from .tries import ChangedError, Tries, code_of, is_passing, is_refused, is_stale_key, status_of
 
 _MARK = "ckpt-write"
 TOGETHER = 1000

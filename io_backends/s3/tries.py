@@ -1,20 +1,273 @@
-"""How often and how long one request to an object store is tried. No requests."""
+"""What goes wrong between us and an object store: what is worth another try, and what a failure is called in ``ckpt.errors``. No requests.
+
+Imports botocore, so it is itself imported only once a store is used.
+"""
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConfigNotFound,
+    ConfigParseError,
+    ConnectionClosedError,
+    ConnectionError,
+    CredentialRetrievalError,
+    EndpointConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    InvalidConfigError,
+    NoCredentialsError,
+    ParamValidationError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSLError,
+    SSOError,
+    TokenRetrievalError,
+)
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
-from ckpt.errors import CancelledError
+from ckpt.errors import AccessError, CancelledError, CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import retries
 
-from .errors import NoTagError, code_of, is_changed, is_misconfigured, is_passing, is_throttled, status_of, translated, words_of
 from .options import DEFAULT, S3Options
+
+FAILURES = (BotoCoreError, ClientError, HTTPError, http.client.HTTPException, OSError)
+"""What a request raises, apart from our own errors, which are OSErrors in part."""
+
+HALF_ANSWERS = (ValueError, KeyError, ResponseParserError)
+"""What botocore, or we, make of headers or a document in which the connection broke off: the standard library takes headers that end
+anywhere for whole ones."""
+
+_PASSING = {
+    *("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"),
+    *("TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict"),
+}
+_STALE_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "EntityTooLargeForQuota", "InsufficientStorage"}
+_CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
+_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled", "AccountProblem", "InvalidIdentityToken"}
+_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
+_CHANGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
+_WRITES = {"PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"}
+_BUNDLE = ("No such file", "NO_CERTIFICATE_OR_CRL_FOUND", "PEM lib")
+_LASTING_TLS = (
+    *_BUNDLE,
+    *("CERTIFICATE_VERIFY_FAILED", "doesn't match", "UNKNOWN_CA", "CERTIFICATE_REQUIRED"),
+    *("HANDSHAKE_FAILURE", "PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL"),
+)
+
+
+class TruncatedError(OSError):
+    """The connection ended before the body did."""
+
+
+class ChangedError(OSError):
+    """Other bytes arrived than were sent. ``tag`` is the ETag of what is stored, if anything is."""
+
+    def __init__(self, message: str, tag: str = "") -> None:
+        super().__init__(message)
+        self.tag = tag
+
+
+class NoTagError(OSError):
+    """The answer about an object has no ETag: half an answer, or a store that gives none."""
+
+
+def code_of(err: BaseException) -> str:
+    """The store's word for what went wrong; its HTTP status where there is no word (answers to HEAD have no body)."""
+    return str(err.response.get("Error", {}).get("Code", "")) if isinstance(err, ClientError) else ""
+
+
+def status_of(err: BaseException) -> int:
+    return int(err.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) if isinstance(err, ClientError) else 0
+
+
+def is_stale_key(err: BaseException) -> bool:
+    """Whether credentials may have expired. HEAD has no body to say so: there it is a bare 400."""
+    return code_of(err) in _STALE_KEY or (code_of(err) == "400" and status_of(err) == 400)
+
+
+def is_refused(err: BaseException) -> bool:
+    """Whether there are no credentials, or the store refuses them or what they ask for: it often does not say which."""
+    if isinstance(err, NoCredentialsError | PartialCredentialsError | SSOError | TokenRetrievalError):
+        return True
+    return status_of(err) in (401, 403) and code_of(err) not in _CLOCK
+
+
+def is_changed(err: BaseException) -> bool:
+    """Whether other bytes arrived than were sent, by their checksum."""
+    return isinstance(err, ChangedError) or code_of(err) in _CHANGED
+
+
+def tag_of(answer: Mapping[str, Any]) -> str:
+    """The ETag of an answer; NoTagError if there is none, TruncatedError if it was cut off."""
+    if "ETag" not in answer:
+        raise NoTagError("the answer has no ETag")
+    tag = str(answer["ETag"])
+    if tag.startswith('"') and (len(tag) < 2 or not tag.endswith('"')):
+        raise TruncatedError(f"half an answer: the ETag is {tag}")
+    return tag
+
+
+def is_throttled(err: BaseException) -> bool:
+    """Whether the store asks for fewer requests."""
+    return status_of(err) in (429, 503) or code_of(err) in ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded")
+
+
+def is_passing(err: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    if isinstance(err, ClientError):
+        code, status = code_of(err), status_of(err)
+        return code in _PASSING or _lost_directory(err) or status == 429 or (status >= 500 and status not in (501, 507))
+    if isinstance(err, CredentialRetrievalError):
+        return True  # the service on the machine that hands them out has hiccups
+    if isinstance(err, SSLError):
+        return not any(words in str(err) for words in _LASTING_TLS)
+    if isinstance(err, BotoCoreError):
+        return isinstance(err, ConnectionError | HTTPClientError | IncompleteReadError)
+    return True  # sockets and half answers
+
+
+def _lost_directory(err: ClientError) -> bool:
+    """A write answered with "no such key": some stores keep directories, and remove an emptied one from under an object that comes."""
+    return code_of(err) == "NoSuchKey" and err.operation_name in _WRITES
+
+
+def is_misconfigured(err: BaseException) -> bool:
+    """Whether that is how wrong settings look before the first answer of a store. After it they were right once, and may be so again."""
+    if isinstance(err, CredentialRetrievalError):
+        return "custom-process" in str(err)
+    return isinstance(err, FileNotFoundError | PermissionError) or (isinstance(err, SSLError) and "WRONG_VERSION_NUMBER" in str(err))
+
+
+# ---- in our words
+
+
+def translated(err: Exception, what: str, where: str, *, tries: int = 1, options: S3Options = DEFAULT) -> CkptError:
+    """The error of ours for what a request raised. Hints are about the environment; options that win over it are named behind them."""
+    ours = _in_our_words(err, what, where, tries, options)
+    about_settings = not isinstance(err, ClientError) or isinstance(ours, AccessError) or code_of(err) == "NoSuchBucket"
+    if options.names and about_settings:
+        ours.hint = f"{ours.hint}; storage options, or fsspec's configuration, win over the environment: {', '.join(options.names)}"
+    return ours
+
+
+def _in_our_words(err: Exception, what: str, where: str, tries: int, options: S3Options) -> CkptError:
+    message = f"cannot {what}: {words_of(err)}{f', {tries} times' if tries > 1 else ''}"
+    if is_changed(err):
+        hint = "something between this process and the store changes bytes: check proxies, network cards and memory"
+        return StorageError(message, where=where, hint=hint)
+    if isinstance(err, NoTagError):
+        hint = "ckpt needs ETags to read all bytes of one version: set up the store to give them (JuiceFS gateway: --keep-etag)"
+        return StorageError(message, where=where, hint=hint)
+    return _of_answer(err, message, where) if isinstance(err, ClientError) else _of_client(err, message, where, options)
+
+
+def _of_answer(err: ClientError, message: str, where: str) -> CkptError:
+    code, status = code_of(err), status_of(err)
+    headers: dict[str, str] = err.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    if code == "NoSuchBucket":
+        hint = "create the bucket, or check its name and AWS_ENDPOINT_URL; ckpt makes no buckets"
+        return NotFoundError(f"the bucket does not exist: {message}", where=where, hint=hint)
+    if code == "NoSuchUpload":
+        hint = "look for a clean-up, or a lifecycle rule of the bucket, that ends uploads which are still written to"
+        return StorageError(f"{message}: somebody ended the upload", where=where, hint=hint)
+    if _lost_directory(err):
+        return StorageError(message, where=where, hint="the store lost what was being written: save again, and report it to its operator")
+    if status == 404:
+        return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
+    if code in _FULL or status == 507:
+        return NoSpaceError(message, where=where, hint="free space in the bucket, or raise its quota")
+    if code in _CLOCK:
+        hint = f"set the clock of this machine; the store's says {headers.get('date', 'another time')}"
+        return AccessError(message, where=where, hint=hint)
+    if code in _REGION or 300 <= status < 400:
+        return StorageError(message, where=where, hint=_elsewhere(headers))
+    if status in (401, 403) or code in _REFUSED or is_stale_key(err):
+        hint = "check the credentials (storage options, FSSPEC_S3_KEY, AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws) and what they allow"
+        return AccessError(message, where=where, hint=hint)
+    if status == 412:
+        return ConflictError(message, where=where, hint="another save was first; read it again and decide anew")
+    if status == 405:
+        return StorageError(message, where=where, hint="check that AWS_ENDPOINT_URL is the endpoint of an S3 store")
+    return StorageError(message, where=where, hint="check the store and the network to it, and try again")
+
+
+def _elsewhere(headers: Mapping[str, str]) -> str:
+    """Redirects are not followed: the signature is for one host."""
+    region, location = headers.get("x-amz-bucket-region"), headers.get("location")
+    if region:
+        return f"the bucket is in another region: set AWS_REGION={region}"
+    if location:
+        return f"the store sends us to {location}: set AWS_ENDPOINT_URL to what serves this bucket, AWS_REGION to its region"
+    return "the bucket is served elsewhere: check AWS_REGION and AWS_ENDPOINT_URL"
+
+
+def _of_client(err: Exception, message: str, where: str, options: S3Options) -> CkptError:
+    if isinstance(err, SSLError):
+        return _of_tls(err, message, where, options)
+    if isinstance(err, SSOError | TokenRetrievalError):
+        profile = options.profile or os.environ.get("AWS_PROFILE")
+        return AccessError(message, where=where, hint=f"log in: aws sso login{f' --profile {profile}' if profile else ''}")
+    if isinstance(err, FileNotFoundError | PermissionError) and err.filename:
+        hint = f"credentials come from {err.filename}: check AWS_WEB_IDENTITY_TOKEN_FILE, and credential_process in ~/.aws/config"
+        return AccessError(message, where=where, hint=hint)
+    if isinstance(err, json.JSONDecodeError) or (isinstance(err, CredentialRetrievalError) and "custom-process" in str(err)):
+        return AccessError(message, where=where, hint="run the credential_process of ~/.aws/config by hand; it has to print credentials")
+    if isinstance(err, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
+        hint = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true"
+        return AccessError(message, where=where, hint=hint)
+    if isinstance(err, ProfileNotFound | ParamValidationError | InvalidConfigError | ConfigParseError | ConfigNotFound):
+        return UsageError(message, where=where, hint="check the URL, AWS_PROFILE and ~/.aws/config")
+    if isinstance(err, EndpointConnectionError | ConnectionClosedError):
+        hint = "check AWS_ENDPOINT_URL (http or https, host, port), the store and the network to it"
+        return StorageError(message, where=where, hint=hint)
+    if isinstance(err, HALF_ANSWERS) or (isinstance(err, BotoCoreError) and not is_passing(err)):
+        return StorageError(message, where=where, hint="check AWS_ENDPOINT_URL, AWS_REGION, AWS_CA_BUNDLE and ~/.aws/config")
+    return StorageError(message, where=where, hint="check the store and the network to it, and try again")
+
+
+def _of_tls(err: SSLError, message: str, where: str, options: S3Options) -> CkptError:
+    text = str(err)
+    if any(words in text for words in _BUNDLE):
+        verify = options.client.get("verify")
+        bundle = (
+            (verify if isinstance(verify, str) else None)
+            or os.environ.get("AWS_CA_BUNDLE")
+            or "the file that ca_bundle of ~/.aws/config names"
+        )
+        return UsageError(f"{message}: the certificates in {bundle} cannot be read", where=where, hint="check AWS_CA_BUNDLE and ca_bundle")
+    if "WRONG_VERSION_NUMBER" in text:
+        return StorageError(message, where=where, hint="the port speaks no TLS: write http:// in AWS_ENDPOINT_URL, or another port")
+    if "doesn't match" in text:
+        hint = "the certificate is of another host: name that host in AWS_ENDPOINT_URL, or give the store its own certificate"
+        return StorageError(message, where=where, hint=hint)
+    return StorageError(message, where=where, hint="name your authority's certificates in AWS_CA_BUNDLE; check AWS_ENDPOINT_URL")
+
+
+def words_of(err: BaseException) -> str:
+    """What the store said; the exception where it was none of its answers."""
+    if not isinstance(err, ClientError):
+        return f"{type(err).__name__}: {err}"
+    error: dict[str, Any] = err.response.get("Error", {})
+    request = err.response.get("ResponseMetadata", {}).get("RequestId", "")
+    text = " ".join(str(error[k]) for k in ("Code", "Message") if error.get(k))
+    return f"{text} (HTTP {status_of(err)}{f', request {request}' if request else ''})"
+
+
+# How often and how long one request to an object store is tried. No requests.
 
 log = logging.getLogger("ckpt")
 

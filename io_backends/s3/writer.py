@@ -13,23 +13,62 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from botocore.exceptions import ClientError
 
-from ckpt.concurrency.workers import Pending, run_tasks
+from ckpt.concurrency import Pending, run_tasks
 from ckpt.errors import ConflictError, NotFoundError, StorageError
 from ckpt.io_backends.protocol import CopySource
-from ckpt.io_backends.writer_base import WriterBase
+from ckpt.io_backends.writer_base import WriterBase, WrittenRanges
 
 from .checksums import OFF, Checks, ConfirmedPart, check_whole
 from .client import LANES
-from .errors import ChangedError, code_of, status_of, tag_of, translated
-from .parts import Gathered, PartRange
 from .probing import checks_of, part_checks_of
 from .reading import Key, head
 from .requests import abort_upload, check_free, delete, mark_of, marked, new_mark, put
-from .tries import Tries
+from .tries import ChangedError, Tries, code_of, status_of, tag_of, translated
+
+# How a new object is cut into parts, and parts that are gathered in memory. No requests.
+
+PART = 16 << 20
+"""Bytes of a part: enough that the request around them costs little, and one that is lost is soon sent again."""
+SINGLE = 64 << 20
+"""Bytes of an object that is one request where there is room to gather it. As parts it would be six: a store takes so many requests a
+second, and a job of thousands of ranks sends all of theirs at once."""
+LONG_PART = 64 << 20
+MANY_PARTS, MOST_PARTS = 1000, 10_000
+"""Parts grow up to ``LONG_PART`` rather than be more than the first of these, and further rather than be more than the second, which no
+store takes."""
+_MIB = 1 << 20
+
+
+def part_size(size: int, least: int = PART) -> int:
+    """Bytes of each part but the last of an object of ``size`` bytes: whole MiB, all alike (some stores insist)."""
+    wanted = max(least, min(LONG_PART, -(-size // MANY_PARTS)), -(-size // MOST_PARTS))
+    return -(-wanted // _MIB) * _MIB
+
+
+class PartRange(NamedTuple):
+    """Where some bytes go: into part ``number``, from its byte ``at`` on."""
+
+    number: int
+    at: int
+    view: memoryview
+
+
+class Gathered:
+    """A part that is gathered from writes that do not cover it."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = np.empty(size, dtype=np.uint8).data  # a bytearray would be filled with zeros first
+        self.written = WrittenRanges(size)
+
+    @property
+    def whole(self) -> bool:
+        return self.written.count == len(self.memory)
+
 
 # Where the bytes of a write go
 #

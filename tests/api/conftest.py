@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ckpt import settings
 from ckpt.plan import ownership
-from ckpt.settings import limits
 from tests.api.checked import empty_directory
 
 
@@ -30,7 +30,7 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
 
     def limit(size: int) -> None:
         ownership._assignment.cache_clear()
-        monkeypatch.setattr(limits, "CHUNK", size)
+        monkeypatch.setattr(settings, "CHUNK", size)
 
     yield limit
     ownership._assignment.cache_clear()

@@ -15,9 +15,9 @@ import torch
 import ckpt
 from ckpt.catalog import Extent
 from ckpt.converters.convert import convert
-from ckpt.coordination.group import current_group
-from ckpt.engine.save.base.reuse import SeenVersions
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, UsageError
 from ckpt.formats.native import commit
@@ -25,10 +25,10 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.rebuild import rebuild_checkpoint
-from ckpt.maintenance.removal import remove_at
+from ckpt.net.group import current_group
 from ckpt.policies import Anchor, EverySteps, Latest
+from ckpt.runs.rebuild import rebuild_checkpoint
+from ckpt.runs.removal import remove_at
 from tests.formats import oracle
 
 XOR = "xor-planes-zstd"

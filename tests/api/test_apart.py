@@ -16,12 +16,11 @@ import xxhash
 from torch.distributed import HashStore
 
 import ckpt
+from ckpt import settings
 from ckpt.catalog import Catalog
-from ckpt.coordination.channel import ControlChannel
-from ckpt.coordination.group import Group
-from ckpt.coordination.store import group_store
+from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.load.job import LoadOptions
 from ckpt.engine.load.load import load_state
-from ckpt.engine.load.options import LoadOptions
 from ckpt.engine.save import save as save_module
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
@@ -32,10 +31,11 @@ from ckpt.formats.native.datafiles import datafile
 from ckpt.formats.native.ranks import decode_ranks, encode_row
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.posix.backend import PosixBackend
-from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.net.channel import ControlChannel
+from ckpt.net.group import Group
+from ckpt.net.store import group_store
 from ckpt.plan import ownership
 from ckpt.plan.match import Selection
-from ckpt.settings import limits
 
 RANKS = 5
 OPTIONS = SaveOptions(layout=None, timeout=30, check_replicas=True, threads=1)
@@ -159,7 +159,7 @@ def test_a_state_comes_back(tmp_path: Path, codec: str | None) -> None:
 
 
 def test_an_own_tensor_of_several_chunks_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHUNK", 96)
+    monkeypatch.setattr(settings, "CHUNK", 96)
     monkeypatch.setattr(datafile, "CODED_CHUNKS", 3)
     ownership._assignment.cache_clear()
     save(str(tmp_path / "c"), ranks=1, codec="zstd")

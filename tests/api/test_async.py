@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import ckpt
-from ckpt.coordination.group import current_group
 from ckpt.engine.save import background, fence
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.job import save_cache
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
+from ckpt.net.group import current_group
 
 BIG = 300_000
 """Elements of a float tensor that is too large to be set aside at the call."""

@@ -20,8 +20,8 @@ import torch
 
 import ckpt
 from ckpt import Checkpointer, list_steps
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.errors import CorruptError
-from ckpt.maintenance.copy import copy_checkpoint
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, Tagged
 from tests.cli.checkpoints import flip
 from tests.formats import oracle

@@ -372,7 +372,7 @@ def test_a_mistake_in_what_memory_is_given(given: dict[str, Any]) -> None:
 def test_processes_that_do_not_know_each_other_are_warned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt.coordination.group._warned", [])
+    monkeypatch.setattr("ckpt.net.group._warned", [])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     for step in (1, 2):

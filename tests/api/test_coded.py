@@ -14,12 +14,12 @@ import torch
 from click.testing import CliRunner
 
 import ckpt
+from ckpt import settings
 from ckpt.cli.main import cli
 from ckpt.dtypes import DTYPES
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError, UsageError
 from ckpt.formats.native.datafiles import datafile
-from ckpt.settings import limits
 from tests.api.checked import Stored, data_files, described, empty_directory, pattern, same
 from tests.formats import oracle
 
@@ -148,7 +148,7 @@ def test_several_files(
     url: str, monkeypatch: pytest.MonkeyPatch, chunks_of: Callable[[int], None], engine: str, size: int, count: int
 ) -> None:
     """Files of at most so many bytes before coding, or so many chunks."""
-    monkeypatch.setattr(limits, "CODED_FILE", size)
+    monkeypatch.setattr(settings, "CODED_FILE", size)
     monkeypatch.setattr(datafile, "CODED_CHUNKS", count)
     chunks_of(20_000)
     state = {f"t{i:02}": weights(100, 40 + i, seed=i) for i in range(20)}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt
-from ckpt.byte_source.digest_reader import DigestReader
+from ckpt.engine.digest_reader import DigestReader
 from ckpt.engine.load import sweep
 from ckpt.errors import NamesError, ShapeError, StateError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter

@@ -12,12 +12,11 @@ import torch
 
 import ckpt
 from ckpt.errors import CkptError, NotFoundError, UsageError
-from ckpt.events.alerts import AlertRules, Alerts
-from ckpt.events.event import Event
-from ckpt.events.event_threads import LIMIT, ListenerThread
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EveryBudget, EverySteps, Latest, Moment, SavePolicy
+from ckpt.runs.alerts import AlertRules, Alerts
+from ckpt.runs.events import LIMIT, Event, ListenerThread
 
 
 def state(n: float = 0.0) -> dict[str, Any]:
@@ -121,8 +120,8 @@ def test_a_listener_that_hangs_loses_events_and_holds_nothing_up(caplog: pytest.
 
 def test_an_event_costs_training_less_than_50_us(tmp_path: Path) -> None:
     """With a listener and the alerts on: what the reporter does in the threads of a save."""
-    from ckpt.coordination.group import Group
-    from ckpt.events.reporter import Reporter
+    from ckpt.net.group import Group
+    from ckpt.runs.reporter import Reporter
 
     reporter = Reporter("r", Group(0, (0,)), [lambda event: None], alerts=True, tiers=True)
     began = time.thread_time()

@@ -20,11 +20,10 @@ from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.maintenance.known_steps import KnownSteps
-from ckpt.maintenance.removal import infos, remove_steps
-from ckpt.maintenance.step_listing import Step, list_steps
 from ckpt.policies import EverySteps, Latest, StepInfo, retention
-from ckpt.training.tiers import Tiers
+from ckpt.runs.removal import infos, remove_steps
+from ckpt.runs.step_listing import KnownSteps, Step, list_steps
+from ckpt.runs.tiers import Tiers
 from tests.cli.checkpoints import flip, write_checkpoint
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -235,7 +234,7 @@ def test_a_save_reads_as_many_records_however_many_steps_there_are(tmp_path: Pat
 
 def test_of_a_run_of_many_steps_removals_wait_for_several_saves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What others do meanwhile counts: each look is at all of the run. The end waits for no further save."""
-    monkeypatch.setattr("ckpt.maintenance.known_steps._FEW", 3)
+    monkeypatch.setattr("ckpt.runs.step_listing._FEW", 3)
 
     def save(n: int) -> tuple[set[int], bool]:
         process = FaultyProcess()

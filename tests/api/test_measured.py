@@ -14,15 +14,15 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.events.alerts import AlertRules, Alerts
-from ckpt.events.event import Event
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.spans import read_spans
 from ckpt.io_backends import retries
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.io_backends.s3.tries import Acquaintance, Tries
-from ckpt.observe.report import Setting, build_report
+from ckpt.runs.alerts import AlertRules, Alerts
+from ckpt.runs.events import Event
+from ckpt.runs.report.content import Setting, build_report
 from tests.observe.saves import many, save
 
 

@@ -16,7 +16,7 @@ import torch
 import ckpt
 from ckpt import monitors
 from ckpt.errors import UsageError
-from ckpt.events.event import Event
+from ckpt.runs.events import Event
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt
+from ckpt import settings as limits
 from ckpt.errors import CkptError, CorruptError, NamesError, UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.plan import ownership
-from ckpt.settings import limits
 from tests.api.checked import data_files, described, empty_directory, pattern, raw, same
 
 # ------------------------------------------------------------------------------------------------------------ slicing

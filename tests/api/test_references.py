@@ -16,9 +16,9 @@ import ckpt
 from ckpt.catalog import Contents, DataFile
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.coordination.group import current_group
-from ckpt.engine.save.base.reuse import SeenVersions
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.job import SaveCache, save_cache
+from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
 from ckpt.formats.native.checks import find_problem
@@ -28,12 +28,12 @@ from ckpt.formats.native.writer import set_tags
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
-from ckpt.maintenance.rebuild import rebuild_checkpoint
-from ckpt.maintenance.removal import infos, remove_at, remove_steps
-from ckpt.maintenance.step_listing import list_steps
+from ckpt.net.group import current_group
 from ckpt.policies import EverySteps, Latest, retention
+from ckpt.runs.orphans import find_orphans, remove_orphans
+from ckpt.runs.rebuild import rebuild_checkpoint
+from ckpt.runs.removal import infos, remove_at, remove_steps
+from ckpt.runs.step_listing import list_steps
 from tests.formats import oracle
 
 READS = ("read", "read_into", "size")

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.adapters.generators import derived, stream_of
 from ckpt.errors import LayoutError, MismatchError, StateError, UsageError
-from ckpt.rng import Generators
+from ckpt.rng import Generators, derived, stream_of
 
 
 @pytest.fixture

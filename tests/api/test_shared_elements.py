@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.adapters.binding.shared_elements import overlaps_itself, shared_elements
-from ckpt.adapters.tensors import LocalShard, LocalTensor, dtype_of
 from ckpt.errors import ShapeError, StateError
-from ckpt.layout.geometry import Box
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
+from ckpt.state.targets import overlaps_itself, shared_elements
+from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
 
 
 def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:

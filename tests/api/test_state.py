@@ -23,9 +23,10 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import ckpt
-from ckpt import PerRank, tree
-from ckpt.adapters.optimizers import set_options
+from ckpt import PerRank
 from ckpt.errors import MismatchError, NamesError, NotFoundError, StateError
+from ckpt.plan import tree
+from ckpt.state.optimizers import set_options
 from tests.api.checked import described, empty_directory, pattern, same, save
 from tests.golden import generate as golden
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.coordination.group import Group, current_group
 from ckpt.errors import NotFoundError
 from ckpt.io_backends.fsspec.errors import fsspec_errors
 from ckpt.io_backends.posix.files import storage_errors
+from ckpt.net.group import Group, current_group
 
 
 @pytest.fixture

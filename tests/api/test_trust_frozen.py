@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.coordination.group import current_group
-from ckpt.engine.save.base import reuse
-from ckpt.engine.save.base.reuse import SeenVersions
+from ckpt.engine.save import reuse
 from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConsistencyError, UsageError
+from ckpt.net.group import current_group
 from ckpt.policies import EverySteps, TrustFrozen
 from tests.formats import oracle
 

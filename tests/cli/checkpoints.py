@@ -19,7 +19,7 @@ from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, plan
 from ckpt.formats.native.writer import new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout.geometry import even_cuts
+from ckpt.plan.layout.geometry import even_cuts
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -16,12 +16,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from ckpt import export
+from ckpt import export, units
 from ckpt.cli.main import COMMANDS, cli
 from ckpt.errors import CkptError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.registry import open_backend
-from ckpt.text import units
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 
 STATE = {"lr": 0.5, "model": {"w": {"$tensor": "model.wq.weight"}}, "names": ["a", "b"], "sampler": {"seed": 3}}
@@ -330,13 +329,13 @@ def test_without_its_script() -> None:
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.maintenance.step_listing.list_steps", _raise(KeyboardInterrupt()))
+    monkeypatch.setattr("ckpt.runs.step_listing.list_steps", _raise(KeyboardInterrupt()))
     result = ckpt("ls", "x")
     assert (result.exit_code, result.stdout, result.stderr.strip()) == (130, "", "interrupted")
 
 
 def test_a_defect_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.maintenance.step_listing.list_steps", _raise(ZeroDivisionError("oops")))
+    monkeypatch.setattr("ckpt.runs.step_listing.list_steps", _raise(ZeroDivisionError("oops")))
     result = ckpt("ls", "--json", "x")
     assert result.exit_code == 1
     assert "Traceback" in result.stderr
@@ -345,7 +344,7 @@ def test_a_defect_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_without_place_or_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.maintenance.step_listing.list_steps", _raise(CkptError("it is so")))
+    monkeypatch.setattr("ckpt.runs.step_listing.list_steps", _raise(CkptError("it is so")))
     result = ckpt("ls", "x")
     assert (result.exit_code, result.stderr) == (1, "error: it is so\n")
 

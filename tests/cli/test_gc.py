@@ -13,14 +13,14 @@ import torch
 from click.testing import CliRunner
 
 import ckpt
+from ckpt import units
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.maintenance import step_listing
-from ckpt.text import units
+from ckpt.runs import step_listing
 
 
 def run(*arguments: str) -> Any:

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.memory import client
+from ckpt.nodes.memory import client
 from ckpt.policies import EverySteps
 from tests.memory.daemons import daemon_in
 
@@ -133,7 +133,7 @@ def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "own"))
-    with subprocess.Popen([sys.executable, "-m", "ckpt.memory.running", str(tmp_path / "own")], stderr=subprocess.DEVNULL) as daemon:
+    with subprocess.Popen([sys.executable, "-m", "ckpt.nodes.memory.running", str(tmp_path / "own")], stderr=subprocess.DEVNULL) as daemon:
         while not (tmp_path / "own" / "socket").exists():
             assert daemon.poll() is None
             time.sleep(0.01)
@@ -146,8 +146,8 @@ def test_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_daemon_of_another_release_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with daemon_in(tmp_path) as daemon:
         pid = daemon.status()["pid"]
-        monkeypatch.setattr("ckpt.memory.client._clients", {})
-        monkeypatch.setattr("ckpt.memory.connection.PROTOCOL", 99)
+        monkeypatch.setattr("ckpt.nodes.memory.client._clients", {})
+        monkeypatch.setattr("ckpt.nodes.memory.connection.PROTOCOL", 99)
         assert [command("memory", *args).exit_code for args in (["status"], ["stop"])] == [12, 12]
         assert document("memory", "stop", "--all", "--json") == {"pid": None}
         assert not (tmp_path / "socket").exists(), pid

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ckpt import units
 from ckpt.cli.console.output import Output
 from ckpt.cli.console.progress import Lines, progress
 from ckpt.cli.main import cli
-from ckpt.text import units
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.cli.terminal import ROOT, START, on_a_terminal
 

@@ -20,7 +20,7 @@ from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import read_record
 from ckpt.io_backends import Fault, FaultyProcess, SimulatedCrash, wrap_backends
 from ckpt.io_backends.registry import open_backend
-from ckpt.maintenance.rebuild import rebuild_checkpoint
+from ckpt.runs.rebuild import rebuild_checkpoint
 from tests.cli.checkpoints import write_checkpoint
 
 ARRAYS = {

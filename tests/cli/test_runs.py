@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.paths import step_number
-from ckpt.maintenance.step_listing import UNFINISHED, list_steps
+from ckpt.runs.step_listing import UNFINISHED, list_steps
 from tests.cli.checkpoints import flip, sample, write_checkpoint
 
 TINY = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}

@@ -16,7 +16,7 @@ from ckpt.cli.main import cli
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.spans import write_spans
 from ckpt.io_backends.registry import open_backend
-from ckpt.tracing.spans import Row
+from ckpt.telemetry.spans import Row
 from tests.cli.checkpoints import flip, sample, write_checkpoint
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
-from ckpt.text.suggest import close_names, did_you_mean
+from ckpt.text import close_names, did_you_mean
 from tests.cli.checkpoints import sample, write_checkpoint
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli.console.styled import rendered, style
-from ckpt.cli.console.table import table_lines
+from ckpt.cli.console.output import rendered, style, table_lines
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.spans import write_spans
 from ckpt.io_backends.registry import open_backend
-from ckpt.tracing.spans import Row
+from ckpt.telemetry.spans import Row
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.cli.terminal import START, environment, on_a_terminal
 

@@ -21,7 +21,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.writer import new_id, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 from tests.cli.checkpoints import data_files, files_of, flip, sample, stored, write_checkpoint
 
 BYTES = sum(array.nbytes for array in sample().values())
@@ -40,7 +40,7 @@ def _found(problems: tuple[Problem, ...]) -> set[tuple[str, str | None, str | No
 @pytest.mark.parametrize("buffer", [1, 7, 100, 16 << 20])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_undamaged_checkpoint_is_read_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, buffer: int, threads: int) -> None:
-    monkeypatch.setattr("ckpt.settings.limits.HASH_BUFFER", buffer)
+    monkeypatch.setattr("ckpt.settings.HASH_BUFFER", buffer)
     calls: list[tuple[int, int]] = []
     report = verify(str(checkpoint), threads=threads, progress=lambda done, total: calls.append((done, total)))
     assert (report.problems, report.files, report.bytes, report.undigested) == ((), 3, BYTES, 0)
@@ -51,7 +51,7 @@ def test_an_undamaged_checkpoint_is_read_whole(checkpoint: Path, monkeypatch: py
 
 @pytest.mark.parametrize("buffer", [7, 16 << 20])
 def test_a_flipped_bit_in_any_data_byte_names_its_chunk(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, buffer: int) -> None:
-    monkeypatch.setattr("ckpt.settings.limits.HASH_BUFFER", buffer)
+    monkeypatch.setattr("ckpt.settings.HASH_BUFFER", buffer)
     for path, begin, end in ((file, *span) for file in data_files(checkpoint) for span in stored(file).values()):
         for at in {begin, (begin + end) // 2, end - 1} if end > begin else ():
             flip(path, at)
@@ -177,7 +177,7 @@ class _Broken:
 
 @pytest.mark.parametrize("buffer", [7, 16 << 20])
 def test_an_unreadable_place_costs_only_its_chunk(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, buffer: int) -> None:
-    monkeypatch.setattr("ckpt.settings.limits.HASH_BUFFER", buffer)
+    monkeypatch.setattr("ckpt.settings.HASH_BUFFER", buffer)
     path = data_files(checkpoint)[1]
     begin, end = stored(path)["model.ids[2:4,:,:]"]
     bad = begin + 8
@@ -196,7 +196,7 @@ def test_nothing_to_verify(tmp_path: Path) -> None:
 
 
 def test_an_error_in_progress_ends_the_check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.settings.limits.HASH_BUFFER", 1)
+    monkeypatch.setattr("ckpt.settings.HASH_BUFFER", 1)
     ticks = itertools.count()
 
     def stop(done: int, total: int) -> None:

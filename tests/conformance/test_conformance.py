@@ -14,9 +14,9 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 import ckpt
-from ckpt import tree
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError
+from ckpt.plan import tree
 from tests.conformance.generate import SOURCES, accepted, refused, typed
 from tests.formats.oracle import read
 

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.converters.arithmetic.merge import last_steps
-from ckpt.converters.arithmetic.weights import SCHEDULES, checked_weights, schedule_weights
+from ckpt import settings as limits
 from ckpt.converters.mapping.convention import translated_views
+from ckpt.converters.merge import SCHEDULES, checked_weights, last_steps, schedule_weights
 from ckpt.converters.pipeline import buffered
 from ckpt.errors import MismatchError, NamesError, NotFoundError, ShapeError, UsageError
-from ckpt.settings import limits
 
 WEIGHTS = (0.5, 0.3, 0.2)
 KINDS = {"half": torch.float16, "brain": torch.bfloat16, "single": torch.float32, "double": torch.float64}

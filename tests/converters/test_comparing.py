@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckpt
+from ckpt import settings as limits
 from ckpt.cli.main import cli
 from ckpt.converters.compare import comparison
 from ckpt.converters.compare.comparison import Tolerance, compare
@@ -27,9 +28,8 @@ from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import stack, whole
-from ckpt.settings import limits
 from tests.formats.reading import FIXTURES
 
 

@@ -19,9 +19,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt import convert
-from ckpt.converters.pipeline.target import OutputFile
-from ckpt.converters.pipeline.windows import FileItem
+from ckpt import convert, settings
+from ckpt.converters.pipeline.target import FileItem, OutputFile
 from ckpt.converters.targets.hf import check_readable
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
@@ -29,9 +28,8 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.layout.geometry import Box
 from ckpt.plan import views
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import Box
 from tests.pairwise import pairwise
 
 FSDP = Path(__file__).parents[1] / "fixtures" / "fsdp"
@@ -142,7 +140,7 @@ def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verifi
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
     from ckpt.converters.pipeline import file_stream, passthrough
 
-    monkeypatch.setattr(limits, "PIECE", 8192)
+    monkeypatch.setattr(settings, "PIECE", 8192)
     monkeypatch.setattr(passthrough, "JOB", 20_000)
     left: list[int] = []
     monkeypatch.setattr(file_stream.FileStream, "_fill_windows", lambda stream, opened, items, told: left.extend(items))
@@ -256,10 +254,10 @@ def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt.converters.pipeline import buffered, file_stream
 
-    monkeypatch.setattr(limits, "CHUNK", 1000)
+    monkeypatch.setattr(settings, "CHUNK", 1000)
     monkeypatch.setattr(buffered, "LEAST", 5000)
     monkeypatch.setattr(file_stream, "runs_of", lambda chosen, items: {})
-    monkeypatch.setattr("ckpt.settings.limits.LEAST_MEMORY", 1)
+    monkeypatch.setattr("ckpt.settings.LEAST_MEMORY", 1)
     ckpt.save(str(tmp_path / "s"), tensors())
     convert(str(tmp_path / "s"), str(tmp_path / "t"), to="dcp", memory=4096)
     same(dcp_load(str(tmp_path / "t"), {n: torch.zeros_like(t) for n, t in tensors().items()}), tensors())
@@ -332,7 +330,7 @@ def test_small_tensors_among_the_values_are_read_without_trust(tmp_path: Path) -
 
 def test_archives_of_more_than_4_gib(tmp_path: Path) -> None:
     """Of zeros that the file system does not store: sizes and offsets that take 64 bits."""
-    from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
+    from ckpt.converters.targets.torch_file import ArchivePlan, StorageStub
 
     stands = [StorageStub(0, dtype("uint8"), (5 << 30,)), StorageStub(1, dtype("float32"), (3,))]
     archive = ArchivePlan({"large": stands[0], "after": stands[1]}, stands, base=0)

@@ -13,9 +13,9 @@ from safetensors.torch import load, load_file
 
 from ckpt import convert, export
 from ckpt import open as ckpt_open
-from ckpt.converters.arithmetic.lora import merge
 from ckpt.converters.export.plan import WritePlanner
 from ckpt.converters.export.transaction import Destination, ExportTransaction
+from ckpt.converters.lora import merge
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.formats.journal import IntentJournal

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.export import plan as export_plan
-from ckpt.converters.export.plan import Way, WritePlan, WritePlanner
-from ckpt.converters.export.state_catalog import StateCatalog
+from ckpt.converters.export.plan import StateCatalog, Way, WritePlan, WritePlanner
 from ckpt.converters.pipeline.target import OutputFile, OutputOptions
 from ckpt.converters.select.selection import SelectOptions, choose_weights
 from ckpt.converters.targets.hf import plan
@@ -96,7 +95,7 @@ def filled(planner: WritePlanner, found: WritePlan, files: tuple[OutputFile, ...
 @given(catalogs(), st.sampled_from(["ranges", "parts", "files"]), st.booleans(), st.sampled_from([64, 256, 4096]), st.integers(1, 800))
 def test_every_byte_once(catalog: StateCatalog, way: Way, translate: bool, part: int, shard: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.settings.limits.WORTH_A_CALL", 12)
+        patch.setattr("ckpt.settings.WORTH_A_CALL", 12)
         patch.setattr(export_plan, "WINDOW", 64)
         chosen = choose_weights(catalog, SelectOptions(views=respelled if translate else None))
         files = plan(chosen, OutputOptions(id="", url="x", shard_size=shard, name=None, previous=None)).files

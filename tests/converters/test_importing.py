@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt import convert
+from ckpt import convert, settings
 from ckpt.catalog import Catalog
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.virtual import importer, references
@@ -25,7 +25,6 @@ from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.protocol import IOHints
 from ckpt.plan import views
 from ckpt.plan.views import LogicalTensor
-from ckpt.settings import limits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -57,7 +56,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_a_virtual_checkpoint_loads_and_opens_as_any_other(
     source: str, tmp_path: Path, digest: bool, max_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "CHUNK", max_chunk)
+    monkeypatch.setattr(settings, "CHUNK", max_chunk)
     url = str(tmp_path / "virtual")
     report = import_checkpoint(source, url, digest=digest)
     assert (report.tensors, report.sources, report.format) == (8, 1, "ckpt 1")
@@ -94,7 +93,7 @@ def cut_apart(shapes: dict[str, tuple[int, ...]]) -> dict[str, LogicalTensor]:
 
 @pytest.mark.parametrize("max_chunk", [64 << 20, 24])
 def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHUNK", max_chunk)
+    monkeypatch.setattr(settings, "CHUNK", max_chunk)
     url = str(tmp_path / "virtual")
     import_checkpoint(source, url, views=cut_apart, digest=True)  # type: ignore[arg-type]
     w = state()
@@ -120,7 +119,7 @@ def test_views_are_read_where_they_lie(source: str, tmp_path: Path, max_chunk: i
 @pytest.mark.parametrize("max_chunk", [64 << 20, 100])
 def test_filling_is_zeros(source: str, tmp_path: Path, max_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the ends of two axes, of every dtype; also as a copy and a conversion have it."""
-    monkeypatch.setattr(limits, "CHUNK", max_chunk)
+    monkeypatch.setattr(settings, "CHUNK", max_chunk)
     url, copy = str(tmp_path / "virtual"), str(tmp_path / "copy")
 
     def filled(shapes: dict[str, tuple[int, ...]]) -> dict[str, LogicalTensor]:
@@ -206,7 +205,7 @@ def test_a_name_that_means_another_tensor_now_ties_nothing(tmp_path: Path, to: s
 
 def test_a_source_that_changed_is_not_read(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, file = str(tmp_path / "virtual"), data_file(source)
-    monkeypatch.setattr(limits, "CHUNK", 64)  # parts of stored chunks, which have no digest of their own
+    monkeypatch.setattr(settings, "CHUNK", 64)  # parts of stored chunks, which have no digest of their own
     import_checkpoint(source, url, only=["w*"])
     data = file.read_bytes()
     os.utime(file, ns=(1, 1))
@@ -230,7 +229,7 @@ def test_a_source_that_was_only_touched_is_read_if_its_chunks_have_digests(sourc
 
 
 def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHUNK", 64)
+    monkeypatch.setattr(settings, "CHUNK", 64)
     url, file = str(tmp_path / "virtual"), data_file(source)
     import_checkpoint(source, url, digest=True)
     data, at = bytearray(file.read_bytes()), file.stat()
@@ -246,7 +245,7 @@ def test_a_flipped_byte_is_found_by_the_digests_of_the_import(source: str, tmp_p
 
 def test_damage_that_only_checksums_tell_gets_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive has one checksum for a tensor that is pointed at in parts."""
-    monkeypatch.setattr(limits, "CHUNK", 64)
+    monkeypatch.setattr(settings, "CHUNK", 64)
     source = tmp_path / "model.pt"
     torch.save(state(), source)
     import_checkpoint(str(source), str(tmp_path / "whole"), digest=True)
@@ -380,7 +379,7 @@ def test_a_checkpoint_does_not_point_into_itself_and_a_replaced_one_leaves_nothi
 
 
 def test_a_transposed_tensor_is_cut_where_it_is_long(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHUNK", 84)
+    monkeypatch.setattr(settings, "CHUNK", 84)
     url = str(tmp_path / "virtual")
     import_checkpoint(source, url, views=lambda s: {"t": views.transpose(views.whole("w0", s["w0"]), [2, 1, 0])})
     catalog = open_catalog(url)
@@ -401,7 +400,7 @@ def test_an_index_that_points_beyond_its_sources_is_refused(source: str, tmp_pat
     url = str(tmp_path / "virtual")
     reach = references.reach
     monkeypatch.setattr(references, "_parts", lambda *a: [(b, e._replace(offset=e.offset + 10**9)) for b, e in _true_parts(*a)])
-    monkeypatch.setattr(limits, "CHUNK", 16)
+    monkeypatch.setattr(settings, "CHUNK", 16)
     with pytest.raises(ckpt.CkptError, match="cannot be"):
         import_checkpoint(source, url)
     assert reach((2, 3), (12, 4), 4) == 24
@@ -412,7 +411,7 @@ _true_parts = references._parts
 
 
 def test_strides_that_do_not_fit_the_bytes() -> None:
-    from ckpt.formats.external.strided import gather, strided, strides_of
+    from ckpt.formats.external.elements import gather, strided, strides_of
 
     codec = strided((2, 3), (4, 8), 4)
     assert codec is not None and strides_of(codec) == (4, 8)

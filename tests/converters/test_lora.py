@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ckpt
+from ckpt import settings
 from ckpt.cli.main import cli
-from ckpt.converters.arithmetic.lora import merge
+from ckpt.converters.lora import merge
 from ckpt.converters.pipeline import buffered
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError
-from ckpt.settings import limits
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "fan_in_fan_out": False, "use_rslora": False}
 SHAPES = {
@@ -77,7 +77,7 @@ def test_the_products_are_added(tmp_path: Path, dtype: torch.dtype, monkeypatch:
         assert got[name].dtype == dtype
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-6) if name == "model.q.weight" else None
         assert name == "model.q.weight" or torch.equal(got[name], tensor)
-    monkeypatch.setattr(limits, "LEAST_MEMORY", 1)
+    monkeypatch.setattr(settings, "LEAST_MEMORY", 1)
     monkeypatch.setattr(buffered, "LEAST", 500)
     again = merged(base, adapter, tmp_path / "small", memory=1500)  # rows in many windows
     torch.testing.assert_close(again["model.q.weight"], expected["model.q.weight"], rtol=1e-6, atol=1e-6)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.converters.mapping.model_numbers import of_arguments, of_config, padded_vocabulary
 from ckpt.converters.mapping.terms import Dimensions
-from ckpt.converters.mapping.translation import builtin, load_translation
+from ckpt.converters.mapping.translation import builtin, load_translation, of_arguments, of_config, padded_vocabulary
 from tests.plan.test_views import read
 
 Arrays = dict[str, np.ndarray]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.coordination.group import current_group
-from ckpt.engine.save.base.reuse import SeenVersions
 from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.reuse import SeenVersions
+from ckpt.net.group import current_group
 
 SHAPE = (40, 25)
 

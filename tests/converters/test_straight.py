@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import convert
-from ckpt.byte_source.digest_reader import DigestReader
-from ckpt.byte_source.storage import source_of
+from ckpt import settings as limits
 from ckpt.converters.pipeline import passthrough
 from ckpt.converters.pipeline.passthrough import copy_through, jobs_of, runs_of
-from ckpt.converters.pipeline.windows import FileItem
+from ckpt.converters.pipeline.target import FileItem
 from ckpt.converters.select.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
+from ckpt.engine.byte_source import source_of
+from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
-from ckpt.layout.geometry import Box
 from ckpt.plan import views
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import Box
 
 A = np.arange(4 * 4 * 3, dtype=np.float32).reshape(4, 4, 3)
 B = -np.arange(2 * 4 * 3, dtype=np.float32).reshape(2, 4, 3)
@@ -48,7 +48,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, state = tmp_path_factory.mktemp("runs"), {"a": torch.from_numpy(A), "b": torch.from_numpy(B)}
     ckpt.save(str(root / "whole"), state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.settings.limits.CHUNK", 24)
+        patch.setattr("ckpt.settings.CHUNK", 24)
         convert(str(root / "whole"), str(root / "cut"), to="native")
     torch.save(state, root / "plain.pt")
     return root

@@ -24,7 +24,7 @@ from ckpt.converters.pipeline.target import publish_once
 from ckpt.converters.targets import torch_dist
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import NotCommittedError, UsageError
-from ckpt.formats.megatron.base import MegatronCatalog
+from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, unpacked, whole_model
 

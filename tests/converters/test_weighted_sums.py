@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from ckpt.converters.arithmetic import averages
-from ckpt.converters.arithmetic.averages import WeightedSum
+from ckpt.converters import averages
+from ckpt.converters.averages import WeightedSum
 from ckpt.errors import MismatchError
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = (0.5, 0.3, 0.2)

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.byte_source.storage import source_of
-from ckpt.converters.pipeline.view_reader import ViewBox, read_views
-from ckpt.converters.pipeline.windows import FileItem, slabs, windows
+from ckpt.converters.pipeline.buffered import ViewBox, read_views
+from ckpt.converters.pipeline.target import FileItem, slabs, windows
 from ckpt.converters.select.selection import seams_of
+from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.formats.registry import open_catalog
-from ckpt.layout.geometry import Box
 from ckpt.plan import views
+from ckpt.plan.layout.geometry import Box
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4)
 
@@ -107,7 +107,7 @@ def test_any_box_of_a_view_is_what_numpy_says(tmp_path_factory: Any, data: Any) 
 
 
 def test_seams_are_where_chunks_and_pieces_end(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ckpt.settings.limits.CHUNK", 24)
+    monkeypatch.setattr("ckpt.settings.CHUNK", 24)
     from ckpt import convert
 
     ckpt.save(str(tmp_path / "s"), {"a": torch.arange(21.0).reshape(7, 3)})

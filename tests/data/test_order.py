@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.data import Batches
-from ckpt.data.order import Position, share, shuffled
+from ckpt.data import Batches, Position, share, shuffled
 from ckpt.errors import StateError, UsageError
 
 

@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt import ExportReport, convert, export
+from ckpt import ExportReport, convert, export, settings
 from ckpt.converters.export import plan
-from ckpt.io_backends.fsspec.writer import GatheringWriter
+from ckpt.io_backends.fsspec.place import GatheringWriter
 from ckpt.io_backends.posix import shared_file as posix_shared
 from ckpt.io_backends.posix.shared_file import PosixSharedObject
-from ckpt.settings import limits
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build
@@ -34,7 +33,7 @@ SHARED_FILES = posix_shared.COHERENT, posix_shared.PART
 def use(way: str) -> None:
     """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
     no shared ones."""
-    limits.WORTH_A_CALL, plan.WINDOW, limits.LEAST_MEMORY = 64, 512, 0
+    settings.WORTH_A_CALL, plan.WINDOW, settings.LEAST_MEMORY = 64, 512, 0
     posix_shared.COHERENT, posix_shared.PART = (frozenset(), 4096) if way == "parts" else SHARED_FILES
 
 

@@ -62,10 +62,10 @@ PRELOAD = (
     "ckpt.engine.save.save",
     "ckpt.engine.verify.verify",
     "ckpt.converters.export",
-    "ckpt.events.failed_saves",
+    "ckpt.runs.reporter",
     "ckpt.formats.registry",
     "ckpt.live",
-    "ckpt.training.checkpointer",
+    "ckpt.runs.checkpointer",
     "tests.distributed.first_calls",
 )
 """Imported once, in the server that ranks are forked from. A test sees that all can be: a fork server passes over what cannot."""

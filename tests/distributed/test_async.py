@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import Flat, GlobalShape, Layout
-from ckpt.coordination.group import current_group
 from ckpt.engine.save import capture as capture_module
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.job import save_cache
 from ckpt.errors import CkptError
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.net.group import current_group
 from tests.distributed.gathered import differences, full_state, spoil
 from tests.distributed.plain import build
 from tests.distributed.ranks import Ranks

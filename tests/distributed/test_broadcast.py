@@ -17,8 +17,8 @@ import xxhash
 
 import ckpt
 from ckpt import live
-from ckpt.coordination import broadcast_tree
-from ckpt.coordination.group import current_group
+from ckpt.net import broadcast_tree
+from ckpt.net.group import current_group
 from tests.distributed.ranks import Lost, Ranks
 
 BYTES = 3_000_000

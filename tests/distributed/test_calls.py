@@ -16,14 +16,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, TCPStore
 
-from ckpt.coordination import channel
-from ckpt.coordination.channel import FEW, TEAM, ControlChannel, longest_pause
-from ckpt.coordination.group import Group, current_group
-from ckpt.coordination.key_values import MOST, KeyValues
-from ckpt.coordination.offers import asked_of, whom_to_ask
-from ckpt.coordination.step_agreement import Due, StepAgreement
-from ckpt.coordination.store import PUT_OFF, Connection, Store, group_store
 from ckpt.errors import ConsistencyError, DeadlineError, RankFailedError
+from ckpt.net import channel
+from ckpt.net.channel import FEW, TEAM, ControlChannel, longest_pause
+from ckpt.net.group import Group, current_group
+from ckpt.net.key_values import MOST, KeyValues
+from ckpt.net.offers import asked_of, whom_to_ask
+from ckpt.net.step_agreement import Due, StepAgreement
+from ckpt.net.store import PUT_OFF, Connection, Store, group_store
 from tests.distributed.ranks import Ranks
 
 Play = Callable[[Group], Any]
@@ -359,7 +359,7 @@ def steps_with_notices(size: int) -> list[tuple[list[int], float]]:
 
 @pytest.mark.alone
 def test_where_looks_are_seldom_a_step_is_proposed_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.coordination.step_agreement.LOOKS", 3 / 1.2)
+    monkeypatch.setattr("ckpt.net.step_agreement.LOOKS", 3 / 1.2)
     found = steps_with_notices(3)
     saved, _ = found[0]
     assert len(saved) == 1 and saved[0] >= 10

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.events.event import Event
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.rebuild import rebuild_checkpoint
 from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, Latest, OnPreemption
+from ckpt.runs.events import Event
+from ckpt.runs.rebuild import rebuild_checkpoint
 from tests.distributed.ranks import Ranks
 
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 import ckpt
 from ckpt.cli.console import dividing
 from ckpt.cli.main import cli
-from ckpt.coordination.launched import LaunchedProcesses, first_host, launched
 from ckpt.errors import UsageError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
+from ckpt.net.group import LaunchedProcesses, first_host, launched
 from tests.distributed.ranks import Lost, Ranks
 
 TENSORS = 6
@@ -223,7 +223,7 @@ def test_other_arguments_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
 def run_slowly(port: int, arguments: Sequence[str]) -> list[Ended]:
     """The first process takes longer over its own part than the others wait for its last word."""
     from ckpt.converters.compare import semantic
-    from ckpt.coordination import launched_work
+    from ckpt.net import launched_work
 
     check, end = semantic.check_semantic, launched_work.END
     launched_work.END = 1.0

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.settings import limits
+from ckpt import settings
 from tests.distributed.ranks import Lost, Ranks
 
 SHAPES = {"a": (300, 7), "b": (64,), "c": (), "d": (5, 0), "e": (1000, 100), "f": (3, 3, 3)}
@@ -43,8 +43,8 @@ def apart() -> None:
 
 def in_small_pieces() -> None:
 
-    limits.PIECE = 1 << 10
-    limits.SMALL_SHARED_READ = 100
+    settings.PIECE = 1 << 10
+    settings.SMALL_SHARED_READ = 100
 
 
 def load_replicated(url: str, kind: str, where: str) -> tuple[int, int, int]:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-import ckpt.coordination.group
-from ckpt.coordination.store import QUIET
+import ckpt.net.group
 from ckpt.errors import UsageError
+from ckpt.net.store import QUIET
 from tests.distributed.ranks import Ranks
 
 
@@ -117,7 +117,7 @@ def test_the_store_does_not_fill_up(ranks: Ranks, tmp_path: Path) -> None:
 def one_rank_is_slow(folder: str) -> list[str]:
     """Rank 1 looks for answers once a second. Rank 0 ends the second call by itself at once and begins the third."""
     if dist.get_rank() == 1:
-        ckpt.coordination.call.time.sleep = lambda seconds, sleep=time.sleep: sleep(1.0)
+        ckpt.net.call.time.sleep = lambda seconds, sleep=time.sleep: sleep(1.0)
     found = []
     for n in range(3):
         try:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.coordination import group
-from ckpt.coordination.channel import ControlChannel
 from ckpt.errors import NamesError, RankFailedError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter
+from ckpt.net import group
+from ckpt.net.channel import ControlChannel
 from tests.distributed.ranks import Ranks
 
 

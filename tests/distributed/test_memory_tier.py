@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.coordination.group import current_group
 from ckpt.engine.save.job import save_cache
-from ckpt.memory.client import MemoryClient
+from ckpt.net.group import current_group
+from ckpt.nodes.memory.client import MemoryClient
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
 

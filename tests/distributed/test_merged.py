@@ -28,7 +28,7 @@ import ckpt
 from ckpt import Flat, GlobalShape, Layout, Replicate, Shard, Stage, pipeline
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConsistencyError, CorruptError, DeadlineError, RankFailedError
-from ckpt.transport.peers import Peers
+from ckpt.net.peers import Peers
 from tests.api.checked import described, pattern, same
 from tests.distributed.ranks import Lost, Ranks
 from tests.formats import oracle

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 import ckpt
 from ckpt import Layout, Replicate, Shard, Uneven
 from ckpt.errors import LayoutError
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from tests.distributed.ranks import Ranks
 from tests.plan.block_cyclic import BlockCyclic, DealtOut, dealt, registered
 from tests.plan.layout_strategies import numbered, through_pieces

@@ -22,9 +22,9 @@ def save(url: str) -> None:
 
 def count_reads(*, fan: int) -> Counter[str]:
     """From now on this process takes paths for object storage, and counts what it asks for by kind of file."""
-    from ckpt.coordination import broadcast_tree
     from ckpt.engine import opening
     from ckpt.io_backends.posix.backend import PosixBackend
+    from ckpt.net import broadcast_tree
 
     opening.is_file_system = lambda url: False
     broadcast_tree.FAN = fan

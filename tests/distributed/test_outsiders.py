@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.transport.peers import Peers
-from ckpt.transport.sockets import HELLO, MAGIC
+from ckpt.net.peers import Peers
+from ckpt.net.sockets import HELLO, MAGIC
 from tests.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.alone

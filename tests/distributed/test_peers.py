@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ckpt.transport.exchange
-from ckpt.coordination.group import Group, current_group
+import ckpt.net.exchange
 from ckpt.errors import CkptError
-from ckpt.transport.listener import Listener
-from ckpt.transport.peers import Peers, peers_of
-from ckpt.transport.sockets import Hello, Views
+from ckpt.net.group import Group, current_group
+from ckpt.net.listener import Listener
+from ckpt.net.peers import Peers, peers_of
+from ckpt.net.sockets import Hello, Views
 from tests.distributed.ranks import Lost, Ranks
 
 SIZES = (0, 1, 7, 4096, 100_000, 3_000_000)
@@ -72,7 +72,7 @@ def test_every_byte_arrives(ranks: Ranks, world: int) -> None:
 
 
 def few_at_a_time() -> list[bool]:
-    ckpt.transport.exchange.CONNECTIONS = 2
+    ckpt.net.exchange.CONNECTIONS = 2
     return all_to_all(2)
 
 
@@ -319,7 +319,7 @@ def wrong_addresses() -> bool:
             super().__init__(*args)
             self.addresses = [("127.0.0.2", 1), ("::1", 1), other.getsockname(), *self.addresses]
 
-    ckpt.transport.peers.Listener = Misled  # type: ignore[attr-defined,misc]
+    ckpt.net.peers.Listener = Misled  # type: ignore[attr-defined,misc]
     group = current_group()
     return everything(peers_of(group, timeout=20.0), group.ranks, 1)
 

@@ -52,7 +52,7 @@ def as_from(hints: IOHints) -> None:
 
 def load_on_many_threads(url: str) -> int:
     """As from storage that asks for more calls at once than there are threads; all slots are filled before any piece is packed."""
-    from ckpt.byte_source.digest_reader import DigestReader
+    from ckpt.engine.digest_reader import DigestReader
 
     apart()
     in_small_pieces()
@@ -75,7 +75,7 @@ def test_more_threads_than_asked_for_read(ranks: Ranks, tmp_path: Path) -> None:
 
 def load_in_calls(url: str, pieces: list[int], where: str) -> list[int]:
     """How many bytes each read of data had, where storage has so many best at once."""
-    from ckpt.byte_source.digest_reader import DigestReader
+    from ckpt.engine.digest_reader import DigestReader
 
     if where == "apart":
         apart()
@@ -126,11 +126,11 @@ def test_some_ranks_are_near_and_some_are_not(ranks: Ranks, tmp_path: Path, thre
 
 
 def load_with_few_connections(url: str) -> int:
-    import ckpt.transport.exchange
+    import ckpt.net.exchange
 
     apart()
     in_small_pieces()
-    ckpt.transport.exchange.CONNECTIONS = 1
+    ckpt.net.exchange.CONNECTIONS = 1
     return load_columns(url).bytes_received
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckpt
 from ckpt.engine import opening
-from ckpt.engine.save.base import reuse
+from ckpt.engine.save import reuse
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog

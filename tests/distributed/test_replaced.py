@@ -14,10 +14,9 @@ from ckpt.engine import opening as loading
 from ckpt.errors import ConsistencyError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.registry import open_backend
-from ckpt.maintenance.checkpoint_removal import remove_checkpoint
-from ckpt.maintenance.removal import remove_step
-from ckpt.maintenance.step_listing import list_steps
-from ckpt.training import restore_order
+from ckpt.runs import restore_order
+from ckpt.runs.removal import remove_checkpoint, remove_step
+from ckpt.runs.step_listing import list_steps
 from tests.distributed.ranks import Ranks
 
 
@@ -28,7 +27,7 @@ def _replaced_between(root: str, times: int) -> Any:
     def late(url: str) -> Any:
         opened[0] += 1
         if dist.get_rank() == 1 and opened[0] <= times:
-            from ckpt.coordination.group import Group
+            from ckpt.net.group import Group
 
             whole = ckpt.api.current_group
             ckpt.api.current_group = lambda *a: Group(0, (0,))  # a job of its own
@@ -115,7 +114,7 @@ def test_a_step_that_goes_while_it_is_restored_leads_to_the_one_that_came(tmp_pa
 
         return load_nearest(tiers, group, timeout, hooked, step)
 
-    monkeypatch.setattr("ckpt.training.checkpointer.load_nearest", meanwhile)
+    monkeypatch.setattr("ckpt.runs.checkpointer.load_nearest", meanwhile)
     state = {"n": 0}
     with ckpt.Checkpointer(root) as c:
         assert c.restore(state) == 51

@@ -13,9 +13,9 @@ from torch.distributed import TCPStore
 
 import ckpt
 from ckpt import Layout, Replicate, Shard
-from ckpt.coordination import group as groups
-from ckpt.coordination.group import Group
-from ckpt.coordination.store import group_store
+from ckpt.net import group as groups
+from ckpt.net.group import Group
+from ckpt.net.store import group_store
 from tests.distributed.far_store import FarStore
 from tests.distributed.ranks import Ranks
 

@@ -74,7 +74,7 @@ def load_as_one_machine(url: str, threads: int) -> tuple[list[tuple[int, int]], 
     """Compared with what was saved, by ranks that all think that they are on one machine. Processes and numbers of files of rings,
     bytes received, and what was logged."""
     from ckpt.engine.load import fitting
-    from ckpt.transport.shm_pool import SlotPool
+    from ckpt.net.shm_pool import SlotPool
 
     fitting.machine = lambda: "one and the same"
     in_small_pieces()
@@ -160,7 +160,7 @@ def test_memory_that_may_not_be_opened(ranks: Ranks, tmp_path: Path, threads: in
 
 
 def load_damaged_slots(url: str, what: str) -> tuple[str, str]:
-    from ckpt.transport.framing import Feed
+    from ckpt.net.framing import Feed
 
     in_small_pieces()
     put = Feed.put_slot

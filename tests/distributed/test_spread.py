@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt
 from ckpt.errors import CorruptError, StorageError, UsageError
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.nodes import rendezvous
 from ckpt.policies import EverySteps, Latest
-from ckpt.spread import meeting
 from tests.distributed.ranks import Ranks
 
 
@@ -194,7 +194,7 @@ def badly_set_up(folder: str, how: str) -> str:
     os.environ["CKPT_DOMAIN"] = f"rack{rank}" if how == "domains" else "rack"
     local = ckpt.NodeLocal(f"{folder}/local{rank if how == 'names' else ''}")
     if how == "names":
-        meeting.real_url = lambda url: f"{folder}/local"  # on each machine its own
+        rendezvous.real_url = lambda url: f"{folder}/local"  # on each machine its own
     with pytest.raises(UsageError) as error, ckpt.Checkpointer(f"{folder}/root", local=local, timeout=10) as c:
         c.restore({})
     return str(error.value)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.memory import client
+from ckpt.nodes.memory import client
 from ckpt.policies import EverySteps
 from tests.distributed.ranks import Lost, Ranks
 from tests.memory.daemons import daemon_in, flip_byte

@@ -21,7 +21,7 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import StorageError, UsageError
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EverySteps, Latest, OnPreemption
-from ckpt.training import tiers
+from ckpt.runs import tiers
 from tests.distributed.ranks import Lost, Ranks
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.adapters.tensors import LocalShard, LocalTensor, torch_dtype
-from ckpt.byte_source.storage import source_of
+from ckpt import settings as sizes
 from ckpt.catalog import Catalog
+from ckpt.engine.byte_source import source_of
 from ckpt.engine.load import sweep, whole_chunks
 from ckpt.engine.load.reader import Reader, TensorLoad, Verify
-from ckpt.layout.geometry import Box
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
-from ckpt.settings import limits as sizes
+from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
 from tests.formats.native_sample import Sample
 
 TINY = {"PIECE": 48, "GROUPED_READ": 96, "CHUNK": 192, "GAP": 8, "WORTH_A_CALL": 32, "CACHE_BLOCK": 64, "SCRATCH": 100}

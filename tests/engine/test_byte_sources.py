@@ -13,23 +13,20 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.adapters.memory import as_bytes
-from ckpt.adapters.tensors import LocalShard, LocalTensor
-from ckpt.byte_source.digest_reader import DigestReader, Verify
-from ckpt.byte_source.memory import BLOCK, MemorySource
-from ckpt.byte_source.port import ByteSource
-from ckpt.byte_source.storage import StorageSource
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
+from ckpt.engine.byte_source import BLOCK, ByteSource, MemorySource, StorageSource
+from ckpt.engine.digest_reader import DigestReader, Verify
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.protocol import Backend
-from ckpt.layout.geometry import Box
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
+from ckpt.state.tensors import LocalShard, LocalTensor, as_bytes
 
 
 def target_of(name: str, memory: torch.Tensor, box: Box, shape: Sequence[int]) -> LocalTensor:

@@ -15,14 +15,14 @@ import xxhash
 
 from benchmarks.flat_files import FlatFiles
 from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
-from ckpt.adapters.tensors import LocalShard, LocalTensor
-from ckpt.byte_source.storage import source_of
 from ckpt.dtypes import dtype
+from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
 from ckpt.formats.native.datafiles import header_layout
 from ckpt.plan.ownership import TensorSpec, assign
+from ckpt.state.tensors import LocalShard, LocalTensor
 from tests.api.checked import empty_directory
 
 FEW, MANY = 512, 4096

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given
 
+from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
-from ckpt.engine.save.grids import Grids
+from ckpt.engine.save.index_rows import Grids
 from ckpt.engine.save.plan import chunks_of, specs_of
 from ckpt.formats.native.datafiles import datafile
 from ckpt.formats.native.datafiles.datafile import coded_groups
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Shard
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.settings import limits
 from tests.plan.layout_strategies import meshes, tensor_lists
 
 
@@ -27,8 +27,8 @@ from tests.plan.layout_strategies import meshes, tensor_lists
 def small_limits() -> Iterator[None]:
     """Small chunks, and few of them in a file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "CHUNK", 32)
-        patch.setattr(limits, "CODED_FILE", 80)
+        patch.setattr(settings, "CHUNK", 32)
+        patch.setattr(settings, "CODED_FILE", 80)
         patch.setattr(datafile, "CODED_CHUNKS", 5)
         ownership._assignment.cache_clear()
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.engine.save import samples
+from ckpt.engine.save import capture
 from ckpt.engine.save.capture import Capture
 from ckpt.errors import ConsistencyError
 from tests.engine.lost_fences import CASES, Loop, outcome
@@ -46,7 +46,7 @@ def test_what_nothing_waits_for_was_captured_and_what_waits_is_compared(
 @pytest.mark.parametrize("device", [False, True])
 def test_weights_that_are_swapped_for_the_moment_of_the_copy(monkeypatch: pytest.MonkeyPatch, *, device: bool) -> None:
     """Before and after it they are those of the call, so only the copy tells. ``device``: as on one, where all is summed."""
-    monkeypatch.setattr(samples, "_summed", lambda raw: device)
+    monkeypatch.setattr(capture, "_summed", lambda raw: device)
     if device:
         monkeypatch.setattr("ckpt.engine.save.tensor_source.ChunkSource.address", lambda self, number: 0)
     loop, fill = Loop(600), Capture._fill
@@ -64,15 +64,15 @@ def test_weights_that_are_swapped_for_the_moment_of_the_copy(monkeypatch: pytest
 
 
 def test_a_sparse_write_on_a_device_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "_summed", lambda raw: True)
+    monkeypatch.setattr(capture, "_summed", lambda raw: True)
     monkeypatch.setattr("ckpt.engine.save.tensor_source.ChunkSource.address", lambda self, number: 0)
     for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.uint8):
         raw = torch.ones(300, 300, dtype=dtype)
-        before = samples.sample_of(samples.raw_view(raw))
-        assert before.same(samples.sample_of(samples.raw_view(raw)))
+        before = capture.sample_of(capture.raw_view(raw))
+        assert before.same(capture.sample_of(capture.raw_view(raw)))
         raw[150, 150] = 3  # no sample has it
-        assert torch.equal(before.lines, samples.sample_of(samples.raw_view(raw)).lines)
-        assert not before.same(samples.sample_of(samples.raw_view(raw)))
+        assert torch.equal(before.lines, capture.sample_of(capture.raw_view(raw)).lines)
+        assert not before.same(capture.sample_of(capture.raw_view(raw)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex128])
@@ -84,10 +84,10 @@ def test_samples_are_the_bytes_at_their_places_in_memory_of_any_strides(dtype: t
             expected = given
         else:
             expected = np.concatenate([given[at : at + 128] for at in range(0, len(given) - 127, 257 * 128)])
-        lines = samples.sample_of(samples.raw_view(tensor)).lines
+        lines = capture.sample_of(capture.raw_view(tensor)).lines
         assert lines.contiguous().view(torch.uint8).numpy().tobytes() == expected.tobytes()
         if tensor.is_contiguous() and len(given):
-            assert samples._lines_at(tensor.data_ptr(), len(given)) == expected.tobytes()
+            assert capture._lines_at(tensor.data_ptr(), len(given)) == expected.tobytes()
 
 
 def test_what_is_smaller_than_its_sample_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_places_that_are_sampled_are_of_all_columns() -> None:
     """A column of a matrix whose rows have a power of two of elements is sampled in some row."""
     for columns in (256, 1024, 4096, 8192):
         matrix = torch.zeros(16 << 20 >> 2, dtype=torch.float32).view(-1, columns)
-        before = samples.sample_of(matrix.view(torch.int32))
+        before = capture.sample_of(matrix.view(torch.int32))
         for column in (0, 63, columns // 2 + 1, columns - 1):
             matrix[:, column] = 1
-            assert not before.same(samples.sample_of(matrix.view(torch.int32))), (columns, column)
+            assert not before.same(capture.sample_of(matrix.view(torch.int32))), (columns, column)
             matrix[:, column] = 0
 
 
@@ -164,7 +164,7 @@ def test_whose_step_runs_no_hooks_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 
     loop = Loop(300)
     loop.optimizer = Wrapped(loop.optimizer)
-    monkeypatch.setattr("ckpt.adapters.fenced.seen", set())
+    monkeypatch.setattr("ckpt.state.collect.seen", set())
     assert outcome(URL, loop.state(), loop.optimizer.step) == "right"
 
 

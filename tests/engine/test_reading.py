@@ -19,7 +19,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 from tests.api.checked import empty_directory
 from tests.box_strategies import boxes_in
 from tests.engine.reading import SIZES, WAYS, Target, limits, load, targets_of

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.byte_source.storage import source_of
-from ckpt.concurrency.gc_paused import gc_paused
+from ckpt.concurrency import gc_paused
+from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
-from ckpt.tracing.spans import Spans
+from ckpt.telemetry.spans import Spans
 from tests.api.checked import empty_directory
 from tests.engine.reading import load, targets_of
 from tests.formats.native_sample import coded_samples, sample, save

@@ -10,15 +10,15 @@ import xxhash
 from hypothesis import given as cases
 from hypothesis import strategies as st
 
-from ckpt.adapters.tensors import LocalTensor, parts_of
+from ckpt import settings
 from ckpt.dtypes import DTYPES
 from ckpt.engine.save.plan import chunks_of, replicated_chunks
 from ckpt.engine.save.replicas import Replicas, replica_problems
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Flat
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec, assign
-from ckpt.settings import limits
+from ckpt.state.tensors import LocalTensor, parts_of
 from tests.plan.layout_strategies import coordinate_of, local_array, numbered, placed_tensors
 
 Digests = dict[str, str]
@@ -53,7 +53,7 @@ def problems_of(spec: TensorSpec, changed: tuple[int, int] | None = None) -> lis
 def test_replicas_of_any_layout_are_compared(case: tuple[TensorLayout, tuple[int, ...]], data: st.DataObject) -> None:
     layout, shape = case
     spec = TensorSpec("w", DTYPES["int64"], shape, layout)
-    before, limits.UNDIVIDED = limits.UNDIVIDED, data.draw(st.sampled_from([16, limits.UNDIVIDED]))
+    before, settings.UNDIVIDED = settings.UNDIVIDED, data.draw(st.sampled_from([16, settings.UNDIVIDED]))
     try:
         assert problems_of(spec) == []
         holds = {r: local.size for r in sorted(layout.ranks()) if (local := local_array(layout, numbered(shape), r)) is not None}
@@ -62,7 +62,7 @@ def test_replicas_of_any_layout_are_compared(case: tuple[TensorLayout, tuple[int
             return
         found = problems_of(spec, (rank, data.draw(st.integers(0, holds[rank] - 1))))
     finally:
-        limits.UNDIVIDED = before
+        settings.UNDIVIDED = before
     cut = {s.over for s in layout.splits}
     where, at = coordinate_of(layout.mesh, rank), dict(layout.at)
     assert where is not None

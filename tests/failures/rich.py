@@ -12,11 +12,11 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.coordination.group import Group
-from ckpt.coordination.store import group_store
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
+from ckpt.net.group import Group
+from ckpt.net.store import group_store
 
 SHARED = {
     "rows": torch.arange(60, dtype=torch.int32).reshape(12, 5),

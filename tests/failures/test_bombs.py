@@ -19,8 +19,7 @@ import torch
 import ckpt
 from ckpt.errors import CkptError, CorruptError, FormatError, StateError
 from ckpt.formats.native import index
-from ckpt.formats.native.tables import from_file, to_file
-from ckpt.formats.native.unfolding import SMALL
+from ckpt.formats.native.tables import SMALL, from_file, to_file
 from tests.failures.damage import Copy, change_record, data_file, index_file
 
 GIB = 1 << 30

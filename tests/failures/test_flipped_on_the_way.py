@@ -14,11 +14,11 @@ import torch
 import ckpt
 from ckpt import convert
 from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.copy import copy_checkpoint
 from tests.failures.damage import flip, header
 from tests.failures.flips import Flip
 from tests.failures.states import blank, number_of, state, stored

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.coordination.group import current_group
-from ckpt.coordination.store import QUIET
+from ckpt.net.group import current_group
+from ckpt.net.store import QUIET
 from ckpt.policies import EveryMinutes, EverySteps, Latest, OnPreemption
-from ckpt.policies.cost import SaveCost
+from ckpt.policies.save import SaveCost
 from tests.distributed.ranks import Ranks
 
 

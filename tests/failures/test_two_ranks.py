@@ -13,14 +13,14 @@ import pytest
 from torch.distributed import HashStore
 
 import ckpt
-from ckpt.coordination.group import Group
-from ckpt.coordination.store import group_store
 from ckpt.engine.save.job import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import DeadlineError, NoSpaceError, RankFailedError, StorageError
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.net.group import Group
+from ckpt.net.store import group_store
 from tests.failures.states import layout, state, stored
 
 BEFORE, NEW, LATER = 1, 2, 3

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, StorageError
 from ckpt.formats.native.commit import INLINE_LIMIT
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
+from ckpt.runs.orphans import find_orphans, remove_orphans
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.faults.proxy import KINDS, FaultProxy, Schedule
 from tests.formats import oracle

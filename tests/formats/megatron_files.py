@@ -15,7 +15,7 @@ import torch
 
 from ckpt.formats.external.elements import read_box
 from ckpt.formats.registry import open_catalog
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 
 ARCHIVES = Path(__file__).parent.parent / "fixtures" / "megatron"
 Arrays = dict[str, np.ndarray]

@@ -18,7 +18,7 @@ from ckpt.formats.native.commit import CODED, CommitRecord
 from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, coded_groups, plan_coded_file, plan_data_files
 from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.protocol import Backend
-from ckpt.layout.geometry import Box, cells
+from ckpt.plan.layout.geometry import Box, cells
 from tests.box_strategies import cuts_of, shapes, tilings
 
 ID = "0123456789abcdef"

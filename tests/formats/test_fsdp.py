@@ -12,7 +12,7 @@ import torch
 import ckpt
 from ckpt.converters.compare.semantic import check_semantic
 from ckpt.errors import CkptError, CorruptError, FormatError
-from ckpt.formats.fsdp.catalog import rank_sets
+from ckpt.formats.fsdp import rank_sets
 from ckpt.formats.registry import open_catalog
 from tests.formats.reading import FIXTURES, same
 

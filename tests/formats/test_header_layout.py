@@ -17,9 +17,8 @@ from ckpt.errors import CorruptError
 from ckpt.formats.native.datafiles import header as header_module
 from ckpt.formats.native.datafiles import header_layout
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_file
-from ckpt.formats.native.datafiles.header import parse_header
-from ckpt.formats.native.datafiles.header_rows import Known, find_alike
-from ckpt.layout.geometry import Box
+from ckpt.formats.native.datafiles.header import Known, find_alike, parse_header
+from ckpt.plan.layout.geometry import Box
 
 ID = "0123456789abcdef"
 SHAPE = (40_000, 4)

@@ -19,8 +19,8 @@ from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, UsageError
 from ckpt.formats.external.elements import cast_bits
-from ckpt.formats.megatron.base import MegatronCatalog
 from ckpt.formats.megatron.repair import repaired_states
+from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, dense_norms, load, read_all, states, unpacked, whole_model
 from tests.formats.memory import megatron_memory

@@ -11,8 +11,7 @@ import pytest
 import xxhash
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.branches import Branch
-from ckpt.formats.native.commit import CommitRecord, IndexFile, inlined, new_id
+from ckpt.formats.native.commit import Branch, CommitRecord, IndexFile, inlined, new_id
 
 RECORD = CommitRecord(
     id="0123456789abcdef",

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, CoverageError, FormatError, StateError
@@ -30,8 +31,7 @@ from ckpt.formats.native.datafiles.datafile import (
 from ckpt.formats.native.datafiles.header import parse_header
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout.geometry import Box
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import Box
 from tests.formats.native_sample import ID, coded_samples, sample, samples, two_ranks, write_data
 from tests.formats.oracle import CODECS as ORACLE_CODECS
 
@@ -305,11 +305,11 @@ MB = 1 << 20
     [
         ([], []),
         ([0], [1]),
-        ([limits.CODED_FILE], [1]),
-        ([limits.CODED_FILE + 1, 0, 1], [1, 2]),
+        ([settings.CODED_FILE], [1]),
+        ([settings.CODED_FILE + 1, 0, 1], [1, 2]),
         ([64 * MB, 64 * MB, 64 * MB, 1], [2, 2]),
         ([64 * MB, 65 * MB, 63 * MB, 1], [1, 2, 1]),
-        ([0] * 5 + [limits.CODED_FILE] + [0] * 5, [11]),
+        ([0] * 5 + [settings.CODED_FILE] + [0] * 5, [11]),
         ([1] * (CODED_CHUNKS + 1), [CODED_CHUNKS, 1]),
     ],
 )
@@ -322,8 +322,8 @@ def test_groups_are_consecutive_full_and_not_too_large(lengths):
     groups = coded_groups(lengths)
     assert [i for s in groups for i in range(s.start, s.stop)] == list(range(len(lengths)))
     for s in groups:
-        assert s.stop - s.start == 1 or sum(lengths[s]) <= limits.CODED_FILE
-        assert s.stop == len(lengths) or sum(lengths[s.start : s.stop + 1]) > limits.CODED_FILE
+        assert s.stop - s.start == 1 or sum(lengths[s]) <= settings.CODED_FILE
+        assert s.stop == len(lengths) or sum(lengths[s.start : s.stop + 1]) > settings.CODED_FILE
 
 
 # ------------------------------------------------------------------------------------------------------------ cost

@@ -17,7 +17,7 @@ from ckpt.formats.native.rebuild import rebuild
 from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.memory import MemoryBackend
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 from tests.formats.native_sample import ID, Sample, coded_samples, read, sample, samples, save, two_ranks, write_data
 from tests.formats.oracle import read as oracle
 

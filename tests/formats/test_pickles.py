@@ -17,13 +17,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt import tree
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.stand_ins import GlobalName, Made, Persistent
-from ckpt.formats.pickles.stored import StoredView
+from ckpt.formats.pickles.stand_ins import GlobalName, Made, Persistent, StoredView
 from ckpt.formats.pickles.values import PickleValues
+from ckpt.plan import tree
 
 
 def read(data: bytes) -> object:

@@ -158,7 +158,7 @@ def test_strided_views_are_read_row_by_row(tmp_path):
 
 def test_very_many_rows_of_many_tensors_are_not_listed(tmp_path, monkeypatch):
     """A few bytes of pickle make thousands of rows: there is a limit for all tensors together."""
-    monkeypatch.setattr("ckpt.formats.torchzip.table.MAX_ROWS_OF_ALL", 1000)
+    monkeypatch.setattr("ckpt.formats.torchzip.catalog.MAX_ROWS_OF_ALL", 1000)
     base = torch.randn(400, 3)
     value = {f"t{i}": base[:, i : i + 2] for i in range(2)} | {"u": base[:300, 2:], "whole": base}
     view = ckpt.open(saved(tmp_path, value))
@@ -428,7 +428,7 @@ def test_absurd_sizes_take_no_memory(tmp_path):
 
 def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     url = saved(tmp_path, {"a": "x" * 100_000})
-    monkeypatch.setattr("ckpt.settings.limits.FOREIGN_PICKLE", 50_000)
+    monkeypatch.setattr("ckpt.settings.FOREIGN_PICKLE", 50_000)
     with counted() as counts, pytest.raises(FormatError, match=r"record 'data\.pkl' has 100,\d\d\d bytes"):
         open_catalog(url)
     assert counts.bytes < 60_000  # it is looked at twice: what cannot be read may have been damaged on its way

@@ -18,7 +18,7 @@ from ckpt.formats.native.commit import CODED
 from ckpt.formats.native.datafiles.datafile import ChunkSpec
 from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.registry import open_backend
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 from tests.formats.native_sample import coded_plans, write_file
 
 HERE = Path(__file__).parent

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
+from ckpt import settings
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.registry import open_catalog
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from ckpt.settings import limits
 from tests.distributed.models import fsdp, mesh_of, trained, whole_model
 from tests.distributed.ranks import Ranks
 
@@ -125,7 +125,7 @@ def test_saved_twice_to_one_url_with_a_codec(ranks: Ranks, tmp_path: Path) -> No
 
 
 def odd_shapes(path: str) -> tuple[Full, Full]:
-    limits.CHUNK = 64
+    settings.CHUNK = 64
     state = {
         "wide": torch.arange(210.0).reshape(3, 70),
         "turned": torch.arange(60, dtype=torch.int16).reshape(6, 10).t(),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ckpt.errors import CkptError, ConflictError, CoverageError, DeadlineError, RankFailedError, StateError, TornError, UsageError
 from ckpt.integrations.engines import EngineSink
-from ckpt.integrations.received import take_step
+from ckpt.integrations.reading import take_step
 from ckpt.live import Source
 from tests.distributed.ranks import Ranks
 from tests.integrations import engine_stubs

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.registry import open_backend
-from ckpt.maintenance.copy import copy_checkpoint
 from tests.cli.checkpoints import write_checkpoint
 
 SIZE = 40 << 20

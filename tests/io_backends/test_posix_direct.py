@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from ckpt.errors import NoSpaceError, StorageError, UsageError
 from ckpt.io_backends import PosixBackend
 from ckpt.io_backends.posix import direct as posix_direct
-from ckpt.io_backends.posix import probe as posix_probe
-from ckpt.io_backends.posix.direct import LARGE_FILE, split
-from ckpt.io_backends.posix.probe import PAGE, Cost, FileSystem, pays
+from ckpt.io_backends.posix import direct as posix_probe
+from ckpt.io_backends.posix.direct import LARGE_FILE, PAGE, Cost, FileSystem, pays, split
 
 MIB = 1 << 20
 SIZE = 6 * MIB + 1234

@@ -16,10 +16,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
 from ckpt.errors import AccessError, CkptError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends import Backend, MemoryBackend, open_backend, storage_options
+from ckpt.io_backends import Backend, MemoryBackend, open_backend
+from ckpt.io_backends import registry as storage_options
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.fsspec.errors import mapped
-from ckpt.io_backends.storage_options import configured_for
+from ckpt.io_backends.registry import configured_for
 from tests.io_backends.bucket import Bucket, buckets
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StorageError
-from ckpt.io_backends.written_ranges import WrittenRanges
+from ckpt.io_backends.writer_base import WrittenRanges
 
 SIZE = 40
 RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda r: (min(r), max(r))), max_size=30)

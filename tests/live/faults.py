@@ -25,7 +25,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.errors import CkptError, TornError
 from ckpt.live import Publication, Sink, Source
-from ckpt.live.wire import Channel
+from ckpt.net.wire import Channel
 
 TIMEOUT = 4.0
 """Of sources and sinks: seconds without a sign of life."""
@@ -70,14 +70,14 @@ PHASES = {
     "seal": ("ckpt.live.source", "seal_image"),
     "complete": ("ckpt.live.version_leader:VersionLeader", "complete"),
     "answer": ("ckpt.live.registry:VersionRegistry", "_newest"),
-    "digests": ("ckpt.live.relays.box_digests:BoxDigests", "of_piece"),
+    "digests": ("ckpt.live.piece_messages:BoxDigests", "of_piece"),
     "serve": ("ckpt.live.server:PieceServer", "_answer"),
     "find": ("ckpt.live.sink:Sink", "_find"),
     "match": ("ckpt.live.sink", "match_take"),
     "plan": ("ckpt.live.sink", "plan_take"),
     "stage": ("ckpt.live.sink", "stage_take"),
-    "relay": ("ckpt.live.relays.relayed:RelayedVersion", "add"),
-    "relayed": ("ckpt.live.relays.relayed:RelayedVersion", "views"),
+    "relay": ("ckpt.live.relay:RelayedVersion", "add"),
+    "relayed": ("ckpt.live.relay:RelayedVersion", "views"),
     "switch": ("ckpt.live.sink", "switch_take"),
     "place": ("ckpt.live.filling:Filling", "place"),
 }

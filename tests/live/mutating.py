@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckpt.live.wire import Address
+from ckpt.net.wire import Address
 from tests.memory.flipping import FlippingProxy, _shut
 
 _HANDSHAKE = {True: (38, 48), False: (70, 1)}

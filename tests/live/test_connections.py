@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.live import connections
-from ckpt.live.connections import ConnectionServer
-from ckpt.live.wire import Channel, dial
+from ckpt.net import connections
+from ckpt.net.connections import ConnectionServer
+from ckpt.net.wire import Channel, dial
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

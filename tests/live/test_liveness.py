@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckpt.coordination import liveness_links
-from ckpt.coordination.liveness_links import LivenessLinks
 from ckpt.errors import CkptError
 from ckpt.live import Sink, Source, reshard
+from ckpt.net import liveness
+from ckpt.net.liveness import LivenessLinks
 from tests.distributed.ranks import Lost, Ranks
 from tests.live.jobs import Job, leave, until, wait_for
 
@@ -165,7 +165,7 @@ def resharder(folder: Path, victim: int, at: str) -> Any:
     new = {"a": torch.zeros(8)} if rank >= 2 else None
     reshard(old, new, timeout=TIMEOUT)
     if rank == victim:
-        import ckpt.live.in_job.resharding as module
+        import ckpt.live.resharding as module
 
         if at == "offer":
             module.meet = lambda *args, **options: die(folder)  # type: ignore[assignment]
@@ -226,7 +226,7 @@ def kill(links: LivenessLinks) -> None:
 
 
 def test_heads_of_teams_pass_on_who_dies_and_that_the_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness_links, "TEAM", 3)
+    monkeypatch.setattr(liveness, "TEAM", 3)
     with linked(8) as (links, died):
         until(lambda: [len(each._children) for each in links] == [4, 0, 0, 2, 0, 0, 1, 0])
         kill(links[4])  # of the second team
@@ -250,7 +250,7 @@ def test_a_connection_that_was_reset_is_made_again_and_nobody_is_dead() -> None:
         first = until(lambda: links[0]._children.get(1))
         first.close()
         until(lambda: links[0]._children[1] is not first)
-        time.sleep(2 * liveness_links.GRACE)
+        time.sleep(2 * liveness.GRACE)
         assert not died and not links[0].departed and not links[1].departed
         parent = links[1]._parent
         assert parent is not None  # nor does the kernel end it where packets are lost for less than the deadline
@@ -258,7 +258,7 @@ def test_a_connection_that_was_reset_is_made_again_and_nobody_is_dead() -> None:
 
 
 def test_a_good_bye_does_not_overtake_the_last_word_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness_links, "GRACE", 1.5)
+    monkeypatch.setattr(liveness, "GRACE", 1.5)
     with linked(2) as (links, _):
         until(lambda: links[0]._children)
         links[0].close()

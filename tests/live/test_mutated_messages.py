@@ -14,11 +14,9 @@ from ckpt.io_backends import PosixBackend
 from ckpt.live import Sink, Source
 from ckpt.live.control import split_address
 from ckpt.live.status import ask_status
-from ckpt.memory.remote import RemoteMemory
-from ckpt.memory.serving import MemoryServer
-from ckpt.memory.store import MemoryStore
-from ckpt.spread.node_server import NodeServer
-from ckpt.spread.remote_node import NodeConnections, RemoteNode
+from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
+from ckpt.nodes.memory.remote import MemoryServer, RemoteMemory
+from ckpt.nodes.memory.store import MemoryStore
 from tests.live.mutating import MutatingProxy, mutating, mutations
 
 MIB = 1 << 20

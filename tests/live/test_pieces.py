@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, ExchangeError, FormatError, NotFoundError, RankFailedError
-from ckpt.layout.geometry import Box
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Shard
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.live import server as live_server
 from ckpt.live.client import Holder, PieceClient
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
-from ckpt.live.pieces.pull_messages import PURPOSE
+from ckpt.live.piece_messages import PURPOSE
 from ckpt.live.publication import not_sealed
 from ckpt.live.pull import PiecePull, Pulled, piece_boxes
 from ckpt.live.server import PieceServer
-from ckpt.live.wire import dial
+from ckpt.net.wire import dial
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers
 from tests.plan.layout_strategies import local_array, numbered
 from tests.plan.test_transfers import want
@@ -169,7 +169,7 @@ def test_a_version_that_is_not_sealed_in_time_is_said() -> None:
 
 
 def test_who_sends_a_byte_now_and_then_is_dropped(servers: list[PieceServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.transport.listener.GREETING_SECONDS", 1.0)
+    monkeypatch.setattr("ckpt.net.listener.GREETING_SECONDS", 1.0)
     with socket.create_connection(_near(servers[0])) as sock:
         sock.settimeout(0.3)
         began = time.monotonic()
@@ -235,7 +235,7 @@ def test_something_else_at_the_address_is_said() -> None:
 
 
 def test_another_protocol_is_said(servers: list[PieceServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.live.wire._check_protocol", lambda *a: None)  # of the server, which is in this process too
+    monkeypatch.setattr("ckpt.net.wire._check_protocol", lambda *a: None)  # of the server, which is in this process too
     with socket.create_connection(_near(servers[0])) as sock:
         sock.settimeout(5)
         sock.sendall(b"ckl1" + (7).to_bytes(2, "little") + bytes(32))

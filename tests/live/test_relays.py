@@ -13,15 +13,15 @@ import torch
 import xxhash
 from click.testing import CliRunner
 
-from ckpt.adapters.sharded import Sharded
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, NotFoundError, UsageError
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Boxes
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.live import Sink, Source, Version
-from ckpt.live.relays.relayed import RelayedVersion
+from ckpt.live.relay import RelayedVersion
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Boxes
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.transfers import RequestList
+from ckpt.state.sharded import Sharded
 
 TIMEOUT = 20.0
 ROWS = 4096

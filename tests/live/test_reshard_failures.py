@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ckpt import Layout, Mesh, Shard, live
 from ckpt.errors import CkptError
+from ckpt.live import reshard_offers, resharding
 from ckpt.live.holdings import Holdings
-from ckpt.live.in_job import offering, reshard_ranks, resharding
 from tests.distributed.ranks import Lost, Ranks
 
 ROWS, COLUMNS, TENSORS = 512, 1024, 4
@@ -148,21 +148,21 @@ def second_time() -> list[str]:
     old, layout, new, new_layout = halves(rank, (0, 1), (2, 3))
     problems = []
     joined = 0
-    real = offering.join_tables
+    real = reshard_offers.join_tables
 
     def join(*args: Any, **options: Any) -> Any:
         nonlocal joined
         joined += 1
         return real(*args, **options)
 
-    offering.join_tables = join  # type: ignore[assignment]
+    reshard_offers.join_tables = join  # type: ignore[assignment]
     plans = []
     for turn in range(3):
         for tensor in old.values():
             tensor.add_(turn)
         state = {**new, "step": -1} if new else new
         live.reshard({**old, "step": turn} if old else old, state, layout=layout, new_layout=new_layout)
-        (known,) = reshard_ranks._known.values()
+        (known,) = reshard_offers._known.values()
         plans.append(known.cache.plans.transfers)
         if new and state["step"] != turn:
             problems.append(f"step {state['step']} in turn {turn}")

@@ -20,23 +20,31 @@ import pytest
 import torch
 import xxhash
 
-from ckpt.adapters.tensors import LocalShard, LocalTensor
+from ckpt import settings
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.layout.geometry import Box
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Shard
-from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.live.catalog import LiveCatalog
 from ckpt.live.filling import plan_filling
-from ckpt.live.segments.mapped import LocalHolder, SegmentShare
-from ckpt.live.segments.published import BlockCheck, PublishedSegment, SegmentLayout
-from ckpt.live.segments.reader import LOOK, MappedSegment, SegmentMappings
-from ckpt.live.segments.segment import BLOCK, BlockDigests, MemorySegment, SegmentAddress, SegmentPool, digest_of_digests
+from ckpt.live.holdings import LiveCatalog
+from ckpt.live.segment import (
+    BLOCK,
+    BlockCheck,
+    BlockDigests,
+    MemorySegment,
+    PublishedSegment,
+    SegmentAddress,
+    SegmentLayout,
+    SegmentPool,
+    digest_of_digests,
+)
+from ckpt.live.segment_reader import LOOK, LocalHolder, MappedSegment, SegmentMappings, SegmentShare
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined
 from ckpt.plan.transfers import Want, plan_transfers
-from ckpt.settings import limits
+from ckpt.state.tensors import LocalShard, LocalTensor
 from tests.plan.layout_strategies import placed_tensors
 
 
@@ -293,7 +301,7 @@ def test_requests_for_a_mapped_segment_are_joined_and_bring_all_that_is_wanted(b
     catalog = LiveCatalog.of(Joined(tensors={"w": info}, assignments={}, aliases={}), {}, url="live", world_size=2)
     target = LocalTensor(info, [LocalShard(box, torch.full(box.shape, -1, dtype=torch.int32)) for box in boxes], "w")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "CACHE_BLOCK", piece)
+        patch.setattr(settings, "CACHE_BLOCK", piece)
         plan = plan_filling([(target, catalog.tensors["w"])], catalog, rank=7, near=frozenset())
     copies = 0
     for rank in plan.transfers.shares:
@@ -324,7 +332,7 @@ def test_what_is_sent_as_it_lies_is_what_would_be_packed(boxes: list[Box], at_le
     requests = plan_transfers([want], rank=7, piece=4096).shares[0].requests
     holdings = published.holdings()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "WORTH_A_CALL", at_least)
+        patch.setattr(settings, "WORTH_A_CALL", at_least)
         for piece in range(len(requests.pieces)):
             packed, sent = bytearray(4096), bytearray(4096)
             length = holdings.pack(requests, piece, memoryview(packed))

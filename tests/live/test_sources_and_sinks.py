@@ -24,9 +24,9 @@ from click.testing import CliRunner
 from ckpt.cli.main import cli
 from ckpt.errors import AccessError, CkptError, ConsistencyError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
-from ckpt.live.secret import new_secret
-from ckpt.live.source_connection import SourceConnection
-from ckpt.live.takes.puller import Puller
+from ckpt.live.control import new_secret
+from ckpt.live.offered import SourceConnection
+from ckpt.live.take import Puller
 from ckpt.rng import Generators
 from tests.distributed.ranks import Ranks
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, until, wait_for
@@ -329,7 +329,7 @@ def test_whoever_has_taken_what_is_reported() -> None:
 @pytest.mark.parametrize(("local", "switch"), [("on", "double"), ("off", "double"), ("off", "in-place")])
 def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_LIVE_LOCAL", local)
-    monkeypatch.setattr("ckpt.tracing.progress_callback.INTERVAL", 0.0)
+    monkeypatch.setattr("ckpt.telemetry.callbacks.INTERVAL", 0.0)
     state = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
     total, counts = 64 << 20, []
     with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
@@ -349,7 +349,7 @@ def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: A
 
 @pytest.mark.parametrize("capture", ["eager", "lazy"])
 def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.tracing.progress_callback.INTERVAL", 0.0)
+    monkeypatch.setattr("ckpt.telemetry.callbacks.INTERVAL", 0.0)
     model = torch.nn.ParameterDict({f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)})
     state = {"m": model, "optimizer": torch.optim.SGD(model.parameters())}
     total, counts = 64 << 20, []

@@ -12,9 +12,9 @@ import torch
 
 import ckpt
 from ckpt import Layout, Replicate, Shard
-from ckpt.memory import client
+from ckpt.nodes.copies import copies_seen
+from ckpt.nodes.memory import client
 from ckpt.policies import EverySteps
-from ckpt.spread.copies_seen import copies_seen
 from tests.machines import work
 from tests.machines.bed import Bed
 from tests.machines.jobs import Job

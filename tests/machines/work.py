@@ -96,8 +96,8 @@ def stop_at(phase: str, folder: Path, rank: int) -> None:
     import ckpt.engine.load.load as load
     import ckpt.engine.save.leader as leader
     import ckpt.engine.save.save as save
-    import ckpt.spread.remote_node as remote_node
-    import ckpt.transport.exchange as exchange
+    import ckpt.net.exchange as exchange
+    import ckpt.nodes.file_server as remote_node
 
     def wait() -> None:
         there = folder / f"{rank}.there"

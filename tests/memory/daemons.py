@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import CkptError
-from ckpt.memory import client
+from ckpt.nodes.memory import client
 
 
 @contextmanager

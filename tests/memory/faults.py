@@ -23,35 +23,35 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.memory import client, connection
+from ckpt.nodes.copies import SpreadFiles
+from ckpt.nodes.memory import client, connection
 from ckpt.policies import EverySteps, Latest
-from ckpt.spread.spread_files import SpreadFiles
-from ckpt.spread.tier import SpreadTier
+from ckpt.runs.node_tier import SpreadTier
 
 TIMEOUT = float(os.environ.get("FAULTS_TIMEOUT", "6"))
 """Seconds without a sign of life, of the daemon, too; a campaign on a busy machine needs more."""
 ROWS = 96
 
 PHASES = {
-    "capture": ("ckpt.memory.client:MemoryClient", "lend"),
-    "seal": ("ckpt.memory.client:Loan", "put"),
-    "commit": ("ckpt.spread.backend:SpreadBackend", "put_if"),
-    "publish": ("ckpt.maintenance.copy:Transfer", "copy"),
-    "published": ("ckpt.maintenance.copy:Transfer", "commit"),
-    "retain": ("ckpt.spread.backend:SpreadBackend", "delete"),
-    "meet": ("ckpt.spread.meeting", "own_node"),
-    "restore": ("ckpt.spread.backend:SpreadBackend", "read_hashed"),
+    "capture": ("ckpt.nodes.memory.client:MemoryClient", "lend"),
+    "seal": ("ckpt.nodes.memory.client:Loan", "put"),
+    "commit": ("ckpt.nodes.backend:SpreadBackend", "put_if"),
+    "publish": ("ckpt.engine.copy.copy:Transfer", "copy"),
+    "published": ("ckpt.engine.copy.copy:Transfer", "commit"),
+    "retain": ("ckpt.nodes.backend:SpreadBackend", "delete"),
+    "meet": ("ckpt.nodes.rendezvous", "own_node"),
+    "restore": ("ckpt.nodes.backend:SpreadBackend", "read_hashed"),
 }
 """Name of a phase → module, or module and class, and the function with which it begins."""
 COPY_PHASES = {
-    "copy": ("ckpt.spread.copying:NodeCopier", "_copy"),
-    "arrive": ("ckpt.spread.node_server:ArrivingFile", "commit"),
+    "copy": ("ckpt.nodes.copying:NodeCopier", "_copy"),
+    "arrive": ("ckpt.nodes.file_server:ArrivingFile", "commit"),
 }
 PARITY_PHASES = {
-    "parity": ("ckpt.spread.parity_writer:ParityWriter", "_make"),
-    "xor": ("ckpt.spread.xor_reads", "run_tasks"),
-    "record": ("ckpt.spread.parity_record:ParityRecord", "encode"),
-    "compute": ("ckpt.spread.parity_source:ParitySource", "_compute"),
+    "parity": ("ckpt.nodes.copying:ParityWriter", "_make"),
+    "xor": ("ckpt.nodes.parity", "run_tasks"),
+    "record": ("ckpt.nodes.parity:ParityRecord", "encode"),
+    "compute": ("ckpt.nodes.parity:ParitySource", "_compute"),
 }
 ALL_PHASES = {**PHASES, **COPY_PHASES, **PARITY_PHASES}
 

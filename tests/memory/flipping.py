@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ckpt.live.wire import Address
+from ckpt.net.wire import Address
 
 _BLOCK = 1 << 16
 

@@ -19,11 +19,12 @@ import torch
 
 import ckpt
 from ckpt.errors import AccessError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError, UsageError
-from ckpt.memory import client, connection, place
-from ckpt.memory import store as memory_store
-from ckpt.memory.client import MemoryClient
-from ckpt.memory.messages import receive, send
-from ckpt.memory.store import MemoryStore
+from ckpt.nodes.memory import client, connection
+from ckpt.nodes.memory import connection as place
+from ckpt.nodes.memory import store as memory_store
+from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.memory.messages import receive, send
+from ckpt.nodes.memory.store import MemoryStore
 from ckpt.policies import EverySteps
 from tests.memory.daemons import daemon_in
 
@@ -411,7 +412,7 @@ class TestStrangers:
 from ckpt.memory import messages
 messages.PROTOCOL = 0
 from pathlib import Path
-from ckpt.memory.running import serve
+from ckpt.nodes.memory.running import serve
 serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flush=True))
 """
         old = start(code)

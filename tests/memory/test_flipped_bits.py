@@ -11,13 +11,12 @@ import torch
 
 import ckpt
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.memory import client
-from ckpt.memory.client import MemoryClient
-from ckpt.spread.copying import NodeCopier
-from ckpt.spread.node_server import NodeServer
-from ckpt.spread.nodes import NodeSet, StorageNode
-from ckpt.spread.remote_node import NodeConnections, RemoteNode
-from ckpt.spread.runs import forget, know, run_url
+from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
+from ckpt.nodes.memory import client
+from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.nodes import NodeSet, StorageNode
 from tests.memory.flipping import flipping
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import ckpt
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import Backend, ObjectMeta, open_backend
 from ckpt.io_backends.conformance import BackendConformance
-from ckpt.memory import client
-from ckpt.memory.client import MemoryClient
+from ckpt.nodes.memory import client
+from ckpt.nodes.memory.client import MemoryClient
 
 
 class TestMem(BackendConformance):
@@ -131,7 +131,7 @@ class TestFromAnotherMachine:
         monkeypatch.setenv("CKPT_MEMORY_SECRET", "s")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        monkeypatch.setattr("ckpt.memory.remote.TIMEOUT", 0.3)
+        monkeypatch.setattr("ckpt.nodes.memory.remote.TIMEOUT", 0.3)
         with pytest.raises(StorageError):
             open_backend(f"mem://127.0.0.1:{port}/runs").list_dir()
 

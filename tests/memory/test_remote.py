@@ -9,18 +9,17 @@ from contextlib import suppress
 import pytest
 
 from ckpt.errors import FormatError, StorageError, UsageError
-from ckpt.live.wire import receive, send
-from ckpt.memory import serving
-from ckpt.memory.remote import RemoteMemory
-from ckpt.memory.serving import MemoryServer
-from ckpt.memory.store import MemoryStore
+from ckpt.net.wire import receive, send
+from ckpt.nodes.memory import remote
+from ckpt.nodes.memory.remote import MemoryServer, RemoteMemory
+from ckpt.nodes.memory.store import MemoryStore
 
 MIB = 1 << 20
 
 
 def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never an error message among the bytes of an object."""
-    monkeypatch.setattr(serving, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "_SILENT_SECONDS", 0.3)
     store = MemoryStore(64 * MIB)
     lent = store.lend(32 * MIB)
     os.pwrite(lent.file, b"\x01" * (32 * MIB), 0)

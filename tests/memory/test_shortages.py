@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import AccessError, CkptError
-from ckpt.live.segments.segment import MemorySegment
-from ckpt.memory import client
-from ckpt.memory.client import MemoryClient
-from ckpt.memory.remote import RemoteMemory
+from ckpt.live.segment import MemorySegment
+from ckpt.nodes.memory import client
+from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.memory.remote import RemoteMemory
 from ckpt.policies import EverySteps
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in

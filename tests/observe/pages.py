@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.observe.html import render
-from ckpt.observe.report import Setting, build_report
+from ckpt.runs.report.content import Setting, build_report
+from ckpt.runs.report.html import render
 
 _VOID = {"meta", "br", "col"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

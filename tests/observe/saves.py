@@ -11,7 +11,7 @@ import numpy as np
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.spans import write_spans
 from ckpt.io_backends.registry import open_backend
-from ckpt.tracing.spans import Row
+from ckpt.telemetry.spans import Row
 from tests.cli.checkpoints import sample, write_checkpoint
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.io_backends.faulty import FaultyBackend, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.observe.history import read_history, spread_evenly
+from ckpt.runs.report.history import read_history, spread_evenly
 from tests.observe.saves import many, row, save
 
 

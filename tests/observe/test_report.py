@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.layout.mesh import Mesh
-from ckpt.observe.areas import squarify
-from ckpt.observe.report import Setting, build_report
-from ckpt.observe.sizes import kinds_of
-from ckpt.tracing.spans import Row
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.runs.report.areas import squarify
+from ckpt.runs.report.content import Setting, build_report
+from ckpt.runs.report.heat import kinds_of
+from ckpt.telemetry.spans import Row
 from tests.cli.checkpoints import flip
 from tests.observe.pages import Element, page_of, parse
 from tests.observe.saves import EIGHT, MIB, layers, many, row, save
@@ -319,7 +319,7 @@ def test_equal_saves_give_equal_pages(tmp_path: Path) -> None:
     url = save(tmp_path, many(100), arrays=layers(3))
     assert page_of(url) == page_of(url)
     code = (
-        "import sys; from ckpt.observe.html import render; from ckpt.observe.report import Setting, build_report\n"
+        "import sys; from ckpt.runs.report.html import render; from ckpt.runs.report.content import Setting, build_report\n"
         "print(render(build_report([sys.argv[1]], Setting())), end='')"
     )
     outputs = {

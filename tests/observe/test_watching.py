@@ -18,12 +18,12 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.coordination.group import Group
-from ckpt.coordination.store import group_store
-from ckpt.engine.save.meter import SaveMeter
+from ckpt.engine.save.staging import SaveMeter
 from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
-from ckpt.tracing.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
+from ckpt.net.group import Group
+from ckpt.net.store import group_store
+from ckpt.telemetry.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
 
 ID = "0mws5q30zmyejgar"
 SLOW = SlowRank(rank=5, host="b", phase="write", done=1, total=4, quiet=0.0, still=1.0)
@@ -99,7 +99,7 @@ def test_threads_that_sign_at_once_are_one_rank(monkeypatch: pytest.MonkeyPatch)
         meet()
         return RankSign(count=count, phase=WRITE, done=1, total=2, host="h")
 
-    monkeypatch.setattr("ckpt.coordination.call.sign_interval", lambda ranks: meet() or 1.0)
+    monkeypatch.setattr("ckpt.net.call.sign_interval", lambda ranks: meet() or 1.0)
     other.signer, other._sign_at = signer, 0.0
     threads = [Thread(target=other.heartbeat) for _ in range(2)]
     for thread in threads:
@@ -188,7 +188,7 @@ def test_a_note_beside_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["0.3", "off", "auto"])
 def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.engine.save import progress
+    from ckpt.engine.save import job as progress
     from ckpt.formats.native import paths
 
     monkeypatch.setenv("CKPT_PROGRESS", setting)

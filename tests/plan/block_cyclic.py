@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard as TorchShard
 
-from ckpt.layout.placements import AxisSplit, Split
-from ckpt.layout.placements.base import DTensorAxis
-from ckpt.layout.placements.registry import SPLITS
+from ckpt.plan.layout.placement_base import AxisSplit, DTensorAxis, Split
+from ckpt.plan.layout.placements import SPLITS
 
 
 @dataclass(frozen=True, slots=True)

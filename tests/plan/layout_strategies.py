@@ -13,9 +13,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES, DType
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Interleaved, Shard, Split
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Flat, Interleaved, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
 MAX_RANKS = 12

@@ -18,19 +18,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt import settings as limits
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_files
-from ckpt.layout.geometry import Box, strided_blocks
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Interleaved, Shard
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
+from ckpt.plan.layout.geometry import Box, strided_blocks
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Flat, Interleaved, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import common_box
-from ckpt.plan.overlap import Copy, overlapping_chunks
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.plan.reads import group_ranges, parts_of
-from ckpt.settings import limits
+from ckpt.plan.reads import Copy, group_ranges, overlapping_chunks, parts_of
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
 
 ID = "0123456789abcdef"
@@ -312,8 +311,8 @@ def test_a_state_of_one_tensor_of_no_or_one_element_is_saved(shape: tuple[int, .
     import torch
 
     import ckpt
-    from ckpt.layout.layout import Layout
-    from ckpt.layout.placements import GlobalShape
+    from ckpt.plan.layout.layout import Layout
+    from ckpt.plan.layout.placements import GlobalShape
 
     layout = Layout({"dp": 1}, [("*", Flat("dp"), GlobalShape(shape))]) if kind == "flat" else None
     tensor = torch.full((math.prod(shape),) if kind == "flat" else shape, 3.0)

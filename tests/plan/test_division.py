@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan.division import balanced, bytes_of, runs
+from ckpt.plan.machines import balanced, bytes_of, runs
 
 SIZES = st.lists(st.integers(0, 1000), max_size=60)
 PROCESSES = st.integers(1, 12)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given as cases
 from hypothesis import strategies as st
 
+from ckpt import settings
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.layout.geometry import Box
 from ckpt.plan.external_assignment import AssignedBox, assign_boxes
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import Box
 
 
 def one(box: Box, owner: int, *, name: str = "w", shape: tuple[int, ...], kind: str = "float32") -> AssignedBox:
@@ -40,12 +40,12 @@ def test_every_element_is_stored_once_by_its_owner(case: tuple[tuple[int, ...], 
     shape, boxes = case
     if 0 in shape:  # one box starts at the origin of an empty tensor: DCP's planner drops the others
         boxes = boxes[:1] if not any(boxes[0][0].offset) else [(Box.whole(shape), 0)]
-    before, limits.CHUNK = limits.CHUNK, most
+    before, settings.CHUNK = settings.CHUNK, most
     try:
         found = assign_boxes(one(box, owner, shape=shape) for box, owner in boxes)
         alone = {r: assign_boxes(one(box, owner, shape=shape) for box, owner in boxes if owner == r) for _, r in boxes}
     finally:
-        limits.CHUNK = before
+        settings.CHUNK = before
     found.check()
     owned = found.assignments["w"]
     wanted, stored, times = (np.full(shape, -1) for _ in range(3))

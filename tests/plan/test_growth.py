@@ -18,17 +18,19 @@ from typing import Any
 import pytest
 
 import ckpt
-import ckpt.layout.tensor_layout as layout_module
 import ckpt.live
+import ckpt.plan.layout.tensor_layout as layout_module
 from benchmarks import live_plan, scale_jobs, scale_load, scale_save
 from benchmarks.played import Played
 from benchmarks.scale_calls import Calls, missing_copies_seconds
 from benchmarks.scale_commands import Run, Tensors, Values, seconds
 from ckpt.cli.main import COMMANDS
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Interleaved, Shard, Split
-from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan import flat, flat_fragments, ownership
+from ckpt.plan import flat, ownership
+from ckpt.plan import ownership as flat_fragments
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Flat, Interleaved, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from tests.api.checked import empty_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

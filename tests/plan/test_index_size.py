@@ -11,9 +11,9 @@ import pytest
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Shard
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Flat, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import LayoutError
-from ckpt.layout.geometry import Box, cells
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Interleaved, Shard
-from ckpt.layout.tensor_layout import TensorLayout, Tiling
+from ckpt.plan.layout.geometry import Box, cells
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Flat, Interleaved, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout, Tiling
 from tests.plan.layout_strategies import local_array, meshes, numbered, placed_tensors, through_pieces
 
 
@@ -311,7 +311,7 @@ def test_pieces_are_the_memory_of_a_dtensor(shape: tuple[int, ...]) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor import Shard as TorchShard
 
-    from ckpt.adapters.tensors import dtensor_layout
+    from ckpt.state.tensors import dtensor_layout
 
     array = numbered(shape)
     options = [Replicate(), *(TorchShard(d) for d in range(len(shape)))]
@@ -333,7 +333,7 @@ def test_pieces_are_the_memory_of_fsdp_over_tp(rows: int, sizes: tuple[int, ...]
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    from ckpt.adapters.tensors import dtensor_layout
+    from ckpt.state.tensors import dtensor_layout
 
     array = numbered((rows, 2)).astype(np.float32)
     for rank, mesh in dtensor_worlds(sizes):
@@ -355,7 +355,7 @@ def test_pieces_are_the_memory_of_strided_shards(placed: str) -> None:
     from torch.distributed.tensor import Shard as TorchShard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from ckpt.adapters.tensors import dtensor_layout
+    from ckpt.state.tensors import dtensor_layout
 
     known = {"R": Replicate(), "S": TorchShard(0), "C": TorchShard(1)} | {f"S{n}": _StridedShard(0, split_factor=n) for n in (2, 3, 4)}
     placements = [known[p] for p in placed.split(",")]
@@ -372,7 +372,7 @@ def test_uneven_strided_shards_that_fsdp_would_not_make_are_refused() -> None:
     from torch.distributed.tensor import distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from ckpt.adapters.tensors import from_dtensor
+    from ckpt.state.tensors import from_dtensor
 
     array, refused = numbered((9, 2)), []
     for rank, mesh in dtensor_worlds((4, 2)):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import UsageError
-from ckpt.layout.geometry import Box
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import Selection, common_box, misfit, report_names, ways_out
 from ckpt.plan.ownership import TensorSpec
 

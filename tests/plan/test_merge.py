@@ -15,17 +15,17 @@ import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
+from ckpt import settings
 from ckpt.dtypes import DTYPES
-from ckpt.layout.flat_ranges import range_boxes
-from ckpt.layout.geometry import flat_to_boxes
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Shard, Split
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
 from ckpt.plan.flat import FAN_IN, MOST_MOVED
-from ckpt.plan.flat_fragments import Fragment, fragments
-from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.settings import limits
+from ckpt.plan.layout.geometry import flat_to_boxes
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.partition import range_boxes
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Flat, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.ownership import ChunkAssignment, Fragment, TensorSpec, assign, fragments
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists
 from tests.plan.test_ownership import bytes_written, gpt2
 
@@ -36,8 +36,8 @@ F32, U8 = DTYPES["float32"], DTYPES["uint8"]
 def small_limits() -> Iterator[None]:
     """Chunks of at most 64 bytes, and blocks of at least 32 are not gathered: so small tensors show what large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "CHUNK", 64)
-        patch.setattr(limits, "UNDIVIDED", 32)
+        patch.setattr(settings, "CHUNK", 64)
+        patch.setattr(settings, "UNDIVIDED", 32)
         ownership._assignment.cache_clear()
         yield
     ownership._assignment.cache_clear()

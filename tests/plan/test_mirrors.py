@@ -12,23 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
-from ckpt.engine.save import grids as grids_module
+from ckpt.engine.save import index_rows as grids_module
 from ckpt.engine.save import plan as plan_module
-from ckpt.engine.save.grids import Grids
+from ckpt.engine.save.index_rows import Grids
 from ckpt.engine.save.plan import RankPlan, plan_mirrored
 from ckpt.formats.native.datafiles import datafile
 from ckpt.formats.native.datafiles.datafile import plan_data_files
 from ckpt.formats.native.paths import data_number
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Interleaved, Shard
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
+from ckpt.plan.copies import MirrorPlacement, missing_copies
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Interleaved, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec, assign
-from ckpt.plan.redundancy.copies import missing_copies
-from ckpt.plan.redundancy.mirrors import MirrorPlacement
-from ckpt.settings import limits
 from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
 
 
@@ -36,8 +35,8 @@ from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_l
 def small_limits(request: pytest.FixtureRequest) -> Iterator[None]:
     """Small chunks, dealt out to replicas from 9 bytes on; and headers that are too long for one file, or not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "CHUNK", 32)
-        patch.setattr(limits, "UNDIVIDED", 9)
+        patch.setattr(settings, "CHUNK", 32)
+        patch.setattr(settings, "UNDIVIDED", 9)
         if request.param is not None:
             for module in (plan_module, grids_module):
                 patch.setattr(module, "plan_data_files", partial(plan_data_files, limit=request.param))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan.module_names import EnclosingModule, enclosing_module
+from ckpt.plan.match import EnclosingModule, enclosing_module
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid
-from ckpt.layout.geometry import Box, flat_to_boxes
-from ckpt.plan.overlap import Copy, overlapping_chunks
+from ckpt.plan.layout.geometry import Box, flat_to_boxes
+from ckpt.plan.reads import Copy, overlapping_chunks
 from tests.box_strategies import as_arrays, boxes_in, grids, shapes
 
 ONE_FILE = np.zeros(1, dtype=np.int32)

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt import settings
 from ckpt.dtypes import DTYPES
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Interleaved, Shard, Split
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.plan import ownership
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Flat, Interleaved, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.settings import limits
 from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
@@ -27,8 +28,8 @@ F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 def small_limits() -> Iterator[None]:
     """Chunks of at most 64 bytes, and cells of at least 32 are divided: so small tensors show what large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "CHUNK", 64)
-        patch.setattr(limits, "UNDIVIDED", 32)
+        patch.setattr(settings, "CHUNK", 64)
+        patch.setattr(settings, "UNDIVIDED", 32)
         ownership._assignment.cache_clear()
         yield
     ownership._assignment.cache_clear()
@@ -160,7 +161,7 @@ def test_a_replica_writes_neighbouring_rows(split: tuple[Split, ...]) -> None:
 
 
 def test_an_element_larger_than_a_chunk_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CHUNK", 8)
+    monkeypatch.setattr(settings, "CHUNK", 8)
     ownership._assignment.cache_clear()
     owned = assign([TensorSpec("w", DTYPES["complex128"], (2, 3), TensorLayout(Mesh.of({"dp": 1})))])["w"]
     ownership._assignment.cache_clear()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan.redundancy.domains import domain_groups, even_groups
-from ckpt.plan.redundancy.parity import ParityLayout, ParityTable, ParityTerm, plan_parity, protected_files
+from ckpt.plan.copies import domain_groups, even_groups
+from ckpt.plan.parity import ParityLayout, ParityTable, ParityTerm, plan_parity, protected_files
 
 Files = dict[str, bytes]
 

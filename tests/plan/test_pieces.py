@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.layout.geometry import Box
-from ckpt.plan.cache_blocks import pieces
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.reads import pieces
 from tests.box_strategies import boxes_in, shapes
 
 

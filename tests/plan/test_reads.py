@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Extent
 from ckpt.errors import CorruptError
-from ckpt.layout.geometry import Box, strided_blocks
-from ckpt.plan.overlap import Copy, overlapping_chunks
-from ckpt.plan.reads import Part, RangeGroup, group_ranges, group_sizes, group_sorted, parts_of
+from ckpt.plan.layout.geometry import Box, strided_blocks
+from ckpt.plan.reads import Copy, Part, RangeGroup, group_ranges, group_sizes, group_sorted, overlapping_chunks, parts_of
 from tests.box_strategies import boxes_in, grids, shapes
 
 ITEM_SIZES = st.sampled_from([1, 2, 4, 8, 16])

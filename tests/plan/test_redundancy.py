@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan.redundancy.copies import is_complete, missing_copies
-from ckpt.plan.redundancy.domains import backup_domains, domain_groups
+from ckpt.plan.copies import backup_domains, domain_groups, is_complete, missing_copies
 
 NAMES = st.lists(st.sampled_from([f"host{n}" for n in range(12)]), min_size=1, max_size=20)
 

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import LayoutError
-from ckpt.layout.geometry import Box
-from ckpt.layout.layout import Layout, ResolvedShard
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.numbering import Numbered, experts, pipeline
-from ckpt.layout.placements import Flat, GlobalShape, Interleaved, OnMesh, Padded, Replicate, Shard, Stage, Uneven
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.layout import Layout, ResolvedShard
+from ckpt.plan.layout.mesh import Mesh, Numbered, experts, pipeline
+from ckpt.plan.layout.placements import Flat, GlobalShape, Interleaved, OnMesh, Padded, Replicate, Shard, Stage, Uneven
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from tests.plan.layout_strategies import chunked, numbered, through_pieces
 
 # ---------------------------------------------------------------------------------------------------- a Megatron-style model

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid
-from ckpt.layout.geometry import Box
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Shard, Split
-from ckpt.layout.runs import runs_of
-from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.machines import spell
-from ckpt.plan.near_files import NearFiles, spelled
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.partition import runs_of
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Flat, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.machines import NearFiles, spell, spelled
 from ckpt.plan.shared_reads import MOST, Readers, SharedChunk, Sharing, shared_chunks
 
 LAYOUTS: tuple[tuple[Split, ...], ...] = (

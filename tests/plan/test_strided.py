@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckpt.layout.geometry import Box
-from ckpt.layout.strided import MOST_BOXES, StridedView, boxes_of_view
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.strided import MOST_BOXES, StridedView, boxes_of_view
 from tests.box_strategies import shapes
 
 Array = npt.NDArray[np.int64]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Shard
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Flat, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec, assign
 from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text, split_tables
 from tests.plan.layout_strategies import meshes, tensor_lists

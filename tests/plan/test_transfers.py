@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Grid
 from ckpt.errors import CoverageError, FormatError, NotFoundError
-from ckpt.layout.geometry import Box, find_fault
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Flat, Shard
-from ckpt.layout.tensor_layout import TensorLayout
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
+from ckpt.plan.layout.geometry import Box, find_fault
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Flat, Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.transfers import ALIGNMENT, RequestList, Share, TransferPlan, Want, plan_transfers
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_shapes, through_pieces
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt import tree
 from ckpt.errors import ConsistencyError, UsageError
+from ckpt.plan import tree
 from ckpt.plan.values import join_values
 from tests.test_tree import no_leaf, no_special, same
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.layout.geometry import Box
 from ckpt.plan import views
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import LogicalTensor
 
 Arrays = dict[str, np.ndarray]

@@ -10,9 +10,9 @@ import pytest
 
 from ckpt.errors import UsageError
 from ckpt.policies import EveryBudget, EveryOptimal, Moment, SaveCost, SavePolicy
-from ckpt.policies.cost import daly
-from ckpt.tracing.stall import Stall
-from ckpt.training.cost_meter import CostMeter
+from ckpt.policies.save import daly
+from ckpt.runs.save_schedule import CostMeter
+from ckpt.telemetry.callbacks import Stall
 
 
 class SimulatedSave:

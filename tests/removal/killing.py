@@ -25,14 +25,14 @@ import torch
 import ckpt
 from ckpt import convert, export
 from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, FormatError, NotCommittedError, NotFoundError
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
-from ckpt.maintenance.removal import infos, remove_step
-from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import Latest, retention
+from ckpt.runs.orphans import find_orphans, remove_orphans
+from ckpt.runs.removal import infos, remove_step
+from ckpt.runs.step_listing import list_steps
 from tests.failures.states import state, stored
 
 CHANGES = frozenset({"create", "create_shared", "put_if", "delete", "write", "commit", "flush", "abort", "abort_upload"})

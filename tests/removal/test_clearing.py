@@ -22,6 +22,7 @@ import ckpt
 from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.engine.copy.copy import Transfer, copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.native.clearing import clear
@@ -33,10 +34,9 @@ from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, Simulat
 from ckpt.io_backends.posix import conditional_put
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.copy import Transfer, copy_checkpoint
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
-from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import Latest
+from ckpt.runs.orphans import find_orphans, remove_orphans
+from ckpt.runs.step_listing import list_steps
 from tests.cli.checkpoints import write_checkpoint
 from tests.failures.states import state, stored
 

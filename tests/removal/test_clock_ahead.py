@@ -14,7 +14,7 @@ import ckpt
 from ckpt.errors import StorageError
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EverySteps
-from ckpt.training.tiers import Tiers
+from ckpt.runs.tiers import Tiers
 
 DAY = 86_400
 
@@ -68,7 +68,7 @@ def test_a_local_checkpoint_that_gives_way_is_named(ahead: Path, tmp_path: Path,
 def test_a_root_that_does_not_answer_is_not_waited_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt.training.tiers.LOOK", 0.2)
+    monkeypatch.setattr("ckpt.runs.tiers.LOOK", 0.2)
     asked = []
 
     def silent(backend: Any) -> Any:

@@ -19,16 +19,15 @@ import ckpt
 from ckpt import export
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.integrations.dcp import CkptWriter
 from ckpt.io_backends import open_backend
-from ckpt.maintenance.checkpoint_removal import remove_checkpoint
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.removal import remove_at, remove_step
-from ckpt.maintenance.step_listing import list_steps
 from ckpt.policies import EverySteps, Latest
+from ckpt.runs.removal import remove_at, remove_checkpoint, remove_step
+from ckpt.runs.step_listing import list_steps
 from tests.failures.states import state, stored
 
 

@@ -17,9 +17,8 @@ from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.protocol import DELETES, Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.maintenance.known_steps import KnownSteps
-from ckpt.maintenance.removal import infos, remove_steps
-from ckpt.maintenance.step_listing import list_steps
+from ckpt.runs.removal import infos, remove_steps
+from ckpt.runs.step_listing import KnownSteps, list_steps
 
 FROZEN = torch.arange(3000)
 
@@ -58,7 +57,7 @@ def test_steps_that_go_cost_what_they_are(tmp_path: Path) -> None:
 
 def test_the_run_is_listed_for_many_files_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one file each go together in one batch, and so do few of many files."""
-    monkeypatch.setattr("ckpt.maintenance.removal._BATCH", 20)
+    monkeypatch.setattr("ckpt.runs.removal._BATCH", 20)
     run_of(tmp_path / "run", 8)
     going = list_steps(tmp_path / "run")[6:0:-1]
     relists: list[int] = []

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.coordination.group import current_group
-from ckpt.engine.save.base.reuse import SeenVersions
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.job import SaveOptions, save_cache
+from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError
@@ -24,11 +24,11 @@ from ckpt.formats.native.commit import ANCHORS, COMMIT_PATH, CommitRecord
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
-from ckpt.maintenance.removal import infos, remove_at, remove_steps
-from ckpt.maintenance.step_listing import list_steps
+from ckpt.net.group import current_group
 from ckpt.policies import Latest, retention
+from ckpt.runs.orphans import find_orphans, remove_orphans
+from ckpt.runs.removal import infos, remove_at, remove_steps
+from ckpt.runs.step_listing import list_steps
 
 NAMES = ("a", "b", "c", "d", "m.f")
 STEPS = range(1, 13)

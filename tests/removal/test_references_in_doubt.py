@@ -15,18 +15,18 @@ import xxhash
 
 import ckpt
 from ckpt.converters.virtual.importer import import_checkpoint
-from ckpt.coordination.group import current_group
-from ckpt.engine.save.base.reuse import SeenVersions
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
-from ckpt.maintenance.removal import infos, remove_at, remove_steps
-from ckpt.maintenance.step_listing import list_steps
+from ckpt.net.group import current_group
 from ckpt.policies import Latest, retention
+from ckpt.runs.orphans import find_orphans, remove_orphans
+from ckpt.runs.removal import infos, remove_at, remove_steps
+from ckpt.runs.step_listing import list_steps
 
 STATE = {"a": torch.arange(100.0), "b": torch.arange(50.0)}
 

@@ -25,9 +25,8 @@ from ckpt.io_backends import ObjectMeta, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.s3 import client as s3_client
 from ckpt.io_backends.s3.backend import S3Backend
-from ckpt.io_backends.s3.parts import part_size
-from ckpt.maintenance.known_steps import KnownSteps
-from ckpt.maintenance.step_listing import list_steps
+from ckpt.io_backends.s3.writer import part_size
+from ckpt.runs.step_listing import KnownSteps, list_steps
 from tests.cli.checkpoints import write_checkpoint
 from tests.s3.meddling import Seen, _Raw, answer, watch
 from tests.s3.stores import KEYS, ObjectStore, use

@@ -17,7 +17,7 @@ from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.s3.backend import S3Backend
 from ckpt.io_backends.s3.checksums import Checks, ConfirmedPart, check_whole
 from ckpt.io_backends.s3.client import client_of
-from ckpt.io_backends.s3.errors import ChangedError
+from ckpt.io_backends.s3.tries import ChangedError
 from tests.s3.meddling import Seen, _Raw, answer, watch
 from tests.s3.stores import ObjectStore, use
 

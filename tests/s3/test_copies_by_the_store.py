@@ -14,14 +14,14 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.coordination.group import current_group
-from ckpt.engine.save.base.reuse import SeenVersions
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.maintenance.copy import copy_checkpoint
+from ckpt.net.group import current_group
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.s3.meddling import Seen, answer, watch
 from tests.s3.stores import ObjectStore

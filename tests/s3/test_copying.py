@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt.cli.main import cli
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.maintenance.copy import copy_checkpoint
-from ckpt.maintenance.orphans import find_orphans, remove_orphans
+from ckpt.runs.orphans import find_orphans, remove_orphans
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.failures.flips import Flip
 from tests.formats import oracle

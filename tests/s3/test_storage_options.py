@@ -16,14 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
+from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.errors import AccessError, CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from ckpt.io_backends import open_backend, storage_options
+from ckpt.io_backends import open_backend, registry
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.fsspec.backend import FsspecBackend
 from ckpt.io_backends.s3 import client as s3_client
 from ckpt.io_backends.s3.backend import S3Backend
-from ckpt.maintenance.copy import copy_checkpoint
 from tests.faults.proxy import FaultProxy
 from tests.s3.elsewhere import elsewhere
 from tests.s3.meddling import watch
@@ -38,7 +38,7 @@ SCHEMES = ("s3", "s3a")
 @pytest.fixture(autouse=True)
 def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Nothing is known of any store; no test may ask another one than it means."""
-    monkeypatch.setattr(storage_options, "_table", {})
+    monkeypatch.setattr(registry, "_table", {})
     with elsewhere(monkeypatch) as requests:
         yield requests
         assert requests == []
@@ -399,7 +399,7 @@ def test_secrets_do_not_show(object_store: ObjectStore, options: dict[str, Any],
     caplog.set_level(logging.DEBUG, "ckpt")
     secret = "a-very-secret-value"
     ckpt.configure_storage("s3://tests", {**options, "secret": secret})
-    shown = [repr(storage_options._table)]
+    shown = [repr(registry._table)]
     for scheme in SCHEMES:
         backend = open_backend(place(object_store, scheme))
         shown.append(repr(backend))

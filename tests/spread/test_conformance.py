@@ -9,10 +9,9 @@ import pytest
 
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.io_backends.conformance import BackendConformance
-from ckpt.spread.node_server import NodeServer
-from ckpt.spread.nodes import NodeSet, StorageNode
-from ckpt.spread.remote_node import NodeConnections, RemoteNode
-from ckpt.spread.runs import forget, know, open_spread, run_url
+from ckpt.nodes.backend import forget, know, open_spread, run_url
+from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
+from ckpt.nodes.nodes import NodeSet, StorageNode
 
 
 def directory(path: Path, name: str) -> StorageNode:

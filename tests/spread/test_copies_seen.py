@@ -13,10 +13,10 @@ import ckpt
 from ckpt.errors import NoSpaceError
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.io_backends.protocol import Writer
-from ckpt.spread.copies_seen import copies_seen, note_copies
-from ckpt.spread.copying import NodeCopier
-from ckpt.spread.nodes import NodeSet, StorageNode
-from ckpt.spread.runs import forget, know, run_url
+from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.copies import copies_seen, note_copies
+from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.nodes import NodeSet, StorageNode
 
 
 class FullDisk(PosixBackend):
@@ -55,7 +55,7 @@ def copy(nodes: NodeSet) -> None:
 
 
 def test_copies_are_noted_and_forgotten(run: NodeSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.spread.copying.PATIENCE", 0.0)
+    monkeypatch.setattr("ckpt.nodes.copying.PATIENCE", 0.0)
 
     def seen() -> list[bool | None]:
         return [copies_seen(f"{tmp_path}/{name}/step-1") for name in "ab"]

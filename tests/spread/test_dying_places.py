@@ -13,8 +13,8 @@ import torch
 import ckpt
 from ckpt.errors import StorageError
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.spread.nodes import NodeSet, StorageNode
-from ckpt.spread.runs import forget, know, run_url
+from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.nodes import NodeSet, StorageNode
 
 
 class HalfGone(PosixBackend):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.coordination.group import current_group
 from ckpt.errors import CkptError, StorageError
-from ckpt.io_backends.mem.backend import MemBackend
 from ckpt.io_backends.registry import open_backend
+from ckpt.net.group import current_group
+from ckpt.nodes.memory.backend import MemBackend
 from ckpt.policies import EverySteps
-from ckpt.spread.tier import Memory, SpreadTier, is_memory
+from ckpt.runs.node_tier import Memory, SpreadTier, is_memory
 
 
 @pytest.mark.parametrize("root", ["/data/run:5", "s3://bucket/lr:3", "/data/two words", "/data/ü/", "/data/a?b#c", "/data/a\\b", ".", "/"])

@@ -8,8 +8,8 @@ from pathlib import Path
 from ckpt.formats.native.datafiles.references import RunBackend
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.registry import join_url
-from ckpt.spread.nodes import NodeSet, StorageNode
-from ckpt.spread.runs import forget, know, run_url
+from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.nodes import NodeSet, StorageNode
 
 FILE = "data/0mwtkbhqxvz7aeg3-0000{}.safetensors"
 

@@ -10,10 +10,8 @@ import pytest
 
 from ckpt.errors import CkptError
 from ckpt.io_backends import PosixBackend
-from ckpt.live.wire import _FRAME
-from ckpt.spread.messages import receive, send
-from ckpt.spread.node_server import NodeServer
-from ckpt.spread.remote_node import NodeConnections
+from ckpt.net.wire import _FRAME
+from ckpt.nodes.file_server import NodeConnections, NodeServer, receive, send
 
 
 def test_a_damaged_question_is_answered_and_one_that_cannot_be_read_ends_the_connection(tmp_path: Path) -> None:

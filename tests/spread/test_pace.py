@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import settings
+from ckpt.engine.copy.files import CopyTask, FileCopy
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.maintenance.copy_files import CopyTask, FileCopy
-from ckpt.settings import limits
-from ckpt.spread import copying, parity_writer
-from ckpt.spread.copying import NodeCopier
-from ckpt.spread.nodes import NodeSet, StorageNode
-from ckpt.spread.runs import forget, know, run_url
+from ckpt.nodes import copying
+from ckpt.nodes import copying as parity_writer
+from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.nodes import NodeSet, StorageNode
 
 PACE = 8e6
 
@@ -60,7 +61,7 @@ def test_the_pace_is_kept(tmp_path: Path, slept: list[float], names: str, parity
         copier.add()
         assert copier.finish(60) and copier.uncopied == ()
     assert copier.copied >= 10_000_000 and sum(slept) == pytest.approx(copier.copied / PACE)
-    assert max(slept) <= limits.HASH_BUFFER / PACE  # in steps, and not all at the end
+    assert max(slept) <= settings.HASH_BUFFER / PACE  # in steps, and not all at the end
     (made,) = (path for path in (tmp_path / names[1]).rglob("*") if path.suffix in (".safetensors", ".xor"))
     if parity is None:
         assert made.read_bytes() == (tmp_path / "a" / made.relative_to(tmp_path / "b")).read_bytes()

@@ -14,18 +14,17 @@ import xxhash
 import ckpt
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.maintenance.orphans import find_orphans
-from ckpt.maintenance.removal import remove_at
-from ckpt.plan.redundancy.parity import plan_parity
-from ckpt.spread import copying
-from ckpt.spread.copying import NodeCopier
-from ckpt.spread.losses import loss
-from ckpt.spread.node_reader import NodeReader
-from ckpt.spread.nodes import PARITY, NodeSet, StorageNode
-from ckpt.spread.parity_record import BLOCK, ParityRecord, block_digest
-from ckpt.spread.runs import forget, know, run_url
-from ckpt.spread.spread_files import SpreadFiles
-from ckpt.training.restored_from import merged_sources
+from ckpt.nodes import copying
+from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.copies import SpreadFiles, loss
+from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.nodes import PARITY, NodeSet, StorageNode
+from ckpt.nodes.parity import BLOCK, ParityRecord, block_digest
+from ckpt.nodes.reader import NodeReader
+from ckpt.plan.parity import plan_parity
+from ckpt.runs.begin_from import merged_sources
+from ckpt.runs.orphans import find_orphans
+from ckpt.runs.removal import remove_at
 
 ID = "0" * 16
 

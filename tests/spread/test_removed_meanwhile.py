@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.copy.files import FileCopy
 from ckpt.io_backends import Backend, open_backend
-from ckpt.maintenance.copy_files import FileCopy
-from ckpt.maintenance.removal import remove_step
-from ckpt.maintenance.step_listing import list_steps
-from ckpt.spread.copying import NodeCopier, SpreadFiles
-from ckpt.spread.nodes import NodeSet, StorageNode
-from ckpt.spread.runs import forget, know, run_url
+from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.copying import NodeCopier, SpreadFiles
+from ckpt.nodes.nodes import NodeSet, StorageNode
+from ckpt.runs.removal import remove_step
+from ckpt.runs.step_listing import list_steps
 from tests.memory.daemons import daemon_in
 
 

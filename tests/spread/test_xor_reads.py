@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from ckpt.errors import StorageError
-from ckpt.plan.redundancy.parity import ParityTerm
-from ckpt.spread.xor_reads import PIECE, READERS, add_xor
+from ckpt.nodes.parity import PIECE, READERS, add_xor
+from ckpt.plan.parity import ParityTerm
 
 SIZE = PIECE * 2 + 12_345
 TERMS = [ParityTerm(name, SIZE, 100 * n, SIZE - 100 * n - 7, 50 * n, name) for n, name in enumerate("abcd")]

@@ -21,26 +21,24 @@ from fnmatch import fnmatchcase
 import torch
 
 from ckpt import settings
-from ckpt.adapters.tensors import LocalTensor, parts_of, torch_dtype
-from ckpt.byte_source.digest_reader import Verify
-from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
-from ckpt.coordination.group import Group
-from ckpt.engine.load.job import LoadJob, StateWrites
-from ckpt.engine.load.options import LoadOptions, Shares
+from ckpt.engine.byte_source import source_of
+from ckpt.engine.digest_reader import Verify
+from ckpt.engine.load.job import LoadJob, LoadOptions, Shares, StateWrites
 from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.shared_reads import SharedReads, what_is_worth
-from ckpt.engine.load.whole_chunks import TensorLoad
-from ckpt.engine.load.without_memory import address_space
+from ckpt.engine.load.whole_chunks import TensorLoad, address_space
 from ckpt.errors import NamesError, UsageError
 from ckpt.io_backends.registry import is_file_system
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements.base import Split
-from ckpt.layout.placements.shard import Shard
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.net.group import Group
+from ckpt.net.peers import Peers
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placement_base import Split
+from ckpt.plan.layout.placements import Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import Selection
 from ckpt.plan.ownership import TensorSpec
-from ckpt.transport.peers import Peers
+from ckpt.state.tensors import LocalTensor, parts_of, torch_dtype
 
 from .forecast import ReadForecast
 

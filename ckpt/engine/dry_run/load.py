@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.coordination.group import Group
-from ckpt.coordination.rows import Row
+from ckpt.concurrency import gc_paused
 from ckpt.engine.load.fitting import renamed
-from ckpt.engine.load.job import LoadJob, StateWrites
+from ckpt.engine.load.job import LoadJob, LoadOptions, LoadReport, StateWrites
 from ckpt.engine.load.load import exchange_of, match
-from ckpt.engine.load.options import LoadOptions, LoadReport
-from ckpt.formats.native.replaced import replacement_noticed
-from ckpt.maintenance.transfer_rates import rate_of_loads
+from ckpt.formats.native.writer import replacement_noticed
+from ckpt.net.group import Group
+from ckpt.net.rows import Row
 
-from .forecast import ReadForecast
+from .forecast import ReadForecast, rate_of_loads
 
 
 def dry_run(url: str, state: object, group: Group, options: LoadOptions) -> LoadReport:

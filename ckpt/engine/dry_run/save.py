@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 
-from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.coordination.group import Group
-from ckpt.coordination.rows import Row
+from ckpt import settings
+from ckpt.concurrency import gc_paused
 from ckpt.engine.save.job import SaveJob, SaveOptions, SaveReport
 from ckpt.engine.save.leader import Leader
 from ckpt.engine.save.phases import Prepared
 from ckpt.engine.save.plan import NO_ID, RankPlan
 from ckpt.engine.save.save import begin_row, prepare
 from ckpt.formats.native.datafiles.datafile import plan_coded_file
-from ckpt.maintenance.transfer_rates import rate_of_saves
-from ckpt.settings import limits
+from ckpt.net.group import Group
+from ckpt.net.rows import Row
+
+from .forecast import rate_of_saves
 
 
 def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> SaveReport:
@@ -81,4 +82,4 @@ def _memory(prepared: Prepared) -> int:
     threads = max(options.threads, prepared.backend.io_hints.concurrency)
     small = any(len(batch.numbers) > 1 for batches in plan.batches for batch in batches)
     coded = max((sum(batch.length for batch in batches) for batches in plan.batches), default=0) if plan.groups else 0
-    return (threads * limits.CACHE_BLOCK if small else 0) + sum(_moved(plan)) + coded
+    return (threads * settings.CACHE_BLOCK if small else 0) + sum(_moved(plan)) + coded

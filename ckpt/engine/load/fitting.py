@@ -1,5 +1,6 @@
 """Whether a checkpoint fits the states of all ranks: the row that each rank gives the leader, and the leader's verdict. All problems of all
-ranks go into one error."""
+ranks go into one error.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +8,22 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
-from ckpt import tree
-from ckpt.adapters.binding.targets import Binding
 from ckpt.catalog import Catalog, identity, job_tensors
-from ckpt.coordination.rows import Row
-from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
+from ckpt.errors import CkptError, CorruptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.native.commit import LABELS
-from ckpt.layout.runs import runs_of
-from ckpt.plan import machines, near_files
+from ckpt.net.rows import Row
+from ckpt.net.shm_pool import machine
+from ckpt.plan import machines, tree
+from ckpt.plan import machines as near_files
+from ckpt.plan.layout.partition import runs_of
 from ckpt.plan.match import Selection, report_names, ways_out
-from ckpt.plan.nodes import renamed_path
-from ckpt.plan.part import LABEL, part_in
 from ckpt.plan.tables import ranks_text
-from ckpt.text.json_reader import parse_json
-from ckpt.transport.shm_pool import machine
+from ckpt.plan.values import LABEL, part_in, renamed_path
+from ckpt.state.targets import Binding
+from ckpt.state.walk import take_all
+from ckpt.text import parse_json
 
-from .job import LoadJob
+from .job import LoadJob, StateWrites
 from .shared_reads import SharedReads, refused
 
 log = logging.getLogger("ckpt")
@@ -215,3 +216,42 @@ def renamed(binding: Binding, selection: Selection) -> dict[str, str]:
         return {}
     entries = {n: e for n, (_, e) in binding.targets.items() if e.rank is None}
     return {e.name: n for n, e in entries.items() if selection.renamed(e.name) != e.name}
+
+
+# The values of a state that are no tensors: objects take theirs before any tensor changes, all else is set when every byte is there.
+
+
+def accept(binding: Binding, writes: StateWrites, url: str) -> list[Callable[[], None]]:
+    """Let the objects of the state take theirs. Returns what is left to set when all bytes are there."""
+    if not binding.objects:
+        return [*(each.take for each in binding.options), *binding.apply]
+    refusal = take_all([*binding.options, *binding.objects])
+    if refusal is not None:
+        writes.begun = not refusal.undone
+        if isinstance(refusal.error, CkptError):
+            raise refusal.error
+        raise _refused(refusal.error, f"{refusal.path} in {url}") from refusal.error
+    return binding.apply
+
+
+def set_all(setters: Iterable[Callable[[], None]], url: str) -> None:
+    """Set the values, now that all bytes are there."""
+    try:
+        run_each(setters)
+    except CkptError:
+        raise
+    except Exception as err:  # whatever an object of the user's raises: it has to say that the state was touched
+        raise _refused(err, url) from err
+
+
+def run_each(actions: Iterable[Callable[[], None]]) -> None:
+    for action in actions:
+        action()
+
+
+def _refused(err: Exception, where: str) -> CkptError:
+    return CkptError(
+        f"an object of the state did not take its loaded value: {type(err).__name__}: {err}",
+        where=where,
+        hint="`ckpt inspect URL --state` shows what is stored; only=[...] leaves the object out",
+    )

@@ -14,42 +14,83 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
-from ckpt.adapters.binding.targets import Binding
-from ckpt.adapters.shard_cache import ShardCache
-from ckpt.byte_source.storage import source_of
 from ckpt.catalog import Catalog
-from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.coordination.group import Group
-from ckpt.coordination.members import Members
-from ckpt.coordination.rows import Row
+from ckpt.concurrency import gc_paused
+from ckpt.engine.byte_source import source_of
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import ConflictError, ConsistencyError
-from ckpt.formats.native.replaced import replacement_noticed
+from ckpt.formats.native.writer import replacement_noticed
+from ckpt.net.group import Group
+from ckpt.net.liveness import Members
+from ckpt.net.peers import peers_of
+from ckpt.net.rows import Row
 from ckpt.plan import machines
-from ckpt.plan.near_files import NearFiles
-from ckpt.text.json_reader import parse_json
-from ckpt.tracing.progress_callback import reported
-from ckpt.tracing.spans import Spans
-from ckpt.transport.peers import peers_of
+from ckpt.plan.machines import NearFiles
+from ckpt.state.shard_table import ShardCache
+from ckpt.state.targets import Binding
+from ckpt.telemetry.callbacks import reported
+from ckpt.telemetry.spans import Spans
+from ckpt.text import parse_json
 
-from .fitting import renamed, row_of_match, verdict_of
-from .job import LoadJob, StateWrites, tells_whether_written
-from .options import LoadOptions, LoadReport
-from .phases import Divided, Filled, Matched
+from .fitting import accept, renamed, row_of_match, run_each, set_all, verdict_of
+from .job import LoadJob, LoadOptions, LoadReport, StateWrites, tells_whether_written
 from .read_exchange import ReadExchange
-from .reader import Reader, TensorLoad, changed
-from .setting import accept, run_each, set_all
+from .reader import Reader, changed
 from .shared_reads import SharedReads, what_is_worth
-from .without_memory import as_if_created
+from .whole_chunks import TensorLoad, as_if_created
+
+# The values that the phases of a load hand on (``load.py``): each has all that the next phase needs, and none of them ever changes.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Matched:
+    """A checkpoint that fits on every rank. ``sharing``: what this rank may share with others; ``refused``: the rank sets that do not
+    share after all, None if nobody does; ``machines`` says which ranks are on one machine (``ckpt.plan.machines``), ``near_files`` which
+    have which files near (``ckpt.plan.machines``) or is a digest of that, None where a file costs all ranks the same."""
+
+    job: LoadJob
+    catalog: Catalog
+    binding: Binding
+    sharing: SharedReads
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    refused: Sequence[str] | None
+    machines: Any
+    near_files: Any
+
+    @property
+    def jobs(self) -> list[TensorLoad]:
+        """What goes into which target."""
+        return list(map(TensorLoad._make, self.binding.targets.values()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Divided:
+    """Which chunks this rank reads itself. ``exchange`` moves those that several ranks want, None if nobody shares; ``setters`` give the
+    state its values."""
+
+    matched: Matched
+    reader: Reader
+    exchange: ReadExchange | None
+    setters: Sequence[Callable[[], None]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Filled:
+    """All tensors have their bytes, but for chunks that were ``handed_out_wrong``: these are read again."""
+
+    divided: Divided
+    handed_out_wrong: Sequence[tuple[str, int]]
+
 
 log = logging.getLogger("ckpt")
 R = TypeVar("R")

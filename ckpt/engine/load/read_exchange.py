@@ -36,18 +36,18 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import ChunkDigest, DigestReader
 from ckpt.catalog import Catalog, Extent
-from ckpt.concurrency.workers import Pending, run_tasks
-from ckpt.coordination.call import Call
+from ckpt.concurrency import Pending, run_tasks
+from ckpt.engine.byte_source import ChunkName
+from ckpt.engine.digest_reader import ChunkDigest, DigestReader
 from ckpt.errors import CorruptError
-from ckpt.layout.geometry import Box
+from ckpt.net.call import Call
+from ckpt.net.framing import Feed, Inlet
+from ckpt.net.peers import MoveSlices, Peers
+from ckpt.net.shm_pool import PAUSE, SlotPool
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.plan.shared_reads import MOST
-from ckpt.transport.framing import Feed, Inlet
-from ckpt.transport.peers import MoveSlices, Peers
-from ckpt.transport.shm_pool import PAUSE, SlotPool
 
 from .receiver import SharedReadReceiver, direct_view, is_checked, pack, packed_copy, place
 from .shared_reads import ReadSlice, SharedRead, SharedReadItem, SharedReads

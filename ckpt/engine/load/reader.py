@@ -13,26 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpt.adapters.memory import raw_view, reads_otherwise, writable_bytes
-from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, Verify
-from ckpt.byte_source.port import ByteSource, SpanRecorder
+from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
-from ckpt.concurrency.waits import COUNTS_WAITS
-from ckpt.concurrency.workers import run_tasks
+from ckpt.concurrency import COUNTS_WAITS, run_tasks
+from ckpt.engine.byte_source import ByteSource, ChunkName, SpanRecorder
+from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, Verify
 from ckpt.errors import CorruptError
-from ckpt.formats.native.coding.codec import CHUNK_LIMIT
-from ckpt.layout.geometry import Box
-from ckpt.plan.cache_blocks import CacheBlock, pieces
+from ckpt.formats.native.coding.frames import CHUNK_LIMIT
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import common_box
-from ckpt.plan.overlap import Copy, overlapping_chunks
-from ckpt.plan.reads import Part, RangeGroup, group_ranges, parts_of
-from ckpt.settings import limits
+from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces
+from ckpt.state.tensors import raw_view, reads_otherwise, writable_bytes
 
-from .copying import Stored, copy_box
 from .read_exchange import ReadExchange
 from .sweep import FilePlan, Sweep, by_file, cohorts_of
-from .whole_chunks import TensorLoad, WholeChunks, find_whole_chunks, tasks_of
+from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
 
@@ -99,7 +94,7 @@ class Reader:
         self.fetch = DigestReader(self.source, self.verify, beat=self.beat, spans=self.spans)
         hints = self.source.io_hints
         self.threads = max(self.threads, hints.concurrency)
-        self.max_gap, self.max_read = max(limits.GAP, hints.coalesce_gap), max(limits.GROUPED_READ, hints.read_size)
+        self.max_gap, self.max_read = max(settings.GAP, hints.coalesce_gap), max(settings.GROUPED_READ, hints.read_size)
         self.probes = not hints.concurrency
 
     @property
@@ -134,7 +129,7 @@ class Reader:
         cores too. Storage that makes a thread wait can serve many at once.
         """
         if coded:
-            return min(self.threads, max(1, limits.SCRATCH // coded))
+            return min(self.threads, max(1, settings.SCRATCH // coded))
         cores = os.cpu_count() or 1
         if not self.probes or self.threads <= cores // 2 or not COUNTS_WAITS:
             return self.threads
@@ -223,8 +218,8 @@ class Reader:
         if self.fetch.needs_whole(step.extent):
             return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
         blocks = [copy]
-        if step.nbytes > limits.CHUNK:
-            blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, limits.CHUNK // itemsize)]
+        if step.nbytes > settings.CHUNK:
+            blocks = [replace(copy, box=p.box) for p in pieces(copy.chunk_box, copy.box, settings.CHUNK // itemsize)]
         return [p for block in blocks for p in parts_of(number, block, step.extent, itemsize, whole_chunks=False, max_gap=self.max_gap)]
 
     # ---- one read

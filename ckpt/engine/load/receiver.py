@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckpt.adapters.memory import writable_bytes
-from ckpt.byte_source.digest_reader import DigestReader
+from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import ConsistencyError
-from ckpt.layout.geometry import Box
-from ckpt.transport.framing import damaged
-from ckpt.transport.shm_pool import Announcement, AttachedPool
+from ckpt.net.framing import damaged
+from ckpt.net.shm_pool import Announcement, AttachedPool
+from ckpt.plan.layout.geometry import Box
+from ckpt.state.tensors import writable_bytes
 
-from .copying import Stored, copy_box
 from .shared_reads import ReadSlice, SharedRead, SharedReadItem
+from .whole_chunks import Stored, copy_box
 
 log = logging.getLogger("ckpt")
 _noticed: set[str] = set()

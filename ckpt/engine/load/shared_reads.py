@@ -14,7 +14,7 @@ sets whose ranks differ. They read for themselves.
 Small chunks share one read of up to ``piece`` bytes, if the same ranks want them.
 
 Where files lie on the machines of the job (node-local disks, the memory tier), each rank tells the leader which are near, and gets from it
-who has which near (``ckpt.plan.near_files``). Then what a rank has near it reads or gets on its own machine, and other bytes cross the
+who has which near (``ckpt.plan.machines``). Then what a rank has near it reads or gets on its own machine, and other bytes cross the
 network once: as what a rank wants.
 """
 
@@ -27,15 +27,15 @@ from typing import NamedTuple
 
 import xxhash
 
-from ckpt.byte_source.digest_reader import Verify
+from ckpt import settings
 from ckpt.catalog import TensorEntry
-from ckpt.layout.geometry import Box
-from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.cache_blocks import CacheBlock, pieces
+from ckpt.engine.digest_reader import Verify
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.machines import NearFiles
 from ckpt.plan.match import common_box
-from ckpt.plan.near_files import NearFiles
+from ckpt.plan.reads import CacheBlock, pieces
 from ckpt.plan.shared_reads import Readers, SharedChunk, Sharing, shared_chunks, wants
-from ckpt.settings import limits
 
 from .whole_chunks import TensorLoad
 
@@ -146,14 +146,14 @@ class SharedReads:
     def of(cls, jobs: Iterable[TensorLoad], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> SharedReads:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
         refuse; ``piece``: bytes that one call of the storage has best."""
-        shared = cls(rank, max(limits.PIECE, piece // ALIGN * ALIGN), wanted)
+        shared = cls(rank, max(settings.PIECE, piece // ALIGN * ALIGN), wanted)
         for job in jobs:
             target, entry = job
             info = target.info
             ranks = _members(info.layout)
             if entry.rank is not None or rank not in ranks or len(ranks) == 1:
                 continue
-            if parts and (not info.layout.splits or (len(ranks) - 1) * entry.nbytes < limits.SMALL_SHARED_READ):
+            if parts and (not info.layout.splits or (len(ranks) - 1) * entry.nbytes < settings.SMALL_SHARED_READ):
                 continue
             # What the others compute of this rank's wants, they compute from the layout. Where the memory is
             # something else than the layout says, nobody could know, so the rank reads such tensors for itself.
@@ -263,7 +263,7 @@ class _Alike:
         large: list[tuple[int, SharedChunk]] = []
         small: dict[Sharing, list[tuple[int, SharedChunk, int]]] = {}
         for at, c in enumerate(taken):
-            if (size := c.box.numel * itemsize) > limits.SMALL_SHARED_READ:
+            if (size := c.box.numel * itemsize) > settings.SMALL_SHARED_READ:
                 large.append((at, c))
             else:
                 small.setdefault(c.sharing, []).append((at, c, size))
@@ -294,7 +294,7 @@ def worth_replicas(chunk: SharedChunk, itemsize: int) -> bool:
 def worth_parts(chunk: SharedChunk, itemsize: int) -> bool:
     """Where reading costs less than sending: ranks would read at least twice what they want to check it, and it is not little."""
     count, numel = len(chunk.sharing.ranks), chunk.box.numel
-    return count * numel >= 2 * chunk.wanted and (count - 1) * numel * itemsize >= limits.SMALL_SHARED_READ
+    return count * numel >= 2 * chunk.wanted and (count - 1) * numel * itemsize >= settings.SMALL_SHARED_READ
 
 
 def what_is_worth(*, parts: bool, verify: Verify) -> Callable[[SharedChunk, int], bool]:

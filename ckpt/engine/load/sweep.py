@@ -18,17 +18,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.adapters.memory import raw_view, reads_otherwise
-from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import DigestReader
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
-from ckpt.formats.native.datafiles.header_rows import Alike, Known, Sought, Stretches
-from ckpt.layout.geometry import Box, IntArray
-from ckpt.plan.overlap import Bounds, Copy, common_boxes
-from ckpt.plan.reads import group_sorted
+from ckpt.engine.byte_source import ChunkName
+from ckpt.engine.digest_reader import DigestReader
+from ckpt.formats.native.datafiles.header import Alike, Known, Sought, Stretches
+from ckpt.plan.layout.geometry import Box, IntArray
+from ckpt.plan.reads import Bounds, Copy, common_boxes, group_sorted
+from ckpt.state.tensors import raw_view, reads_otherwise
 
-from .copying import Stored, copy_box
-from .whole_chunks import TensorLoad
+from .whole_chunks import Stored, TensorLoad, copy_box
 
 AHEAD = 256
 """Files that are looked up before anything is read, so that a damaged header leaves the state as it was. With more of them, each is looked

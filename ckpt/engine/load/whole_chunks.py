@@ -6,6 +6,7 @@ Small ones are read many at a time and moved to their places from the cache; lar
 from __future__ import annotations
 
 import ctypes
+import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,18 @@ from functools import partial
 from itertools import compress
 from typing import NamedTuple
 
-from ckpt.adapters.memory import writable_bytes
-from ckpt.adapters.tensors import LocalTensor
-from ckpt.byte_source.chunk import ChunkName
-from ckpt.byte_source.digest_reader import DigestReader
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckpt import settings
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
-from ckpt.layout.geometry import Box
+from ckpt.dtypes import DType
+from ckpt.engine.byte_source import ChunkName
+from ckpt.engine.digest_reader import DigestReader
+from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.reads import RangeGroup, group_ranges
-from ckpt.settings import limits
+from ckpt.state.tensors import RAW, LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype, writable_bytes
 
 SLICE = 256
 """Chunks that are looked up between two signs of life."""
@@ -119,7 +124,7 @@ def small_and_large(exact: WholeChunks, fetch: DigestReader) -> tuple[Iterator[R
     hints = fetch.source.io_hints
     # Small chunks are read together into a buffer that stays in the cache and copied from there: one system call for
     # hundreds of tensors. For chunks longer than that the extra copy costs more than the calls it saves.
-    longest, most = max(limits.WORTH_A_CALL, hints.coalesce_gap), max(limits.CACHE_BLOCK, hints.read_size)
+    longest, most = max(settings.WORTH_A_CALL, hints.coalesce_gap), max(settings.CACHE_BLOCK, hints.read_size)
     small: list[int] = []
     large: list[int] = []
     for i, extent in enumerate(exact.extents):
@@ -160,3 +165,69 @@ def _fill(fetch: DigestReader, exact: WholeChunks, i: int) -> None:
 _memmove = ctypes.PyDLL(None).memmove  # keeps the interpreter lock: giving it up takes longer than the copy
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
+
+
+# Boxes out of the bytes of chunks, into tensors of any strides, dtype and device.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """Bytes that begin ``start`` bytes into a chunk: the row-major ``box`` of elements of ``dtype``."""
+
+    data: npt.NDArray[np.uint8]
+    start: int
+    box: Box
+    dtype: DType
+
+
+def copy_box(stored: Stored, box: Box, target: LocalTensor) -> None:
+    """Copy ``box``, all of whose bytes are there, to where ``target`` has it, converting the dtype if it differs."""
+    size = stored.dtype.itemsize
+    strides = row_major_strides(stored.box.shape)
+    element = sum((o - b) * s for o, b, s in zip(box.offset, stored.box.offset, strides, strict=True)) - stored.start // size
+    if stored.dtype == target.info.dtype and (rows := _rows(box, target)) is not None:
+        raw = rows.dtype
+        np.copyto(rows, np.ndarray(box.shape, raw, stored.data, element * size, tuple(s * size for s in strides)))
+        return
+    memory = target.view(box)
+    same = stored.dtype == target.info.dtype and not reads_otherwise(memory)
+    data = stored.data[: len(stored.data) // size * size]
+    if data.ctypes.data % size:
+        data = data.copy()  # a file need not align its chunks
+    typed = torch.from_numpy(data).view(RAW[size] if same else torch_dtype(stored.dtype))
+    source = torch.as_strided(typed, box.shape, strides, element)
+    (raw_view(memory) if same else memory).copy_(source)
+
+
+def _rows(box: Box, target: LocalTensor) -> npt.NDArray[np.generic] | None:
+    """The memory of ``box`` where numpy is to fill it: on the host, and in rows."""
+    # It takes a fifth of the time that torch takes to see what is to do, of which there is much where others read in
+    # small pieces; torch is faster where neighbours do not lie together.
+    for part in target.parts:
+        if part.box.contains(box):
+            memory = part.memory
+            if not memory.is_cpu or not memory.dim() or memory.stride(-1) != 1 or reads_otherwise(memory):
+                return None
+            array: npt.NDArray[np.generic] = raw_view(memory.detach()).numpy()
+            return array if part.box.shape == box.shape else array[box.relative_to(part.box.offset).slices]
+    return None
+
+
+# Tensors without memory in a dry run: planned as if they had some, and given none.
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+def as_if_created(job: TensorLoad, device: str | torch.device) -> TensorLoad:
+    """The load of a tensor that has no memory yet, planned as if it had some on ``device``."""
+    target = job.target
+    if torch.device(device).type != "cpu":
+        return job  # memory of the meta device is planned as that of any other device but the host
+    parts = [LocalShard(part.box, address_space(part.memory)) for part in target.parts]
+    return TensorLoad(LocalTensor(target.info, parts, target.state_name), job.entry)
+
+
+def address_space(like: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor whose pages nobody touches: it takes addresses, and no memory."""
+    pages = mmap.mmap(-1, max(like.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=like.nbytes).view(like.dtype).view(like.shape) if like.nbytes else like

@@ -17,21 +17,19 @@ from functools import partial
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.concurrency.workers import Pending, program_ends
-from ckpt.coordination.group import Group
-from ckpt.coordination.members import Members
+from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.engine.devices import devices_of
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.retries import Retries
-from ckpt.tracing.profiling import in_trace
+from ckpt.net.group import Group
+from ckpt.net.liveness import Members
+from ckpt.telemetry.profiling import in_trace
 
 from .capture import Capture
-from .fence import CaptureFence, Outcome
+from .fence import CaptureFence, Outcome, Throttle
 from .job import BlockedTime, SaveJob, SaveOptions, SaveReport
 from .phases import Committed, Prepared
 from .save import OnFailure, begin, prepare, stage, write_and_commit
-from .throttle import Throttle
 
 log = logging.getLogger("ckpt")
 

@@ -6,7 +6,7 @@
     ckpt-save                          └── write each batch as soon as it is captured ──────────────────────────► "durable"
 
 *Eager*: before the call returns. *Lazy* (DataStates-LLM, arXiv 2406.10707): during the next forward and backward pass, for what changes
-only behind a fence (``adapters/fenced.py``): parameters that an optimizer steps, and what it keeps for them. Everything else, which a loop
+only behind a fence (``state/collect.py``): parameters that an optimizer steps, and what it keeps for them. Everything else, which a loop
 may change at any time, is captured before the call returns.
 
 Invariant: what is captured lazily and changes before fails the save. That shows in three ways: torch has counted it (the version of the
@@ -16,35 +16,155 @@ has met may remain unseen: it needs ``fence()``.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from ckpt.adapters.memory import reads_otherwise
-from ckpt.adapters.shard_table import ShardTable
-from ckpt.concurrency.workers import run_tasks
+from ckpt import settings
+from ckpt.concurrency import run_tasks
 from ckpt.errors import ConsistencyError
-from ckpt.settings import limits
-from ckpt.tracing.profiling import in_trace
-from ckpt.tracing.spans import Spans
+from ckpt.state.shard_table import ShardTable
+from ckpt.state.tensors import RAW, raw_view, reads_otherwise
+from ckpt.telemetry.profiling import in_trace
+from ckpt.telemetry.spans import Spans
 
-from .flat_merge import FragmentExchange
-from .meter import SaveMeter
 from .plan import Batch, RankPlan
 from .replicas import Replicas
-from .samples import WHOLE, Samples
-from .staging import StagedBatches
-from .tensor_source import FENCE, ChunkSource
+from .staging import SaveMeter, StagedBatches
+from .tensor_source import FENCE, ChunkSource, FragmentExchange
 from .writer import MANY
+
+# Samples of what is captured later: what it was at the call, to be compared with the bytes that were captured.
+#
+#     tensor     ████░░░░░░░░░░░░░░░░░░░░░░░░░░░░████░░░░░░░░░░░░░░░░░░░░░░░░░░░░████░░░░░░░   128 bytes of each 32 KiB: 4 KiB of each MiB
+#     copy       ████░░░░░░░░░░░░░░░░░░░░░░░░░░░░████░░░░░░░░░░░░░░░░░░░░░░░░░░░░████░░░░░░░   the same places, right after the copy
+#
+# torch counts neither writes through ``tensor.data`` nor numpy's, and counts an operation only when it is over. A rewrite of a tensor
+# changes its samples, whoever writes. If it was going on during the copy, part of the copy is new: then samples there are, or those of
+# the tensor after the copy, for it goes on.
+#
+# Two lines of a cache that are neighbours cost one access, hence 128 bytes. Their distance, 257 times that, is odd in lines, so samples
+# of rows whose length is a power of two are not all of the same columns. On a device all bytes are summed, too, which takes no host's
+# time: that shows a sparse write.
+
+WHOLE = 4096
+"""A sample of fewer bytes is all of them."""
+LINE = 128
+STEP = 257 * LINE
+
+_LINE = np.dtype(f"V{LINE}")
+_MEMORY = ctypes.c_char * (1 << 62)  # one type for all lengths: making one takes longer than a sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Of one piece of memory, where it lies: bytes of ``lines`` of it, and on a device the ``sum`` of all."""
+
+    lines: torch.Tensor
+    sum: torch.Tensor | None
+
+    def same(self, other: Sample) -> bool:
+        """Whether both are of the same bytes; ``other`` may lie elsewhere."""
+        both = self.sum is not None and other.sum is not None
+        return torch.equal(self.lines.cpu(), other.lines.cpu()) and not (both and not torch.equal(self.sum, other.sum))  # type: ignore[arg-type]
+
+
+class Samples:
+    """Those of one save's chunks, and of tensors that it only hashes."""
+
+    def __init__(self, source: ChunkSource) -> None:
+        self.source = source
+        self._chunks: dict[int, bytes | list[Sample]] = {}
+        self._tensors: dict[str, list[Sample]] = {}
+
+    def take(self, batch: Batch, room: torch.Tensor, names: Container[str]) -> None:
+        """Sample those chunks of a batch whose tensors are not among ``names``."""
+        chunks, at = self.source.plan.chunks, 0
+        for number, length in zip(batch.numbers, batch.lengths, strict=True):
+            if length and chunks[number].name not in names:
+                address = self.source.address(number)
+                pieces = () if address else self.source.pieces(number, room[at : at + length])
+                self._chunks[number] = _lines_at(address, length) if address else [sample_of(memory) for memory, _ in pieces]
+            at += length
+
+    def take_tensors(self, names: Iterable[str]) -> None:
+        """Sample these tensors, as far as this rank has them."""
+        for name in names:
+            self._tensors[name] = [sample_of(raw_view(part.memory)) for part in self.source.tensor(name).parts if part.memory.numel()]
+
+    def changed(self, batch: Batch, room: torch.Tensor) -> list[str]:
+        """Names of the tensors that have, or had when the batch was copied to ``room``, other bytes than at the call."""
+        at, names = 0, []
+        for number, length in zip(batch.numbers, batch.lengths, strict=True):
+            taken = self._chunks.get(number)
+            if isinstance(taken, bytes):
+                address = self.source.address(number)
+                same = taken == _lines_at(room.data_ptr() + at, length) and taken == _lines_at(address, length)
+            else:
+                pieces = self.source.pieces(number, room[at : at + length]) if taken else ()
+                same = all(
+                    before.same(sample_of(copy)) and before.same(sample_of(memory))
+                    for before, (memory, copy) in zip(taken or (), pieces, strict=True)
+                )
+            if not same:
+                names.append(self.source.plan.chunks[number].name)
+            at += length
+        return names
+
+    def changed_tensors(self) -> list[str]:
+        """The same for the tensors, as they are now."""
+        before, self._tensors = self._tensors, {}
+        now = Samples(self.source)
+        now.take_tensors(before)
+        return [name for name, each in before.items() if not all(a.same(b) for a, b in zip(each, now._tensors[name], strict=True))]
+
+
+def _lines_at(address: int, nbytes: int) -> bytes:
+    """The sample of contiguous memory of the host."""
+    if nbytes <= WHOLE:
+        return ctypes.string_at(address, nbytes)
+    memory: Any = _MEMORY.from_address(address)
+    lines: bytes = np.ndarray(((nbytes - LINE) // STEP + 1,), _LINE, memory, 0, (STEP,)).tobytes()
+    return lines
+
+
+def sample_of(raw: torch.Tensor) -> Sample:
+    """The sample of memory of any strides, on any device, in the order of its elements."""
+    size = raw.element_size()
+    if raw.numel() * size <= WHOLE:
+        lines = raw.clone(memory_format=torch.contiguous_format).view(-1)
+    else:
+        count, step, line = (raw.numel() * size - LINE) // STEP + 1, STEP // size, LINE // size
+        if raw.is_contiguous():
+            flat = raw.view(-1)
+            lines = flat.as_strided((count, line), (step, 1), flat.storage_offset()).reshape(-1).clone()
+        else:
+            places = (torch.arange(count, device=raw.device)[:, None] * step + torch.arange(line, device=raw.device)).view(-1)
+            lines = raw[torch.unravel_index(places, raw.shape)]
+    return Sample(lines.view(torch.uint8), _sum(raw) if _summed(raw) else None)  # bytes, since no NaN equals itself
+
+
+def _summed(raw: torch.Tensor) -> bool:
+    return raw.device.type != "cpu"
+
+
+def _sum(raw: torch.Tensor) -> torch.Tensor:
+    """Of all elements as integers."""
+    integers = torch.view_as_real(raw).view(RAW[8]) if raw.is_complex() else raw
+    return integers.sum(dtype=torch.int64)
+
 
 T = TypeVar("T")
 
-_WORTH_A_THREAD = 16 * limits.MIB
+_WORTH_A_THREAD = 16 * settings.MIB
 """Bytes to copy in the call for which one more thread is started."""
 
 
@@ -136,7 +256,7 @@ class Capture:
         # A clone on a device is queued behind the training's work, while a copy to the host keeps the caller waiting for that work. But
         # a device may have no memory for clones that are large.
         forwarded, tensors = self.shard_table.forward_mutable, self.shard_table.tensors
-        return {n for n in names if n not in forwarded and sum([part.memory.nbytes for part in tensors[n].parts]) >= limits.SMALL_COPY}
+        return {n for n in names if n not in forwarded and sum([part.memory.nbytes for part in tensors[n].parts]) >= settings.SMALL_COPY}
 
     def _capture_now(self, names: AbstractSet[str], threads: int, beat: Callable[[], None]) -> None:
         """Capture these chunks, a batch's others later, and hash what other ranks write of them."""

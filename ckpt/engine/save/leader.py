@@ -18,26 +18,25 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from ckpt import tree
+from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.coordination.call import Call
-from ckpt.coordination.rows import Row
 from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
-from ckpt.formats.branches import Branches
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
 from ckpt.formats.native.clearing import check_no_link, clear
-from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
-from ckpt.plan.redundancy.mirrors import MirrorPlacement
+from ckpt.net.call import Call
+from ckpt.net.rows import Row
+from ckpt.plan import tree
+from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
-from ckpt.settings import limits
-from ckpt.text.json_reader import parse_json
+from ckpt.text import parse_json
 
-from .base.reference_rows import NO_REFERENCES, ReferenceRows, join_references
+from .base import NO_REFERENCES, ReferenceRows, join_references
 from .index_rows import chunks_apart, index_rows
 from .replicas import compare_mirrors, compare_replicas
 
@@ -160,8 +159,8 @@ class Leader:
             tuple((digest, tuple(ranks)) for digest, ranks in shared.items()),
             tuple(own.items()),
             self.merge_flat_shards,
-            limits.CHUNK,
-            limits.UNDIVIDED,
+            settings.CHUNK,
+            settings.UNDIVIDED,
         )
         # The last few joins are kept, moved to the end when used: a job that alternates between two states (a model
         # and its average) finds both again.

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.adapters.collect import Collected
 from ckpt.catalog import DataFile
-from ckpt.coordination.rows import Row
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.retries import Retries
+from ckpt.net.rows import Row
+from ckpt.state.collect import Collected
 
-from .base.reuse import Reuse
 from .capture import Capture
-from .flat_merge import FragmentExchange
 from .job import SaveJob, SaveReport
 from .leader import OpenSave
 from .plan import RankPlan
 from .replicas import Replicas
-from .tensor_source import ChunkSource
+from .reuse import Reuse
+from .tensor_source import ChunkSource, FragmentExchange
 from .writer import RankWriter
 
 

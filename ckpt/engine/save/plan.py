@@ -13,22 +13,21 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from ckpt.adapters.collect import Collected
-from ckpt.adapters.shard_cache import ShardCache
+from ckpt import settings
 from ckpt.dtypes import dtype
 from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.ranks import OwnTensor, encode_tensors
-from ckpt.layout.geometry import Box
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.tensor_layout import TensorLayout
-from ckpt.plan.flat_fragments import Fragment, fragments
-from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
+from ckpt.plan.copies import MirrorPlacement
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.ownership import ChunkAssignment, Fragment, TensorSpec, assign, fragments
 from ckpt.plan.reads import group_sizes
-from ckpt.plan.redundancy.mirrors import MirrorPlacement
 from ckpt.plan.tables import Table, split_tables
-from ckpt.settings import limits
-from ckpt.text.json_reader import parse_json
+from ckpt.state.collect import Collected
+from ckpt.state.shard_table import ShardCache
+from ckpt.text import parse_json
 
 NO_ID = "0" * 16
 """Stands for the id of the save in plans that are kept."""
@@ -126,7 +125,7 @@ class Plans:
             self.shards.known.clear()  # of states that are not saved any more
         # The key has values, not objects: a training loop builds its state dictionary anew for each save, and equal
         # specs mean an equal plan. Limits are part of it, since tests change them.
-        options = rank, position, merge_flat_shards, mirrors, limits.CHUNK, limits.UNDIVIDED
+        options = rank, position, merge_flat_shards, mirrors, settings.CHUNK, settings.UNDIVIDED
         infos = (t.info for t in shard_table.tensors.values())
         key = _Key(tuple(infos), dict(shard_table.aliases), frozenset(shard_table.own), options, codec)
         for i, kept in enumerate(self._kept):
@@ -296,7 +295,7 @@ def plan_image(infos: Sequence[TensorSpec], boxes: Sequence[tuple[str, Box]]) ->
         batches=[
             [
                 Batch(0, starts[g.start], sum(lengths[g.start : g.stop]), range(g.start, g.stop), lengths[g.start : g.stop])
-                for g in group_sizes(lengths, limits.CACHE_BLOCK)
+                for g in group_sizes(lengths, settings.CACHE_BLOCK)
             ]
         ],
         sends=[],
@@ -369,5 +368,5 @@ def _batches(number: int, plan: DataFilePlan) -> list[Batch]:
     numbers, starts, lengths = (order + plan.first).tolist(), plan.offsets[order].tolist(), plan.lengths[order].tolist()
     return [
         Batch(number, starts[g.start], sum(lengths[g.start : g.stop]), numbers[g.start : g.stop], lengths[g.start : g.stop])
-        for g in group_sizes(lengths, limits.CACHE_BLOCK)
+        for g in group_sizes(lengths, settings.CACHE_BLOCK)
     ]

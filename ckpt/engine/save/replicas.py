@@ -10,16 +10,15 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from ckpt.adapters.memory import as_bytes
-from ckpt.adapters.tensors import LocalTensor
-from ckpt.concurrency.workers import run_tasks
-from ckpt.coordination.call import Call
-from ckpt.coordination.rows import Row
+from ckpt.concurrency import run_tasks
 from ckpt.errors import ReplicaError
-from ckpt.layout.geometry import Box
+from ckpt.net.call import Call
+from ckpt.net.rows import Row
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.ownership import ChunkAssignment
 from ckpt.plan.tables import ranks_text
-from ckpt.text.json_reader import parse_json
+from ckpt.state.tensors import LocalTensor, as_bytes
+from ckpt.text import parse_json
 
 from .plan import Chunk
 

@@ -9,7 +9,7 @@
                  commit       digests of all ranks ──► leader: replicas equal? files there? ──► index, commit record → Committed
 
 Nothing is readable before the commit record is there, which one atomic operation puts in its place; what was committed before stays until
-then. An error on any rank ends the save on all of them (``coordination/call.py``), and every rank removes the files that it made. Only a
+then. An error on any rank ends the save on all of them (``net/call.py``), and every rank removes the files that it made. Only a
 rank that does not know what the leader decided leaves them: a leader that is slow, not dead, may still commit, and needs them.
 
 Invariant: ``prepare`` and ``stage`` talk to no other rank, but to open a base of which the job knows nothing, and are all that has to
@@ -25,12 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ckpt import tree
-from ckpt.adapters.collect import collect
-from ckpt.concurrency.gc_paused import gc_paused
-from ckpt.concurrency.workers import Pending, program_ends
-from ckpt.coordination.group import Group
-from ckpt.coordination.rows import Row
+from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError
@@ -41,26 +36,25 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends import retries
 from ckpt.io_backends.registry import open_backend
 from ckpt.io_backends.retries import Retries
-from ckpt.layout.mesh import coordinates
-from ckpt.tracing.progress import HASH, WRITE
-from ckpt.transport.peers import peers_of
+from ckpt.net.group import Group
+from ckpt.net.peers import peers_of
+from ckpt.net.rows import Row
+from ckpt.plan import tree
+from ckpt.plan.layout.mesh import coordinates
+from ckpt.state.collect import collect
+from ckpt.telemetry.progress import HASH, WRITE
 
-from .base.anchors import AnchorChunks
-from .base.base_chunks import BaseLookup, WrittenChunks
-from .base.reference_rows import encode_references
-from .base.reuse import find_reuse
-from .base.trusted import Trust
+from .base import AnchorChunks, BaseLookup, WrittenChunks, encode_references
 from .capture import Capture
-from .encoded_writer import EncodedWriter
-from .flat_merge import FragmentExchange
 from .job import SaveJob, SaveOptions, SaveReport
 from .leader import Leader, OpenSave, RecordedSave
 from .phases import Begun, Committed, Prepared, Written
 from .plan import APART
 from .replicas import Replicas
+from .reuse import Trust, find_reuse
 from .staging import StagedBatches, borrow, lay_out
-from .tensor_source import ChunkSource
-from .writer import Alive, RankWriter, WriteInput
+from .tensor_source import ChunkSource, FragmentExchange
+from .writer import Alive, EncodedWriter, RankWriter, WriteInput
 
 log = logging.getLogger("ckpt")
 

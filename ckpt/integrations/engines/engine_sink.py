@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt import settings
 from ckpt.errors import TornError, UsageError
 from ckpt.live import Sink, Version
-from ckpt.tracing.progress_callback import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback
 
-from .engine_memory import Parameters
 from .recorded import Recorded, TensorDescription, record
 from .recording import LoadWeights
+from .resolving import Parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -23,21 +23,19 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.adapters.sharded import Sharded
+from ckpt import units
 from ckpt.api import open as open_checkpoint
-from ckpt.coordination.group import current_group
 from ckpt.errors import CoverageError, NamesError, StateError, UsageError
-from ckpt.layout.geometry import Box
-from ckpt.layout.mesh import Mesh
-from ckpt.layout.placements import Boxes
-from ckpt.layout.tensor_layout import TensorLayout
+from ckpt.net.group import current_group
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Boxes
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import several
-from ckpt.text import units
+from ckpt.state.sharded import Sharded
 
-from .engine_memory import EngineMemory, ParameterMemory, Parameters
-from .recording import LoadWeights, Recording, record_writes
-from .resolving import DirectPart, Resolution, left_over, overlap, placed_write, resolve
-from .stand_in import ValueNeededError
+from .recording import LoadWeights, Recording, ValueNeededError, record_writes
+from .resolving import DirectPart, EngineMemory, ParameterMemory, Parameters, Resolution, left_over, overlap, placed_write, resolve
 
 
 class TensorDescription(Protocol):

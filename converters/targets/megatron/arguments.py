@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt import tree
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.convention import CONFIG
-from ckpt.converters.mapping.model_numbers import of_config, padded_vocabulary
-from ckpt.converters.pipeline.parallel import MegatronParallel
+from ckpt.converters.mapping.translation import of_config, padded_vocabulary
+from ckpt.converters.pipeline.target import MegatronParallel
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, is_expert
@@ -22,7 +21,8 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
-from ckpt.text.json_reader import parse_json
+from ckpt.plan import tree
+from ckpt.text import parse_json
 
 Arguments = dict[str, Any]
 DIVISOR = 128

@@ -9,15 +9,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
-from ckpt.converters.pipeline.parallel import MegatronParallel
+from ckpt.converters.pipeline.target import MegatronParallel
 from ckpt.converters.select.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.errors import FormatError, UsageError
-from ckpt.formats.megatron.local_names import local_names_of
-from ckpt.formats.megatron.names import EMBEDDING, LAYER, ORDERS, OUTPUT, VOCABULARY, expert_of, order_key, tensor_parallel_axis
+from ckpt.formats.megatron.names import (
+    EMBEDDING,
+    LAYER,
+    ORDERS,
+    OUTPUT,
+    VOCABULARY,
+    expert_of,
+    local_names_of,
+    order_key,
+    tensor_parallel_axis,
+)
+from ckpt.formats.megatron.parallel_layout import layers_of_chunks
 from ckpt.formats.megatron.params import cut_of, gated_layers, local_shape
-from ckpt.formats.megatron.stages import layers_of_chunks
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import LogicalTensor, concat, padded, part, stack, transpose
 
 _OUTSIDE = -1

@@ -11,26 +11,21 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.parallel import MegatronParallel
-from ckpt.converters.pipeline.target import OutputFile, OutputOptions, OutputPlan, Target, publish_once
-from ckpt.converters.pipeline.windows import FileItem
-from ckpt.converters.select.pruned_state import pruned
+from ckpt.converters.pipeline.target import FileItem, MegatronParallel, OutputFile, OutputOptions, OutputPlan, Target, publish_once
 from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.converters.select.selection import choose as choose_all
-from ckpt.converters.targets.nested_state import nested_state
-from ckpt.converters.targets.torch_archive import ArchivePlan, StorageStub
+from ckpt.converters.select.state_values import pruned
+from ckpt.converters.targets.torch_file import ArchivePlan, StorageStub, nested_state
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import TRACKER
-from ckpt.formats.megatron.legacy.rank_files import FILE, OPTIMIZER_FILE
-from ckpt.formats.megatron.local_names import extra_states
-from ckpt.formats.megatron.names import EMBEDDING, EXTRA_STATE, LAYER, OUTPUT, expert_name, expert_of, fused_norms
+from ckpt.formats.megatron.legacy_ranks import FILE, OPTIMIZER_FILE
+from ckpt.formats.megatron.names import EMBEDDING, EXTRA_STATE, LAYER, OUTPUT, expert_name, expert_of, extra_states, fused_norms
 from ckpt.formats.megatron.training import MODEL, STATE
-from ckpt.layout.geometry import Box
+from ckpt.plan.layout.geometry import Box
 
 from .arguments import arguments_of, configuration_of
-from .optimizer import buffers_file, groups_of, is_identified
+from .optimizer import RELEASE, STATES, VERSION, Optimizer, buffers_file, groups_of, is_identified, optimizer_of
 from .rank_parts import ModelRank, RankParam, Ranks, check_names
-from .states import RELEASE, STATES, VERSION, Optimizer, optimizer_of
 
 _KEPT = ("num_floating_point_operations_so_far", "opt_param_scheduler")
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from ckpt.errors import FormatError
 
-from .codec import Bytes, Codec, Words
-from .frames import BLOCK, damaged, tools, unpack, worth
+from .frames import BLOCK, Bytes, Codec, Words, damaged, tools, unpack, worth
 
 BLOCK_ELEMENTS = range(1 << 12, (1 << 20) + 1)
 """How many elements a block may have."""

@@ -7,6 +7,7 @@ a multiple of its item size.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,16 +17,95 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DType
 from ckpt.errors import CoverageError, StateError
 from ckpt.formats.native.coding.codecs import CODECS
 from ckpt.formats.native.paths import data_path, data_prefix
-from ckpt.layout.geometry import Box, IntArray
+from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.reads import group_sizes
-from ckpt.settings import limits
 
-from .keys import METADATA, box_text, coded_key, is_bare, name_problem
+# Keys of chunks in data files (docs/format.md §6, §10).
+#
+# ``parse_key`` inverts ``chunk_key`` and ``coded_key``: a key that ends in ``]`` always carries a box, one that ends in ``]#codec`` always
+# a box and a codec.
+
+NAME_BYTES = 4096
+METADATA = "__metadata__"
+
+Ranges = tuple[tuple[int, int] | None, ...]
+"""Per dimension ``(start, stop)`` in elements, or None where the box spans the dimension."""
+
+_NUMBER = "(?:0|[1-9][0-9]*)"
+_RANGE = f"(?:{_NUMBER}:{_NUMBER}|:)"
+_BOX = re.compile(rf"\[((?:{_RANGE}(?:,{_RANGE})*)?)\]\Z")
+_CODEC = re.compile(r"\]#([a-z0-9-]+)\Z")
+
+
+def chunk_key(name: str, box: Box, shape: Sequence[int], dtype: DType) -> str:
+    """The key of the uncoded chunk ``box`` of a tensor of global ``shape``, all in elements of ``dtype``."""
+    shape = tuple(shape)
+    if box.shape == shape and is_plain(name, shape, dtype):
+        return name
+    return name + box_text(box, shape)
+
+
+def coded_key(name: str, box: Box, shape: Sequence[int], codec: str) -> str:
+    """The key of the chunk ``box`` of a tensor of global ``shape``, coded with ``codec``: it always carries its box."""
+    return f"{name}{box_text(box, shape)}#{codec}"
+
+
+def box_text(box: Box, shape: Sequence[int]) -> str:
+    """The box as keys have it: ``[0:128,:]``."""
+    ranges = [":" if s == n else f"{o}:{o + s}" for o, s, n in zip(box.offset, box.shape, shape, strict=True)]
+    return f"[{','.join(ranges)}]"
+
+
+def is_plain(name: str, shape: tuple[int, ...], dtype: DType) -> bool:
+    """Whether a whole tensor goes by its bare name: if the name cannot be mistaken and the entry has the tensor's own dimensions."""
+    return is_bare(name) and len(dtype.stored_shape(shape)) == len(shape)
+
+
+def is_bare(name: str) -> bool:
+    """Whether a name cannot be mistaken for a key with a box or a codec, or for the metadata."""
+    return not ("]" in name and (name.endswith("]") or _CODEC.search(name))) and name != METADATA
+
+
+def parse_key(key: str) -> tuple[str, Ranges | None, str | None]:
+    """The name, the ranges and the codec of a key. No ranges: the bare name of a whole tensor. No codec: the chunk's bytes as they are."""
+    coded = _CODEC.search(key)
+    codec = None if coded is None else coded[1]
+    boxed = key if coded is None else key[: coded.start() + 1]
+    if not boxed.endswith("]"):
+        return key, None, None
+    at = boxed.rfind("[")
+    match = _BOX.match(boxed, at) if at > 0 else None
+    if match is None:
+        raise ValueError(f"{key!r} does not end in a box")
+    text = match[1]
+    return key[:at], tuple(_range(r) for r in text.split(",")) if text else (), codec
+
+
+def _range(text: str) -> tuple[int, int] | None:
+    start, stop = text.split(":")
+    if not start:
+        return None
+    if int(stop) < int(start):
+        raise ValueError(f"range {text!r} ends before it starts")
+    return int(start), int(stop)
+
+
+def name_problem(name: str) -> str | None:
+    """Why a name cannot be stored, or None."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return f"the name {name!r} has a lone surrogate and cannot be written as UTF-8"
+    if not 1 <= size <= NAME_BYTES:
+        return f"the name {name[:80]!r} has {size} bytes; a name has 1 to {NAME_BYTES}"
+    return f"the name {name!r} has a NUL character" if "\0" in name else None
+
 
 HEADER_LIMIT = 100_000_000
 """Most bytes of JSON in a header, padding included; safetensors readers refuse more."""
@@ -133,7 +213,7 @@ def coded_groups(raw_lengths: Sequence[int]) -> list[slice]:
 
     It depends on the sizes before coding alone, so that every rank can tell where another one's chunks are.
     """
-    return [slice(g.start, g.stop) for g in group_sizes(raw_lengths, limits.CODED_FILE, CODED_CHUNKS)]
+    return [slice(g.start, g.stop) for g in group_sizes(raw_lengths, settings.CODED_FILE, CODED_CHUNKS)]
 
 
 class CodedFiles:
@@ -149,7 +229,7 @@ class CodedFiles:
         # The rule of ``group_sizes``, one step for many ranks at once: a rank's next chunk begins a new file if the
         # current one has any and would become too large or has too many chunks.
         size, chunks = self._size[ranks], self._chunks[ranks]
-        full = (chunks > 0) & ((size + lengths > limits.CODED_FILE) | (chunks == CODED_CHUNKS))
+        full = (chunks > 0) & ((size + lengths > settings.CODED_FILE) | (chunks == CODED_CHUNKS))
         self._number[ranks] += full
         self._size[ranks] = np.where(full, 0, size) + lengths
         self._chunks[ranks] = np.where(full, 0, chunks) + 1

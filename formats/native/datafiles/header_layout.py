@@ -30,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.dtypes import FROM_SAFETENSORS
-from ckpt.layout.geometry import IntArray
+from ckpt.plan.layout.geometry import IntArray
 
-from .keys import METADATA
+from .datafile import METADATA
 
 BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
 """Of an element. One element of our F4 dtype is two of safetensors' 4-bit ones."""

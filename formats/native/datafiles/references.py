@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
-from ckpt.formats.external.virtual_backends import ReadOnly
+from ckpt.formats.external.base import ReadOnly
 from ckpt.formats.native.paths import path_problem
 from ckpt.io_backends.registry import join_url, open_backend
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt.catalog import DataFile, SourceFile
-from ckpt.concurrency.workers import map_tasks
+from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, is_ours
-from ckpt.formats.native.extents import decode_sources
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, INDEX_LIMIT, SOURCES, id_of
+from ckpt.formats.native.virtual import decode_sources
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 

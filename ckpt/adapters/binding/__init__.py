@@ -1,1 +1,0 @@
-"""Ties what a checkpoint has to the live objects of a state."""

@@ -1,1 +1,0 @@
-"""Threads, and pauses of the garbage collector."""

@@ -1,0 +1,358 @@
+"""Reads chunks and compares them with their digests: the one way in which load, verify, cp, convert and import read. No torch.
+
+    source ──read_into──► memory ──hash while in cache──► compare ──equal──► count as verified
+                  ▲                                          │
+                  └──── evict from caches, read again ◄──────┘ different
+
+Three layers, each usable alone:
+
+* :meth:`DigestReader.fill` reads a range into memory and passes it to a :class:`ChunkDigest`, block by block, in the cache;
+* :meth:`DigestReader.read_chunk`, ``compare``, ``compare_rows`` end with a comparison, and raise if it fails;
+* :meth:`DigestReader.reread` runs such work, and runs it again from storage if it fails (``io_backends.retries``): a network, a cache or a
+  memory bank may have flipped a bit, and then the stored bytes are right.
+
+Thread-safe. Scratch memory belongs to a thread, and is as long as its longest read or encoded chunk so far.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckpt import settings
+from ckpt.catalog import Extent
+from ckpt.concurrency import waits_so_far
+from ckpt.errors import CorruptError
+from ckpt.formats.native.coding.codecs import decode
+from ckpt.io_backends.retries import read_checked
+
+from .byte_source import ByteSource, ChunkName, SpanRecorder, crc_difference, damaged, digest_difference, has_digest
+
+T = TypeVar("T")
+Verify = Literal["full", "partial", "off"]
+"""``full``: every chunk that is touched is read whole and checked. ``partial``: only what is needed is read; chunks that are needed whole
+are checked. ``off``: nothing is checked."""
+
+PROBE = 4 << 20
+"""Bytes that are read to see whether the storage makes a thread wait."""
+PAGE = 4096
+SPARE = 512
+"""Scratch memory begins at a multiple of this many bytes: of every item size, and of what direct I/O asks for."""
+
+
+class DigestReader:
+    """Reads from one source. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``requests`` counts
+    reads, ``paths`` the files read from, ``memory`` bytes of scratch memory; ``waits`` how often a thread gave up its core during the
+    first reads, ``PROBE`` bytes.
+
+    ``crc32``: chunks without a digest are compared with the CRC-32 that another format has of them.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        verify: Verify = "full",
+        *,
+        crc32: bool = False,
+        beat: Callable[[], None] = lambda: None,
+        spans: SpanRecorder | None = None,
+    ) -> None:
+        self.source = source
+        self.verify = verify
+        self.crc32 = crc32
+        self.piece = max(settings.PIECE, source.io_hints.read_size)
+        self.stretch = max(settings.DIRECT_READ, self.piece, source.io_hints.split_read_size)
+        self.read = 0
+        self.verified = 0
+        self.requests = 0
+        self.paths: set[str] = set()
+        self.memory = 0
+        self.waits = 0
+        self.beat = beat
+        self.allocate: Callable[[int], npt.NDArray[np.uint8]] = _plain
+        """Makes scratch memory."""
+        self._spans = spans
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def needs_whole(self, extent: Extent) -> bool:
+        """Whether a chunk has to be read whole although only a part of it is needed."""
+        return extent.codec is not None or (self.verify == "full" and extent.digest is not None)
+
+    def span(self, phase: str, nbytes: int) -> AbstractContextManager[object]:
+        return _NO_SPAN if self._spans is None else self._spans.span(phase, nbytes)
+
+    # ---- reading
+
+    def fill(self, path: str, offset: int, memory: memoryview, digest: ChunkDigest | None = None) -> None:
+        """Read a range, whatever its length, and give its bytes to ``digest``."""
+        # The first PROBE bytes show whether the storage makes threads wait. If it does not, the data is in the page
+        # cache or on a fast device, and more threads than a few would only compete for cores.
+        before = waits_so_far() if self.read < PROBE else None
+        if digest is None or not digest.compares:
+            with self.span("read", len(memory)):
+                self.source.read_into(path, offset, memory)
+            if digest is not None:
+                digest.update(memory)
+        else:
+            # The backend reads and hashes by turns, slice by slice, so that a slice is hashed while the cache has it.
+            began, hashed = time.perf_counter(), digest.seconds
+            self.source.read_into(path, offset, memory, digest.timed_update)
+            if self._spans is not None:  # the two take turns every few microseconds: each counts for how long it took in all
+                ended = time.perf_counter()
+                turn = ended - (digest.seconds - hashed)
+                self._spans.add("read", began, turn, len(memory))
+                self._spans.add("verify", turn, ended, len(memory))
+        self._local.unchecked = self._unchecked() + len(memory)
+        with self._lock:
+            self.read += len(memory)
+            self.requests += 1
+            self.paths.add(path)
+            self.waits += waits_so_far() - before if before is not None else 0
+        self.beat()
+
+    def reread(self, extent: Extent, read: Callable[[], T]) -> T:
+        """The result of ``read``, which fills and checks ``extent``; it is called again if the bytes do not fit."""
+
+        def attempt() -> T:
+            before = self._unchecked()
+            try:
+                return read()
+            except CorruptError:
+                self.count_verified(max(0, self._unchecked() - before))  # nobody uses these bytes
+                raise
+
+        return read_checked(self.source, extent.path, attempt, offset=extent.offset, length=extent.length)
+
+    def read_chunk(self, chunk: ChunkName, memory: memoryview) -> None:
+        """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`reread`."""
+        digest = ChunkDigest(self, chunk)
+        for at, length in self.stretches(len(memory)):
+            self.fill(chunk.extent.path, chunk.extent.offset + at, memory[at : at + length], digest)
+        digest.end()
+
+    def stretches(self, length: int) -> Iterator[tuple[int, int]]:
+        """Where the reads of one long range begin, and how long they are."""
+        return ((at, min(self.stretch, length - at)) for at in range(0, length, self.stretch))
+
+    def pass_over(self, chunk: ChunkName, digest: ChunkDigest) -> None:
+        """Read the stored bytes of a chunk only to hash them. Within :meth:`reread`."""
+        extent, memory = chunk.extent, self.scratch(min(self.piece, chunk.extent.length)).data
+        for at in range(0, extent.length, self.piece):
+            self.fill(extent.path, extent.offset + at, memory[: min(self.piece, extent.length - at)], digest)
+
+    def verify_chunk(self, chunk: ChunkName) -> None:
+        """Read the stored bytes of a chunk only to compare them. Within :meth:`reread`."""
+        digest = ChunkDigest(self, chunk)
+        self.pass_over(chunk, digest)
+        digest.end()
+
+    def recheck(self, chunk: ChunkName, damage: CorruptError) -> None:
+        """Read a chunk again that was put into place before its digest turned out wrong: is it stored like that?"""
+        before = [damage]
+        self.count_verified(chunk.extent.length)
+
+        def read() -> None:
+            # The first "read" is the one that has already failed: it counts as one of ``READS``, so that a chunk
+            # which is damaged in the same way twice is reported after one more read instead of two.
+            if before:
+                raise before.pop()
+            self.verify_chunk(chunk)
+
+        self.reread(chunk.extent, read)
+
+    def decode(self, chunk: ChunkName, blob: memoryview, out: memoryview, itemsize: int) -> None:
+        """What an encoded chunk was encoded from. Reads its anchor, if it has one."""
+        anchored = chunk.extent.anchor
+        anchor = None if anchored is None else self.read_decoded(chunk._replace(extent=anchored.extent), len(out), itemsize)
+        try:
+            with self.span("decode", len(out)):
+                decode(chunk.extent.codec or "", blob, out, itemsize, anchor)
+        except CorruptError as err:
+            raise damaged(chunk, err.message, self.source.url) from err
+        if anchored is None or self.verify == "off":
+            return
+        # Both halves fit their digests. That they belong together, and were put together rightly, only this one says.
+        with self.span("verify", len(out)):
+            computed = xxhash.xxh3_128_hexdigest(out)
+        if computed != anchored.digest:
+            difference = f"with its anchor in {anchored.extent.path} it has the XXH3-128 digest {computed}, should be {anchored.digest}"
+            raise damaged(chunk, difference, self.source.url)
+
+    def read_decoded(self, anchor: ChunkName, nbytes: int, itemsize: int) -> memoryview:
+        """The bytes of an anchor, which has none itself, in scratch memory of its own."""
+        extent, memory = anchor.extent, self.scratch(nbytes, "anchor")[:nbytes].data
+        if extent.codec is None:
+            self.reread(extent, partial(self.read_chunk, anchor, memory))
+        else:
+            stored = self.scratch(extent.length, "anchor, encoded")[: extent.length].data
+            self.reread(extent, partial(self.read_chunk, anchor, stored))
+            self.decode(anchor, stored, memory, itemsize)
+        return memory
+
+    # ---- comparing bytes that are in memory
+
+    def difference(self, extent: Extent, data: memoryview) -> str | None:
+        """How the bytes of a whole chunk differ from its digest or checksum; None if they do not, or there is nothing to compare with."""
+        if self.verify == "off":
+            return None
+        if extent.digest is not None:
+            return digest_difference(_hexdigest(data), extent.digest)
+        if self.crc32 and extent.crc32 is not None:
+            return crc_difference(zlib.crc32(data), extent.crc32)
+        return None
+
+    def compare(self, chunk: ChunkName, data: memoryview) -> None:
+        """Compare bytes that were read with the digest of their chunk, if they are all of it."""
+        extent = chunk.extent
+        if self.verify == "off" or len(data) != extent.length or not has_digest(extent, crc32=self.crc32):
+            return
+        with self.span("verify", len(data)):
+            difference = self.difference(extent, data)
+        if difference is not None:
+            raise damaged(chunk, difference, self.source.url)
+        self.count_verified(len(data))
+
+    def compare_rows(
+        self,
+        data: memoryview,
+        origin: int,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        digests: Sequence[str | None],
+        chunk_at: Callable[[int], ChunkName],
+    ) -> None:
+        """``compare`` for many small chunks in one read, whose first byte is byte ``origin`` of the file. They come as columns, since an
+        object for each would take longer than its hash; ``chunk_at`` names the one that is damaged. Neighbours that are the same bytes
+        are hashed once."""
+        if self.verify == "off":
+            return
+        verified, last, last_length = 0, -1, 0
+        with self.span("verify", len(data)):
+            # Rows come sorted by offset, so equal neighbours are the same bytes: a replicated chunk that several
+            # targets want is hashed once.
+            for i, (offset, length, digest) in enumerate(zip(offsets, lengths, digests, strict=True)):
+                if digest is None or (offset == last and length == last_length):
+                    continue
+                at = offset - origin
+                if (computed := _hexdigest(data[at : at + length])) != digest:
+                    raise damaged(chunk_at(i), digest_difference(computed, digest) or "", self.source.url)
+                verified, last, last_length = verified + length, offset, length
+        self.count_verified(verified)
+
+    def count_verified(self, nbytes: int) -> None:
+        """Count bytes that a digest was compared with."""
+        self._local.unchecked = self._unchecked() - nbytes
+        with self._lock:
+            self.verified += nbytes
+
+    def _unchecked(self) -> int:
+        """Bytes that this thread has read and not compared."""
+        count: int = getattr(self._local, "unchecked", 0)
+        return count
+
+    # ---- memory
+
+    def scratch_bytes(self, size: int) -> int:
+        """Memory that :meth:`scratch` takes for ``size`` bytes."""
+        return max(size, self.piece) + SPARE
+
+    def scratch(self, size: int, use: str = "read") -> npt.NDArray[np.uint8]:
+        """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
+        memory: npt.NDArray[np.uint8] | None = getattr(self._local, use, None)
+        if memory is None or len(memory) < size:
+            # One buffer per thread and use, as long as the longest request so far: memory that is new for each chunk
+            # would be faulted in page by page each time.
+            raw = self.allocate(wanted := self.scratch_bytes(size))
+            with self._lock:
+                self.memory += wanted - (0 if memory is None else self.scratch_bytes(len(memory)))
+            start = -raw.ctypes.data % SPARE
+            memory = raw[start : start + max(size, self.piece)]
+            setattr(self._local, use, memory)
+        return memory
+
+
+class ChunkDigest:
+    """The digest of one chunk, computed while its bytes come in; ``length`` counts them. ``always``: also where there is nothing to compare
+    it with."""
+
+    def __init__(self, reader: DigestReader, chunk: ChunkName, *, always: bool = False) -> None:
+        extent, on = chunk.extent, reader.verify != "off"
+        self._reader = reader
+        self._chunk = chunk
+        self.length = 0
+        self.also: xxhash.xxh3_64 | None = None
+        """Another digest, that of what comes now."""
+        self.seconds = 0.0
+        """How long hashing took, of what was hashed while it was read."""
+        self._hash = xxhash.xxh3_64() if always or (on and extent.digest is not None) else None
+        self._crc = 0 if on and reader.crc32 and extent.digest is None and extent.crc32 is not None else None
+
+    @property
+    def compares(self) -> bool:
+        """Whether bytes are hashed as they come."""
+        return self._hash is not None or self._crc is not None
+
+    def timed_update(self, data: memoryview) -> None:
+        """``update`` of a few bytes of many: a span for each would cost too much."""
+        began = time.perf_counter()
+        self._add(data)
+        if self.also is not None:
+            self.also.update(data)
+        self.seconds += time.perf_counter() - began
+
+    def update(self, data: memoryview) -> None:
+        if self.also is not None:
+            self.also.update(data)
+        if self.compares:
+            with self._reader.span("verify", len(data)):
+                self._add(data)
+        else:
+            self.length += len(data)
+
+    def _add(self, data: memoryview) -> None:
+        self.length += len(data)
+        if self._hash is not None:
+            self._hash.update(data)
+        if self._crc is not None:
+            self._crc = zlib.crc32(data, self._crc)
+
+    def hexdigest(self) -> str:
+        """Of what has come."""
+        return "" if self._hash is None else self._hash.hexdigest()
+
+    def difference(self) -> str | None:
+        """How what has come differs; None if it does not, or is not all of the chunk, or there is nothing to compare with."""
+        extent = self._chunk.extent
+        if self.length != extent.length:
+            return None
+        if self._hash is not None and extent.digest is not None:
+            return digest_difference(self._hash.hexdigest(), extent.digest)
+        if self._crc is not None and extent.crc32 is not None:
+            return crc_difference(self._crc, extent.crc32)
+        return None
+
+    def end(self) -> None:
+        """Raise CorruptError if the bytes are all of the chunk and not what its digest says."""
+        difference = self.difference()
+        if difference is not None:
+            raise damaged(self._chunk, difference, self._reader.source.url)
+        if self.length == self._chunk.extent.length and has_digest(self._chunk.extent, crc32=self._crc is not None) and self.compares:
+            self._reader.count_verified(self.length)
+
+
+def _plain(nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+_NO_SPAN: AbstractContextManager[object] = nullcontext()
+_hexdigest = xxhash.xxh3_64_hexdigest

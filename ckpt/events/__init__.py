@@ -1,1 +1,0 @@
-"""What a Checkpointer reports while it works: events, their listeners, alerts."""

@@ -1,1 +1,0 @@
-"""Within one job: from the states of some of its ranks into the states of others."""

@@ -1,1 +1,0 @@
-"""Names of a live state: translations of its tensors into other conventions, and what messages call it."""

@@ -1,0 +1,301 @@
+"""The streams of live state: who may talk, and messages that wait for nobody longer than a deadline. No torch.
+
+    client                                            server
+    hello: magic, protocol, nonce ──────────────────►
+           ◄────────────── hello: magic, protocol, nonce, proof      HMAC-SHA256 of both nonces under the job's secret
+    proof, what it is for ──────────────────────────►
+           ◄────────────── welcome
+
+Both prove that they know the secret, and neither sends it; the two proofs are of different texts, so none can be sent back. Nothing that
+comes is unpickled, and every length is compared with a limit before memory is asked for.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
+from ckpt.text import address_text, parse_object, printable
+
+from .endpoints import from_here
+from .sockets import prepare, receive_exactly
+
+Address = tuple[str, int]
+
+PROTOCOL = 1
+_FRAME = struct.Struct("<II")
+"""Bytes of JSON, and of what follows."""
+_MAGIC = b"ckl1"
+_NONCE = 32
+_CLIENT = struct.Struct(f"<4sH{_NONCE}s")
+_SERVER = struct.Struct(f"<4sH{_NONCE}s32s")
+_PROOF = struct.Struct("<32s16s")
+"""The client's proof, and what the connection is for."""
+WELCOME, REFUSED = b"w", b"x"
+_SLICE = 0.2
+"""Seconds after which a wait looks whether it should go on."""
+_FIRST_TRY = 1.0
+"""Seconds for the first try of an address, while there may be better ones; each round doubles it."""
+_PAUSE, _LONGEST_PAUSE = 0.05, 0.4
+"""Seconds before the next try where the other end has closed the connection; each try doubles it."""
+
+
+def _nothing() -> None:
+    """The default of what is called while a channel waits."""
+
+
+@dataclass(eq=False)
+class Channel:
+    """One end of a stream to ``peer``. A wait ends after ``timeout`` seconds in which nothing moved; ``alive`` is called within waits, and
+    an error of it ends them."""
+
+    sock: socket.socket
+    peer: str
+    timeout: float
+    alive: Callable[[], None] = _nothing
+    purpose: str = ""
+    _moved: float = field(default_factory=time.monotonic)
+    _readable: select.poll = field(default_factory=select.poll)
+
+    def __post_init__(self) -> None:
+        self.sock.settimeout(_SLICE)
+
+    def send(self, *views: bytes | bytearray | memoryview) -> None:
+        """Send all of these."""
+        left = [memoryview(view).cast("B") for view in views if len(view)]
+        self._moved = time.monotonic()
+        while left:
+            try:
+                count = self.sock.sendmsg(left)
+            except TimeoutError:
+                self._wait("takes nothing")
+                continue
+            self._moved = time.monotonic()
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def receive(self, size: int) -> bytes:
+        """The next ``size`` bytes, which the caller has compared with a limit."""
+        data = bytearray(size)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill ``view``; raises as :meth:`receive`."""
+        self._moved = time.monotonic()
+        while len(view):
+            try:
+                count = self.sock.recv_into(view)
+            except TimeoutError:
+                self._wait("sends nothing")
+                continue
+            if not count:
+                raise ConnectionError("the stream ended early")
+            self._moved = time.monotonic()
+            view = view[count:]
+
+    def await_next(self) -> bool:
+        """Wait, however long, until something comes; False if the other end has closed."""
+        while True:
+            try:
+                return bool(self.sock.recv(1, socket.MSG_PEEK))
+            except TimeoutError:
+                self.alive()
+            except OSError:
+                return False
+
+    def check_open(self) -> None:
+        """Look, without waiting, whether the other end is there; it was not expected to say anything now."""
+        self._readable.register(self.sock, select.POLLIN)  # a socket with a timeout waits in recv, whatever its flags
+        if self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK):
+            raise ConnectionError("the stream ended early")
+
+    def is_open(self) -> bool:
+        """Whether the other end is there and says nothing, which it should not while nothing is asked."""
+        if self.sock.fileno() < 0:  # closed, as in a process that was forked
+            return False
+        self._readable.register(self.sock, select.POLLIN)
+        return not self._readable.poll(0)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def _wait(self, what: str) -> None:
+        self.alive()
+        if time.monotonic() - self._moved > self.timeout:
+            raise DeadlineError(
+                f"{self.peer} {what} for {self.timeout:g} s", hint="look whether it died or hangs; a larger timeout= waits longer"
+            )
+
+
+def dial(
+    addresses: Sequence[Address],
+    secret: bytes,
+    timeout: float,
+    *,
+    peer: str,
+    purpose: str,
+    alive: Callable[[], None] = _nothing,
+    same_network: bool = True,
+    patient: bool = False,
+) -> Channel:
+    """Connect to one of ``addresses``, tried in turn until one answers, and prove to each other that both know ``secret``.
+
+    ``peer`` is what messages call the other end; ``purpose``, at most 16 ASCII characters, is what it is to serve. ``patient``: where all
+    addresses refuse, the other end may not have started yet, and they are tried until the deadline.
+    """
+    addresses, end, pause = from_here(list(addresses), same_network=same_network), time.monotonic() + timeout, _PAUSE
+    while True:
+        channel = Channel(_connected(addresses, end, timeout, peer, alive, patient=patient), peer, timeout, alive, purpose)
+        try:
+            _prove(channel, secret)
+        except BaseException as err:
+            channel.close()
+            # The other end may have had no room, among strangers who connect to it, too.
+            if not isinstance(err, ConnectionError) or pause > _LONGEST_PAUSE or time.monotonic() + pause > end:
+                raise
+        else:
+            return channel
+        time.sleep(pause)
+        pause *= 2
+
+
+def _prove(channel: Channel, secret: bytes) -> None:
+    """The client's part of the handshake; raises as :func:`dial`."""
+    own = secrets.token_bytes(_NONCE)
+    channel.send(_CLIENT.pack(_MAGIC, PROTOCOL, own))
+    magic, protocol, theirs, proof = _SERVER.unpack(channel.receive(_SERVER.size))
+    _check_protocol(magic, protocol, channel.peer)
+    if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):
+        raise _other_secret(channel.peer)
+    channel.send(_PROOF.pack(_proof(secret, b"client", theirs, own), channel.purpose.encode("ascii")))
+    if channel.receive(1) != WELCOME:
+        raise _other_secret(channel.peer)
+
+
+class Proving:
+    """The other end of :func:`dial`: a connection that was accepted and whose client has not proved itself yet."""
+
+    def __init__(self, sock: socket.socket, secret: bytes) -> None:
+        self.sock = sock
+        self.began = time.monotonic()
+        self._handshake = _handshake(secret)
+        _, self._missing = next(self._handshake)
+        self._received = b""
+
+    def step(self) -> str | None:
+        """Go on without waiting; what the connection is for, once the client has proved itself."""
+        while True:
+            self._received = receive_exactly(self.sock, self._missing, self._received)
+            if len(self._received) < self._missing:
+                return None
+            try:
+                answer, self._missing = self._handshake.send(self._received)
+            except StopIteration as end:
+                self.sock.send(WELCOME)
+                return str(end.value)
+            except CkptError as err:
+                if isinstance(err, AccessError):
+                    self.sock.send(REFUSED)
+                raise ConnectionAbortedError(err.message) from err
+            self.sock.send(answer)  # a connection that is new has room for it
+            self._received = b""
+
+
+def _handshake(secret: bytes) -> Generator[tuple[bytes, int], bytes, str]:
+    """Gives what to send and how many bytes are to come then, and takes these; the client's purpose."""
+    magic, protocol, theirs = _CLIENT.unpack((yield b"", _CLIENT.size))
+    if magic != _MAGIC:
+        raise FormatError("it is no client of ours")
+    own = secrets.token_bytes(_NONCE)
+    proof, purpose = _PROOF.unpack((yield _SERVER.pack(_MAGIC, PROTOCOL, own, _proof(secret, b"server", theirs, own)), _PROOF.size))
+    _check_protocol(magic, protocol, "")
+    if not hmac.compare_digest(proof, _proof(secret, b"client", own, theirs)):
+        raise _other_secret("")
+    return str(purpose.rstrip(b"\0").decode("ascii", "replace"))
+
+
+def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:
+    """One message; raises as ``Channel.send``."""
+    text = json.dumps(message).encode()
+    channel.send(_FRAME.pack(len(text), sum(map(len, views))), text, *views)
+
+
+def receive(channel: Channel, most: int) -> tuple[dict[str, Any], bytes]:
+    """The next message, of at most so many bytes; raises as ``receive_head``."""
+    message, behind = receive_head(channel, most)
+    return message, channel.receive(behind)
+
+
+def receive_head(channel: Channel, most: int) -> tuple[dict[str, Any], int]:
+    """The head of the next message, and the number of bytes behind it, which the caller receives; of each at most ``most`` bytes."""
+    length, behind = _FRAME.unpack(channel.receive(_FRAME.size))
+    if length > most or behind > most:
+        raise FormatError(f"a message of {length + behind} bytes", where=channel.peer)
+    try:
+        return parse_object(channel.receive(length)), behind
+    except ValueError as err:
+        raise FormatError(f"a message that cannot be read: {err}", where=channel.peer) from err
+
+
+def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"ckpt live " + role + b"".join(nonces), "sha256")
+
+
+def _check_protocol(magic: bytes, protocol: int, peer: str) -> None:
+    if magic != _MAGIC:
+        raise FormatError("something else answers at this address", where=peer, hint="check the address")
+    if protocol != PROTOCOL:
+        raise FormatError(
+            f"it speaks version {protocol} of the protocol, this release {PROTOCOL}",
+            where=peer,
+            hint="use the same release of ckpt at both ends",
+        )
+
+
+def _other_secret(peer: str) -> CkptError:
+    return AccessError("the other end has another secret", where=peer, hint="give both the same secret= or CKPT_LIVE_SECRET")
+
+
+def _connected(
+    addresses: Sequence[Address], end: float, timeout: float, peer: str, alive: Callable[[], None], *, patient: bool
+) -> socket.socket:
+    """A connection to the first address that answers by ``end``. In each round every address has a moment, twice that of the round
+    before."""
+    patience = _FIRST_TRY
+    outcomes: dict[Address, str] = {}
+    while True:
+        for host, port in addresses:
+            alive()
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                sock = socket.create_connection((host, port), timeout=min(patience, left))
+                prepare(sock, timeout)
+                return sock
+            except OSError as err:
+                outcomes[host, port] = str(err)
+        refused = outcomes and all("refused" in outcome for outcome in outcomes.values())
+        if time.monotonic() >= end or (refused and not patient and patience > 4 * _FIRST_TRY) or not addresses:
+            tried = ", ".join(f"{address_text(*address)}: {outcome}" for address, outcome in outcomes.items()) or "no address"
+            raise DeadlineError(
+                printable(f"{peer} cannot be reached ({tried})"),
+                hint="look whether it runs, and whether its addresses lead there (CKPT_SOCKET_IFNAME chooses interfaces)",
+            )
+        patience *= 2
+        time.sleep(min(0.05 * patience, 1.0, max(0.0, end - time.monotonic())))

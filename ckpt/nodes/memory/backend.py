@@ -1,0 +1,371 @@
+"""Objects in the memory of this machine, ``mem://path``, as the memory daemon holds them: they outlive the process.
+
+Reads copy from the object's own pages. The daemon is asked once for each object, and again only when some object was deleted or replaced
+since: it counts these in a page that every client maps.
+
+Invariant: as long as a backend has an object open, the daemon does not use its memory again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
+
+from ckpt import settings
+from ckpt.errors import AccessError, ConflictError, CorruptError, NotFoundError, UsageError
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
+from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
+from ckpt.io_backends.writer_base import WriterBase
+
+from . import client
+from .client import MappedObject, MemoryClient, secret_for
+from .loan import Loan
+from .messages import MemoryObject
+from .remote import RemoteMemory, split_host
+
+# What the memory of this machine and that of another have in common: objects by path, and what their daemon says of each.
+
+
+class ObjectsBackend(Backend):
+    """Objects of a daemon below ``root``."""
+
+    def __init__(self, root: str) -> None:
+        self._root = check_path(root) if root else ""
+
+    @property
+    def io_hints(self) -> IOHints:
+        """See ``Backend.io_hints``."""
+        return IOHints(in_memory=True)
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}" if self._root else check_path(path)
+
+    @abstractmethod
+    def _stat(self, path: str) -> MemoryObject:
+        """What the daemon says of an object. Raises NotFoundError if there is none."""
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Sequence[MemoryObject]:
+        """Objects of the daemon whose path starts with ``prefix``, sorted."""
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        return self._stat(path).size
+
+    def modified(self, path: str) -> float:
+        """See ``Backend.modified``; by the clock of the daemon's machine."""
+        return self._stat(path).modified
+
+    def version_token(self, path: str) -> str:
+        """See ``Backend.version_token``."""
+        return self._stat(path).version
+
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
+        below = f"{self._root}/" if self._root else ""
+        return iter([ObjectMeta(known.path.removeprefix(below), known.size) for known in self._list(below + check_prefix(prefix))])
+
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
+        directory = check_prefix(prefix).removesuffix("/")
+        start = f"{directory}/" if directory else ""
+        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
+        return sorted({name + slash for name, slash, _ in heads})
+
+
+# A new object in the memory of this machine. Its bytes are put where they stay; those that lie there already are only counted.
+
+
+class MemWriter(WriterBase):
+    """An object of the daemon while it is filled."""
+
+    def __init__(self, loan: Loan, path: str) -> None:
+        super().__init__(where=f"mem://{path}", size=loan.size)
+        self._loan = loan
+        self._path = path
+        self._data = loan.data
+        self._address = int(self._data.ctypes.data)
+
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        for view in views:
+            source = np.frombuffer(view, dtype=np.uint8)
+            if source.ctypes.data != self._address + offset:  # else whoever writes has put it here himself
+                self._loan.open(offset, view.nbytes)
+                self._data[offset : offset + view.nbytes] = source
+            offset += view.nbytes
+
+    def _make_durable(self) -> None:
+        self._loan.put(self._path)
+
+    def _discard(self, *, tried: bool) -> None:
+        """Nothing has its name."""
+
+    def _close(self) -> None:
+        self._loan.close()
+
+
+SCHEME = "mem://"
+
+
+class MemBackend(ObjectsBackend):
+    """Objects below a prefix, which the daemon of this machine has. It is started by what writes; without it nothing is there to read."""
+
+    def __init__(self, url: str) -> None:
+        root = url.removeprefix(SCHEME).rstrip("/")
+        if not url.startswith(SCHEME):
+            raise UsageError(
+                f"{url!r} is not a mem:// URL", hint="write mem://runs/a for this machine's memory, mem://host:port/runs/a for another's"
+            )
+        if root.startswith("/"):
+            raise UsageError(
+                f"{url!r} has a slash too many", hint=f"write {SCHEME}{root.lstrip('/')}: there is no host, and no root directory"
+            )
+        super().__init__(root)
+        self._lock = threading.Lock()
+        self._open: dict[str, MappedObject] = {}
+        self._seen: tuple[str, int] = ("", 0)
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"{SCHEME}{self._root}"
+
+    # ---- reading
+
+    def _get(self, path: str) -> MappedObject:
+        key = self._key(path)
+        daemon = _reached(key)
+        changes = daemon.changes()
+        with self._lock:
+            if self._seen != changes:
+                self._open, self._seen = {}, changes
+            known = self._open.get(key)
+        if known is None:
+            known = daemon.get(key)
+            with self._lock:
+                if self._seen == changes:
+                    self._open[key] = known
+        return known
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        check_read(offset, length)
+        opened = self._get(path)
+        wanted = max(opened.known.size - offset, 0) if length is None else length
+        _check_inside(opened.known, offset, wanted)
+        data = os.pread(opened.file, wanted, offset)
+        while len(data) < wanted:  # the system reads 2 GiB at once at most
+            data += os.pread(opened.file, wanted - len(data), offset + len(data))
+        return data
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_read(offset, None)
+        view = byte_view(buffer, writable=True)
+        opened = self._get(path)
+        _check_inside(opened.known, offset, view.nbytes)
+        _fill(opened, offset, view)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        """See ``Backend.read_hashed``."""
+        check_read(offset, None)
+        opened = self._get(path)
+        _check_inside(opened.known, offset, buffer.nbytes)
+        for at in range(0, buffer.nbytes, settings.CACHE_BLOCK):
+            block = buffer[at : at + settings.CACHE_BLOCK]
+            _fill(opened, offset + at, block)
+            update(block)
+
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        """See ``Backend.read_start``."""
+        check_read(0, length)
+        size = self._get(path).known.size
+        return self.read(path, 0, min(length, size)), size
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        """Ask the daemon again for the object."""
+        with self._lock:
+            self._open.pop(f"{self._root}/{path}" if self._root else path, None)
+
+    def _stat(self, path: str) -> MemoryObject:
+        key = self._key(path)
+        return _reached(key).stat(key)
+
+    def _list(self, prefix: str) -> Sequence[MemoryObject]:
+        try:
+            return client.connect(start=False).list(prefix)
+        except NotFoundError:  # no daemon, so nothing
+            return ()
+
+    def now(self) -> float:
+        """See ``Backend.now``."""
+        return time.time()
+
+    # ---- writing
+
+    def prepare(self) -> None:
+        """Start the daemon, if none runs."""
+        if not self._root:
+            raise UsageError("this URL is all memory of the machine, not a place in it", where=SCHEME, hint="mem://runs/a/step-00000100")
+        client.connect()
+
+    def create(self, path: str, size: int) -> Writer:
+        """See ``Backend.create``. Two callers at once: both get a Writer, and the second to commit a ConflictError."""
+        key = self._key(path)
+        check_size(size, f"{SCHEME}{key}")
+        daemon = client.connect()
+        _check_free(daemon, key)
+        return MemWriter(daemon.lend(size), key)
+
+    def lend(self, size: int) -> Loan:
+        """See ``Backend.lend``."""
+        return client.connect().lend(size)
+
+    def create_in(self, path: str, memory: LentMemory) -> Writer:
+        """See ``Backend.create_in``."""
+        key = self._key(path)
+        if not isinstance(memory, Loan):
+            raise UsageError("this memory was lent by another storage", where=f"{SCHEME}{key}", hint="please report this")
+        _check_free(client.connect(), key)
+        return MemWriter(memory, key)
+
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        """See ``Backend.put_if``."""
+        client.connect().put(self._key(path), data, expected=expected)
+
+    def delete(self, path: str) -> None:
+        """See ``Backend.delete``."""
+        key = self._key(path)
+        try:
+            client.connect(start=False).delete(key)
+        except NotFoundError:  # no daemon, so nothing to delete
+            return
+
+    def delete_many(self, paths: Collection[str]) -> None:
+        """See ``Backend.delete_many``: no answer of the daemon is worth a thread."""
+        for path in paths:
+            self.delete(path)
+
+
+def _reached(key: str) -> MemoryClient:
+    try:
+        return client.connect(start=False)
+    except NotFoundError as err:
+        raise NotFoundError(
+            f"no such object: {err.message} for {err.where}",
+            where=f"{SCHEME}{key}",
+            hint="the memory of a machine is lost with its daemon; CKPT_MEMORY_DIR says which daemon is asked",
+        ) from err
+
+
+def _check_free(daemon: MemoryClient, key: str) -> None:
+    try:
+        daemon.stat(key)
+    except NotFoundError:
+        return
+    raise ConflictError("cannot create: the name is taken", where=f"{SCHEME}{key}", hint="use a fresh name, or delete the object")
+
+
+def _check_inside(known: MemoryObject, offset: int, length: int) -> None:
+    if offset + length > known.size:
+        raise past_end(f"{SCHEME}{known.path}", offset, length, known.size)
+
+
+def _fill(opened: MappedObject, offset: int, view: memoryview) -> None:
+    filled = 0
+    while filled < view.nbytes:
+        filled += os.preadv(opened.file, [view[filled:]], offset + filled)
+
+
+# Objects in the memory of another machine, ``mem://host:port/path``: to read, over TCP, with the secret of its daemon.
+
+
+def open_memory(url: str) -> ObjectsBackend:
+    """The backend for a ``mem://`` URL: the memory of this machine, or of the one that it names."""
+    return RemoteMemBackend(url) if is_remote(url) else MemBackend(url)
+
+
+def is_remote(url: str) -> bool:
+    """Whether a URL names the memory of another machine: its first part ends with a port."""
+    host, colon, port = url.removeprefix("mem://").partition("/")[0].rpartition(":")
+    return bool(host and colon and port.isdecimal())
+
+
+class RemoteMemBackend(ObjectsBackend):
+    """Objects below a prefix, which the daemon of another machine has. They cannot be changed from here."""
+
+    def __init__(self, url: str) -> None:
+        if not is_remote(url):
+            raise UsageError(f"{url!r} does not name the memory of another machine", hint="write mem://host:port/path")
+        self._address, _, root = url.removeprefix("mem://").rstrip("/").partition("/")
+        split_host(self._address)
+        super().__init__(root)
+        self._memory = RemoteMemory(self._address, secret_for(self._address))
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"mem://{self._address}/{self._root}".rstrip("/")
+
+    @property
+    def io_hints(self) -> IOHints:
+        """Each call waits for the network once."""
+        return IOHints(read_size=4 * settings.MIB, coalesce_gap=256 * settings.KIB, concurrency=4)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        check_read(offset, length)
+        if length is None:
+            known = self._stat(path)
+            length = max(known.size - offset, 0)
+            if offset > known.size:
+                raise past_end(f"{self.url}/{path}", offset, length, known.size)
+        data = bytearray(length)
+        self._fill(path, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        check_read(offset, None)
+        self._fill(path, offset, byte_view(buffer, writable=True))
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        """See ``Backend.read_hashed``."""
+        check_read(offset, None)
+        self._fill(path, offset, buffer, update)
+
+    def _fill(self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None) -> None:
+        try:
+            self._memory.read_into(self._key(path), offset, view, update)
+        except CorruptError:
+            raise past_end(f"{self.url}/{path}", offset, len(view), self._stat(path).size) from None
+
+    def _stat(self, path: str) -> MemoryObject:
+        return self._memory.stat(self._key(path))
+
+    def _list(self, prefix: str) -> Sequence[MemoryObject]:
+        return self._memory.list(prefix)
+
+    def create(self, path: str, size: int) -> Writer:
+        raise self._read_only()
+
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        raise self._read_only()
+
+    def delete(self, path: str) -> None:
+        raise self._read_only()
+
+    def prepare(self) -> None:
+        raise self._read_only()
+
+    def _read_only(self) -> AccessError:
+        return AccessError(
+            "the memory of another machine is only read",
+            where=self.url,
+            hint="save to mem:// on that machine, or copy with `ckpt cp` there",
+        )

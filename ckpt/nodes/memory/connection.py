@@ -1,0 +1,284 @@
+"""A connection to the memory daemon of this machine, which is started if none runs. No torch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import finalize
+
+from ckpt import settings
+from ckpt.concurrency import patience
+from ckpt.errors import AccessError, CkptError, FormatError, StorageError, UsageError, error_from_json
+from ckpt.net.endpoints import EXHAUSTED, exhausted
+from ckpt.net.sockets import close_when_forked
+from ckpt.units import parse_size
+
+from .messages import PROTOCOL, Message, Packet, close_all, receive, send
+
+# The folder of a daemon: its socket, its lock and its secret, for this account alone.
+
+_SOCKET, _LOCK, _SECRET = "socket", "lock", "secret"
+LOG = "log"
+
+
+def folder() -> Path:
+    """Where this process looks for its daemon: ``CKPT_MEMORY_DIR``, or a folder of the account."""
+    given = settings.memory_dir()
+    if given is not None:
+        return Path(given).absolute()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "ckpt-memory" if runtime else Path(tempfile.gettempdir()) / f"ckpt-memory-{os.getuid()}"
+
+
+def given_budget() -> int | None:
+    """The bytes of ``CKPT_MEMORY_BUDGET``, if it is set."""
+    text = settings.memory_budget()
+    try:
+        return None if text is None else parse_size(text)
+    except UsageError as err:
+        raise UsageError(err.message, where="CKPT_MEMORY_BUDGET") from err
+
+
+def make_private(path: Path) -> None:
+    """Make the folder, unless it is there."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as err:
+        raise AccessError(f"no folder for the memory daemon can be made: {err}", where=str(path), hint="set CKPT_MEMORY_DIR") from err
+    check_private(path)
+
+
+def check_private(path: Path, hint: str = "remove it, or choose another one, and start again") -> None:
+    seen = path.lstat()
+    if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
+        raise AccessError(
+            f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})",
+            where=str(path),
+            hint=hint,
+        )
+
+
+def write_private(path: Path, text: str) -> None:
+    """Make or replace a file that this account alone can read; others see all of it, or what was there before."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)
+    beside.replace(path)
+
+
+def connect_socket(path: Path, timeout: float) -> socket.socket:
+    """A connection to the daemon of a folder."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    close_when_forked(sock)  # else what a process has borrowed goes back when its last child has ended, not with it
+    sock.settimeout(timeout)
+    try:
+        with _Short(path) as short:
+            sock.connect(f"{short}/{_SOCKET}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def listen_socket(path: Path) -> socket.socket:
+    """Listen as the daemon of a folder, whose lock this process has."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _Short(path) as short:
+        beside = f"{_SOCKET}.{os.getpid()}"
+        sock.bind(f"{short}/{beside}")
+        os.chmod(path / beside, 0o600)
+        sock.listen(256)
+        os.replace(path / beside, path / _SOCKET)  # of a daemon that died there may be a socket that nobody listens at
+    return sock
+
+
+def is_ours(path: Path, inode: int | None) -> bool:
+    """Whether the socket of the folder is still the one that had this inode."""
+    return inode is not None and socket_inode(path) == inode
+
+
+def socket_inode(path: Path) -> int | None:
+    try:
+        return os.stat(path / _SOCKET).st_ino
+    except OSError:
+        return None
+
+
+def forget_socket(path: Path) -> None:
+    """The daemon ends."""
+    (path / _SOCKET).unlink(missing_ok=True)
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the file that the one daemon of a folder has locked."""
+    return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def secret_of(path: Path, *, make: bool = False) -> str:
+    """What peers of the daemon prove to each other that they know: ``CKPT_MEMORY_SECRET``, or what the folder's file has."""
+    given = settings.memory_secret()
+    if given is not None:
+        return given
+    file = path / _SECRET
+    if make and not file.exists():
+        write_private(file, secrets.token_hex(32))
+    try:
+        check_private(file)
+        return file.read_text()
+    except FileNotFoundError as err:
+        raise AccessError(
+            "no secret is known for the memory of that machine", where=str(file), hint="set CKPT_MEMORY_SECRET, the same on all machines"
+        ) from err
+
+
+class _Short:
+    """A short name of a folder: the name of a socket has room for about a hundred characters."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def __enter__(self) -> str:
+        self._fd = os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._fd}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+TIMEOUT = 60.0
+"""Seconds without an answer after which the daemon counts as dead; fewer in a call whose own deadline is shorter."""
+_START_SECONDS = 40.0
+
+
+class DaemonConnection:
+    """A connection to the daemon. Questions are asked one at a time."""
+
+    def __init__(self, sock: socket.socket, folder: Path, seconds: float) -> None:
+        self._sock = sock
+        self._folder = folder
+        self._seconds = seconds
+        self._close = finalize(self, sock.close)
+        answer, files = self.ask({"ask": "hello", "protocol": PROTOCOL})
+        self._seconds = TIMEOUT
+        if answer.get("protocol") != PROTOCOL or not files:
+            close_all(files)
+            raise FormatError(
+                f"the memory daemon is of release {answer.get('release')} and speaks version {answer.get('protocol')} of the protocol, "
+                f"this release {PROTOCOL}",
+                where=str(folder),
+                hint="end it with `ckpt memory stop --all`, which loses what it holds; or set CKPT_MEMORY_DIR to have another one",
+            )
+        self._id = str(answer["id"])
+        with os.fdopen(files[0], "rb") as file:
+            self._changes = mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ)
+
+    def changes(self) -> tuple[str, int]:
+        return self._id, struct.unpack("<Q", self._changes[:8])[0]
+
+    def ask(self, question: Message) -> tuple[Message, Sequence[int]]:
+        seconds = min(TIMEOUT, self._seconds, patience.get())
+        try:
+            self._sock.settimeout(seconds)
+            send(self._sock, question)
+            packet = receive(self._sock)
+        except TimeoutError as err:
+            self.close()
+            raise StorageError(
+                f"the memory daemon has not answered for {seconds:g} s",
+                where=str(self._folder),
+                hint="look whether it is stopped (`ps`); end it, and start again",
+            ) from err
+        except OSError as err:
+            self.close()
+            raise gone(self._folder, str(err)) from err
+        if packet is None:
+            self.close()
+            raise gone(self._folder, "it has closed the connection")
+        return _checked(packet)
+
+    def is_open(self) -> bool:
+        if self._sock.fileno() < 0:
+            return False
+        readable = select.poll()  # a socket with a timeout waits in recv, whatever its flags
+        readable.register(self._sock, select.POLLIN)
+        return not readable.poll(0)  # nothing is asked, so only the end can come
+
+    def close(self) -> None:
+        self._close()
+
+
+def _checked(packet: Packet) -> tuple[Message, Sequence[int]]:
+    if "error" in packet.message:
+        close_all(packet.files)
+        raise error_from_json(packet.message["error"])
+    return packet.message, packet.files
+
+
+def try_to_connect(folder: Path, seconds: float = TIMEOUT) -> DaemonConnection | None:
+    """None if nobody listens. ``seconds``: within which it must answer first."""
+    try:
+        check_private(folder)
+        sock = connect_socket(folder, min(seconds, patience.get()))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+    except CkptError:
+        raise
+    except PermissionError as err:
+        raise AccessError(f"this memory is another account's: {err}", where=str(folder), hint="see CKPT_MEMORY_DIR") from err
+    except OSError as err:
+        if err.errno in EXHAUSTED:
+            raise exhausted("no connection to the memory daemon can be made", err) from err
+        raise gone(folder, str(err)) from err
+    try:
+        return DaemonConnection(sock, folder, seconds)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def start_daemon(folder: Path) -> None:
+    """Start a daemon, which is no child of this process."""
+    for setting in (given_budget, settings.memory_port, settings.memory_idle):
+        setting()
+    make_private(folder)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ckpt.nodes.memory.running", str(folder), "--background"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_START_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise StorageError(f"no memory daemon could be started: {err}", where=str(folder), hint=_look_at_log(folder)) from err
+    if done.returncode:
+        raise StorageError(
+            f"no memory daemon could be started: {done.stderr.decode(errors='replace').strip()}",
+            where=str(folder),
+            hint=_look_at_log(folder),
+        )
+
+
+def _look_at_log(folder: Path) -> str:
+    return f"look at {folder / LOG}, or start it in the foreground: `ckpt memory serve`"
+
+
+def gone(folder: Path, why: str) -> StorageError:
+    return StorageError(
+        f"the memory daemon is gone: {why}",
+        where=str(folder),
+        hint="its memory is lost with it, unless it was replaced; save again, or load from storage",
+    )

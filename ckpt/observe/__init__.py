@@ -1,1 +1,0 @@
-"""What the spans of saves say, and how it is drawn. Nothing here writes to a checkpoint, and nothing that it reads is believed."""

@@ -1,0 +1,570 @@
+"""The training loop's face: when to save, what to keep, and where to go on.
+
+Invariant: what is newest is found by listing commit records; no file that says "latest" is ever written or trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ckpt.api import load
+from ckpt.catalog import Catalog
+from ckpt.engine.load.load import opened, recorded
+from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
+from ckpt.engine.save.base import SaveBase
+from ckpt.engine.save.job import SaveOptions, check_capture
+from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.net.group import current_group, warn_if_others_are_missing
+from ckpt.plan.layout.layout import Layout, check_layout
+from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, SavePolicy, TrustFrozen
+from ckpt.policies.both import check_arguments
+from ckpt.settings import check_flags
+from ckpt.state.walk import check_state
+from ckpt.telemetry.callbacks import ProgressCallback, callback_of
+from ckpt.telemetry.spans import Row
+from ckpt.text import url_text
+
+from .alerts import Alerts
+from .arguments import State, check_memory, check_signals, metric_values, state_of
+from .bases import Bases, codec_of, trust_of
+from .begin_from import BeginFrom, RestoredFrom, merged_sources
+from .events import Listener
+from .lineage import Lineage
+from .node_tier import Memory, NodeLocal, SpreadTier
+from .reporter import Reporter
+from .restore_order import load_nearest, load_origin
+from .save_schedule import SIGNALS, SaveSchedule, check_step
+from .step_listing import Step, step_url
+from .tiers import Tiers
+from .uploader import MemoryStage, Uploader
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("ckpt")
+
+C = TypeVar("C", bound="Checkpointer")
+
+
+class Checkpointer:
+    """Saves a training job's state by policy, in the background, and goes on from the newest checkpoint.
+
+    ``root`` holds a directory for each step. All ranks of a job make it alike and call its methods in the same order; a context manager,
+    so that the last save is waited for. One job at a time saves to a root.
+
+    Args:
+        root: path or URL of the run.
+        save: when :meth:`step` saves (docs/policies.md). With :class:`OnPreemption` among them, SIGTERM and SIGUSR1 on any rank are
+            noticed, and the handlers that were there before run too.
+        keep: what stays; the newest checkpoint and tagged ones always do.
+        signals: what counts as such a notice.
+        local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
+            (docs/local-tier.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/node-local.md).
+        memory: saves into the memory of the job's machines, with copies on others (docs/node-local.md). With ``local``, what ``save`` asks
+            for goes from there to the local tier, and on to ``root``.
+        local_keep: what stays in ``local``, by default ``Latest(1)``; the newest checkpoint and the one that is being published always do.
+        publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
+            ``timeout``.
+        on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
+            :class:`ckpt.monitors.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/monitoring.md).
+        alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
+        run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
+            and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
+        reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
+            (docs/guides/lora-frozen-ema.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
+            refer to stays as long as they do. Not with ``local``. A :class:`ckpt.policies.TrustFrozen`: the same, and frozen tensors that
+            torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
+        anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
+            than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
+        only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is its base, and is loaded whole, at
+            every start.
+        capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
+            :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save: SavePolicy = EverySteps(1000),  # noqa: B008  a value
+        keep: KeepPolicy = All(),  # noqa: B008  a value
+        capture: Literal["lazy", "eager"] = "lazy",
+        staging_bytes: int | None = None,
+        only: str | Sequence[str] | None = None,
+        trainable: bool = False,
+        layout: Layout | None = None,
+        check_replicas: bool = True,
+        merge_flat_shards: bool = True,
+        codec: str | None = None,
+        reuse: bool | TrustFrozen = False,
+        anchor: Anchor | None = None,
+        timeout: float | None = None,
+        threads: int | None = None,
+        process_group: ProcessGroup | None = None,
+        signals: Sequence[int] = SIGNALS,
+        local: str | os.PathLike[str] | NodeLocal | None = None,
+        memory: Memory | None = None,
+        local_keep: KeepPolicy | None = None,
+        publish_timeout: float | None = None,
+        on_event: Listener | Sequence[Listener] | None = None,
+        alerts: bool | Alerts = True,
+        run_log: bool = True,
+        progress: bool | ProgressCallback | None = None,
+    ) -> None:
+        root = url_text(root)
+        check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
+        check_memory(memory, local, local_keep)
+        check_flags(run_log=run_log)
+        signals = check_signals(signals)
+        options = SaveOptions.of(
+            layout=layout,
+            check_replicas=check_replicas,
+            merge_flat_shards=merge_flat_shards,
+            codec=codec_of(codec, anchor),
+            timeout=timeout,
+            threads=threads,
+            staging=staging_bytes,
+            reusable=bool(reuse) or anchor is not None,
+            only=only,
+            trainable=trainable,
+        )
+        if options.reusable and (local is not None or memory is not None):
+            what = "anchor=" if anchor is not None else "reuse="
+            raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
+        callback_of(progress=progress, leads=False, title="")  # whether it is one
+        check_capture(capture, staging_bytes)
+        self.root = root
+        self.policy = save
+        self.keep = keep
+        self.capture = capture
+        self._process_group = process_group
+        self._bases = Bases(anchor)
+        self._progress = progress
+        self._options = replace(options, trust=trust_of(reuse))
+        self.timeout = options.timeout
+        self.group = current_group(process_group)
+        check_layout(layout, self.group.ranks)
+        warn_if_others_are_missing(self.group)
+        self.restored_from: RestoredFrom | None = None
+        """What :meth:`restore` has loaded, and how many bytes from where."""
+        self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals) if memory is not None else None
+        """When to save into memory."""
+        staged = memory is not None and local is not None
+        if memory is not None and not staged:
+            local, local_keep = memory.on_nodes(root), Latest(memory.keep)
+        place, self._spread = None if local is None or isinstance(local, NodeLocal) else url_text(local), None
+        if isinstance(local, NodeLocal):
+            self._spread = SpreadTier(local, root, self.group, self.timeout)
+            place = self._spread.url
+        self._tiers = Tiers(
+            root, keep, place, Latest(1) if local_keep is None else local_keep, self._spread, newest_only=memory is not None and not staged
+        )
+        self._uploader: Uploader | None = None
+        if local is not None:
+            self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
+        self._spreads = [self._spread] if self._spread is not None else []
+        self._stage: MemoryStage | None = None
+        """The memory before the local tier; saves go there."""
+        if memory is not None and staged:
+            self._spread = SpreadTier(memory.on_nodes(root), root, self.group, self.timeout)
+            self._spreads.insert(0, self._spread)
+            self._stage = MemoryStage(
+                self._spread, memory.keep, self._tiers, self.group, timeout=self.timeout, threads=self._options.threads
+            )
+        self._first = self._stage if self._stage is not None else self._tiers
+        """Whom to ask what there is."""
+        self._lineage = Lineage(self._first.look)
+        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None and memory is None, run_log=run_log)
+        self._tiers.removed = self._reporter.removed
+        if anchor is not None:  # else the base is the newest checkpoint, which always stays
+            self._tiers.base = lambda: self._bases.base.url if self._bases.base is not None else None
+        if self._spread is not None:
+            self._spread.copied = self._reporter.copied
+        if self._uploader is not None:
+            self._uploader.published, self._uploader.failed = self._reporter.published, self._reporter.not_published
+        self._patience = self.timeout if publish_timeout is None else publish_timeout
+        self._gave_up = False
+        """Nothing was saved since publishing was given up."""
+        self.handle: SaveHandle | None = None
+        """The last save that was begun, until somebody was told how it ended."""
+        self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
+        self._closed = False
+
+    # ---- going on
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        begin_from: str | os.PathLike[str] | BeginFrom | None = None,
+        **options: Any,
+    ) -> int | None:
+        """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
+
+        Newest is the highest step of the branch that was written last: saves that follow ``restore(state, step=800)`` begin a branch, and
+        later restarts take it up, whatever higher steps the run had before. These are abandoned (docs/training-loop.md).
+
+        With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
+        checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. So is one that
+        ``ckpt rebuild`` recovered without something that the state needs, even with ``strict=False``, unless ``step`` asks for it.
+        ``options`` are those of :func:`ckpt.load`.
+
+        ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
+        another run, by its path, its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count
+        from it. With ``only`` or ``trainable``, the run's checkpoints are parts: then ``begin_from`` is their base, and is loaded at every
+        start, before the part.
+
+        Raises:
+            NotFoundError: ``step`` is not there; or ``begin_from`` is not.
+            CorruptError: the checkpoint of ``step`` is damaged, or all are.
+            MismatchError: the checkpoint does not fit the state: an older one is not tried.
+            StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
+            UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
+        """
+        self._check_open()
+        self._first.check(self.group, self.timeout)
+        origin: BeginFrom | None = None
+
+        def check() -> Row:
+            nonlocal origin
+            check_state(state)
+            if step is not None:
+                check_step(step)
+            origin = _origin(step, begin_from, options)
+            return {}
+
+        self.group.call("restore", self.root, self.timeout).map_reduce("begin", check, lambda rows: None)
+        given = {
+            "progress": self._progress,
+            "layout": self._options.layout,
+            "timeout": self.timeout,
+            "threads": self._options.threads,
+            **options,
+        }
+        began, nbytes = time.perf_counter(), 0
+        spans: dict[int, Row] = {}
+
+        def load_one(url: str, **more: Any) -> None:
+            nonlocal nbytes
+            nbytes = load(url, state, process_group=self._process_group, **{**given, **more}).bytes_needed
+
+        catalogs: list[Catalog] = []
+        wanted, taken = recorded.set(spans), opened.set(catalogs if self._options.reusable else None)
+        for spread in self._spreads:
+            spread.forget_sources()
+        try:
+            part = self._options.part
+            same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
+            load_own = partial(load_one, **{**same_part, **options})
+            # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
+            base = load_origin(origin, self.group, self.timeout, load_one) if origin is not None and part is not None else None
+            own = restored = load_nearest(self._first, self.group, self.timeout, load_own, step)
+            if restored is None and origin is not None:
+                restored = base or load_origin(origin, self.group, self.timeout, load_one)
+        except CkptError as err:
+            self._reporter.restored(step, None, time.perf_counter() - began, None, err)
+            raise
+        finally:
+            recorded.reset(wanted)
+            opened.reset(taken)
+        if own is None:
+            self._lineage.restored(None)
+        else:
+            self._lineage.restored(own.step, own.branches)
+        if restored is not None:
+            self._schedule.resumed(restored.step, saved=own is not None)
+            if self._memory is not None:
+                self._memory.resumed(restored.step, saved=own is not None)
+            sources = merged_sources([spread.sources() for spread in self._spreads])
+            self.restored_from = RestoredFrom(step=restored.step, url=restored.lasting, sources=sources)
+            self._bases.restored(restored.url if own is not None and self._options.reusable else None, catalogs)
+            self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, nbytes, spans=spans)
+        for spread in self._spreads:
+            spread.add()
+        self._publish()
+        return restored.step if restored is not None else None
+
+    # ---- saving
+
+    def step(
+        self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, metrics: Mapping[str, float] | None = None
+    ) -> bool:
+        """Tell that training step ``n`` is over; saves if the policy says so. Returns whether it began to.
+
+        ``state`` may be a function that makes it, which is called only if a save is due. ``metrics`` are kept with the checkpoint, for
+        ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
+
+        Raises:
+            CkptError: an earlier save failed, which is told once; if a save is due now, it is begun all the same. Or what
+                :func:`ckpt.save_async` raises.
+            UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number; or this is closed.
+        """
+        self._check_open()
+        check_step(n)
+        # The order of the three things below keeps ranks in step: decide, begin the save that is due, and only then
+        # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
+        with self._schedule.timed(step=True):
+            due = self._schedule.due(n)
+            if due is None and self._memory is not None and self._memory.due(n) is not None:
+                failed, _ = self._begin(n, state, metrics, publish=False)
+                _raise(failed)
+                return True
+            if due is None:
+                if self.handle is not None and self.handle.done():
+                    _raise(self._ended())
+                return False
+            log.info("step %d is saved: %s", n, due.reason)
+            failed, _ = self._begin(n, state, metrics)
+            if due.final:
+                ended, unpublished = self._ended(), self._published()
+                _raise(ended)
+                if unpublished is not None:  # what counts is committed
+                    log.warning("%s", unpublished)
+                self._schedule.answered = True
+            _raise(failed)
+            return True
+
+    @property
+    def preempted(self) -> bool:
+        """The job will be stopped, and its last save is durable: leave the loop and end the program."""
+        return self._schedule.answered
+
+    def save(self, n: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
+        """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it.
+
+        Raises:
+            CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
+                :func:`ckpt.save_async` raises.
+        """
+        self._check_open()
+        check_step(n)
+        with self._schedule.timed():
+            failed, handle = self._begin(n, state, metrics)
+        _raise(failed)
+        return handle
+
+    def _begin(
+        self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None, *, publish: bool = True
+    ) -> tuple[BaseException | None, SaveHandle]:
+        """Begin to save; gives what the save before it failed with, if nobody was told. ``publish``: also to the root."""
+        # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
+        # keep one of them from a save that the others begin.
+        self._first.check(self.group, self.timeout)
+        failed = self._ended()
+        # What goes wrong on this rank alone, such as in a function that makes the state, has to end the call that the others make: a rank
+        # that left it out would be one call behind them for ever.
+        ready: tuple[State, SaveOptions] | BaseException
+        try:
+            ready = self._ready(n, state, metrics)
+        except BaseException as err:  # noqa: BLE001  raised below
+            ready = err
+        if publish:
+            self._schedule.begun(n)
+        if self._memory is not None:
+            self._memory.begun(n)
+        durable: Future[Any] | None = None
+        try:
+            if isinstance(ready, BaseException):
+                self.group.call("save", self._place(n), self.timeout).fail("begin", ready)
+                raise ready
+            made, options = ready
+            first = self._stage.tiers if self._stage is not None else self._tiers
+            handle = start_save(self._place(n), made, self.group, options, self.capture, then=first.retain_after_save)
+            self.handle, durable = handle, handle.durable
+            if publish:
+                self._schedule.costs.begun(handle, self._schedule.now)
+            self._reporter.begun(n, handle)
+        except BaseException as err:
+            self._schedule.failed()
+            self._bases.ended(None)
+            self._reporter.not_begun(n, self._place(n), err)
+            raise
+        finally:
+            if self._uploader is not None and publish:  # whatever happened: all ranks begin the same rounds
+                self._publish(durable)
+                self._gave_up = False
+            if self._spread is not None:
+                self._spread.add(durable)
+        return failed, handle
+
+    def _ready(self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None) -> tuple[State, SaveOptions]:
+        """The state and the options of a save that is to begin, of which no other rank knows yet."""
+        made = state_of(state)
+        options = replace(
+            self._bases.of(self._place(n), self._options),
+            metrics=metric_values(metrics),
+            earlier=partial(self._first.earlier, n) if self._tiers.local is not None else None,
+            branches=partial(self._lineage.of, n),
+            placement=self._spread.placement if self._spread is not None else None,
+            progress=callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}"),
+        )
+        wait_for_pending_save(self.group)
+        return made, options
+
+    def _place(self, n: int) -> str:
+        """Where step ``n`` is committed first."""
+        return (self._stage.tiers if self._stage is not None else self._tiers).place(n)
+
+    def _publish(self, after: Future[Any] | None = None) -> None:
+        """Bring what is committed to the later tiers when ``after`` has ended."""
+        if self._stage is not None:
+            after = self._stage.publish(after).over
+        if self._uploader is not None:
+            self._uploader.add(after)
+        if self._stage is not None:
+            self._spreads[-1].add(after)
+
+    def url(self, n: int) -> str:
+        """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
+        check_step(n)
+        return step_url(self.root, n)
+
+    def wait(self) -> None:
+        """Wait until the last save is committed, and what ``keep`` does not keep is removed; with a local tier, until it is published, too.
+        Every rank calls it. In a run of more than 4,000 steps, ``keep`` is applied after several saves together, and by :meth:`close`.
+
+        Raises:
+            CkptError: it failed.
+            StorageError: it could not be published within ``publish_timeout``.
+        """
+        with self._schedule.timed():
+            ended, unpublished = self._ended(), self._published()
+            self._settle()
+        _raise(ended or unpublished)
+
+    def _settle(self, *, rest: bool = False) -> None:
+        """Wait for what removes old checkpoints in the background; ``rest``: also of what waits there for further saves."""
+        for tiers in (self._tiers, *([self._stage.tiers] if self._stage is not None else [])):
+            tiers.settle(self.timeout, rest=rest)
+
+    def _published(self) -> StorageError | None:
+        """Wait until everything is published; gives why it could not be."""
+        # Having waited once in vain, it tries but once more.
+        if self._uploader is None:
+            return None
+        patience = 0.0 if self._gave_up else self._patience
+        staging = self._stage.uploader.finish(patience) if self._stage is not None else None
+        error = self._uploader.finish(patience) or staging
+        self._gave_up = error is not None
+        if self._stage is not None:
+            self._spreads[-1].add()
+        for spread in self._spreads:
+            if uncopied := spread.finish():
+                log.warning("steps of which not every file is on another node: %s", ", ".join(map(str, uncopied)))
+        return error
+
+    @property
+    def uncopied(self) -> tuple[int, ...]:
+        """Steps of which this node has still to give files to another one, or could not when it tried last (:class:`ckpt.NodeLocal`)."""
+        return tuple(sorted({step for spread in self._spreads for step in spread.uncopied}))
+
+    @property
+    def unpublished(self) -> tuple[int, ...]:
+        """Steps that are committed in the local tier and not at the root, as far as the last attempt to publish knows. Costs nothing."""
+        return self._uploader.unpublished if self._uploader is not None else ()
+
+    def _ended(self) -> BaseException | None:
+        """Wait for the last save; gives what it failed with, once."""
+        if self.handle is None:
+            return None
+        handle, self.handle = self.handle, None
+        handle.wait()
+        error = handle.durable.exception()
+        if error is not None:
+            self._schedule.failed()
+        saved: SaveBase | None = None
+        if error is None and self._options.reusable:
+            saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
+        self._bases.ended(saved)
+        return error
+
+    # ---- what is there
+
+    def steps(self) -> list[Step]:
+        """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
+        self._check_nodes()
+        return self._first.steps()
+
+    @property
+    def latest(self) -> int | None:
+        """The highest committed step of the branch that was written last."""
+        self._check_nodes()
+        return self._first.latest()
+
+    def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
+        """The committed step with the lowest or highest ``metric``, which the policy ``Best`` would keep; None if none has a finite one."""
+        rule = Best(metric, mode=mode)
+        values = {s.number: s.metrics[metric] for s in self.steps() if s.number is not None and metric in s.metrics}
+        return next(iter(rule.ranked(values)), None)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Wait for the last save as :meth:`wait` does, and stop watching signals. Nothing can be saved or restored afterwards."""
+        try:
+            self.wait()
+            self._settle(rest=True)
+        finally:
+            self._stop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this Checkpointer is closed", where=self.root, hint="use it inside its with block, or make a new one")
+
+    def _check_nodes(self) -> None:
+        """What is on the nodes of a job is known only while it is connected to them."""
+        if self._spreads:
+            self._check_open()
+
+    def _stop(self) -> None:
+        self._closed = True
+        if self._spreads:  # whose connections are closed
+            self._settle()
+        self._schedule.stop()
+        self._reporter.close()
+        for spread in self._spreads:
+            spread.close()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            if self.handle is not None and not self.handle.wait(self.timeout):
+                log.error("the save of %s is still going on", self.handle.url)
+            else:
+                self._ended()  # what it failed with is logged; what training raised matters more
+            if self._uploader is not None and not self._uploader.idle(self._patience):
+                log.error("steps are not published yet: %s", self.unpublished)
+        finally:
+            self._stop()
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _origin(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom | None, options: Mapping[str, Any]) -> BeginFrom | None:
+    """What a run without checkpoints begins from, if something is given.
+
+    Raises:
+        UsageError: the arguments do not go together.
+    """
+    if begin_from is not None and step is not None:
+        raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
+    if options.get("dry_run"):
+        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
+    return BeginFrom.of(begin_from) if begin_from is not None else None

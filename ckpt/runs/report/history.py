@@ -1,0 +1,154 @@
+"""Reading the spans of one save, or of the saves of a run. No index is opened.
+
+A run may hold very many checkpoints, and a save the spans of very many ranks. So steps are read in an order in which each beginning is
+spread evenly (ends, middle, quarters …), until enough are read; how many were left out is said. What is read depends on names and sizes
+alone, never on the clock: the same run gives the same report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.catalog import read_record
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.paths import SPANS, index_path, step_number
+from ckpt.formats.native.runlog import LogEntry, read_log
+from ckpt.formats.native.spans import read_spans
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.telemetry.spans import SpanTable
+
+from .summary import SaveSummary, summarize
+
+STEPS = 200
+"""Checkpoints of a run that are read by default, at most."""
+SPAN_BYTES = 6 << 20
+"""Bytes of spans after which no more checkpoints of a run are read: some seconds of work."""
+_TOGETHER = 16
+_NEWEST = 8
+"""Steps looked at from the end for one whose spans can be read: the newest save may still go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSpans:
+    """What is known of one save. ``record`` is None if it is not committed or damaged, ``summary`` if no spans were kept; ``error`` then
+    says why. ``tables``, the spans themselves, are left out of a history: they would fill the memory."""
+
+    url: str
+    step: int | None = None
+    record: CommitRecord | None = None
+    tables: Mapping[int, SpanTable] = field(default_factory=dict)
+    summary: SaveSummary | None = None
+    error: CkptError | None = None
+    span_bytes: int = 0
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, in a line."""
+        return None if self.error is None else self.error.message
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The saves of a run that were read, the highest step last. ``candidates`` are the directories that looked like steps."""
+
+    url: str
+    saves: tuple[SavedSpans, ...]
+    candidates: int
+    log: tuple[LogEntry, ...] = ()
+    """Saves that failed and loads, the newest last."""
+    log_problem: str | None = None
+
+    @property
+    def left_out(self) -> int:
+        return self.candidates - len(self.saves)
+
+
+def is_checkpoint(url: str) -> bool:
+    """Whether a checkpoint, or what is left of a save, is at ``url`` itself."""
+    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in open_backend(url).list_dir(""))
+
+
+def read_save(url: str) -> SavedSpans:
+    """The commit record is enough: a checkpoint with a damaged index still says how it was saved."""
+    backend = open_backend(url)
+    data = read_record(backend)
+    if data is None:
+        raise _no_record(url)
+    record = CommitRecord.from_bytes(data, join_url(backend.url, COMMIT_PATH))
+    saved = SavedSpans(url=url, step=step_number(url.rstrip("/").rpartition("/")[2]), record=record)
+    try:
+        tables = read_spans(backend, record)
+    except (NotFoundError, CorruptError) as err:
+        return replace(saved, error=err)
+    nbytes = backend.size(index_path(record.id, SPANS))
+    return replace(saved, tables=tables, summary=summarize(tables, record.world_size), span_bytes=nbytes)
+
+
+def _no_record(url: str) -> FormatError:
+    """Raises what is wrong, if no checkpoint is there; gives what is wrong with one of another format."""
+    from ckpt.formats.registry import open_catalog
+
+    format = open_catalog(url).format
+    return FormatError(f"a checkpoint of the format {format} has no spans", where=url, hint="only saves of ckpt keep them")
+
+
+def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) -> History:
+    """The saves below ``url``. What is wrong with one of them is in its ``problem``; directories that hold none are left out."""
+    backend = open_backend(url)
+    numbers = {name.rstrip("/"): step_number(name) for name in backend.list_dir("") if name.endswith("/")}
+    names = sorted((name for name, number in numbers.items() if number is not None), key=lambda name: (numbers[name] or 0, name))
+    read: dict[int, SavedSpans | None] = {}
+    for place in range(len(names) - 1, max(len(names) - 1 - _NEWEST, -1), -1):
+        newest = read[place] = _try(join_url(url, names[place]))
+        if newest is not None and newest.summary is not None:
+            break
+    total = largest = sum(saved.span_bytes for saved in read.values() if saved is not None)
+    rest = [place for place in spread_evenly(len(names)) if place not in read]
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        while rest and len(read) < limit and total < most_bytes:
+            together = min(_TOGETHER, limit - len(read), -(-(most_bytes - total) // largest) if largest else _TOGETHER)
+            some, rest = rest[:together], rest[together:]
+            read |= zip(some, pool.map(lambda place: _try(join_url(url, names[place])), some), strict=True)
+            sizes = [saved.span_bytes for place in some if (saved := read[place]) is not None]
+            total, largest = total + sum(sizes), max(largest, *sizes, 0)
+    saves = tuple(saved for _, saved in sorted(read.items()) if saved is not None)
+    log, problem = _log(backend)
+    return History(url=url, saves=saves, candidates=len(names) - len(read) + len(saves), log=log, log_problem=problem)
+
+
+def _log(backend: Backend) -> tuple[tuple[LogEntry, ...], str | None]:
+    try:
+        return read_log(backend), None
+    except CorruptError as err:
+        return (), err.message
+
+
+def spread_evenly(count: int) -> Iterator[int]:
+    """All numbers below ``count``, the ends first, then what halves the widest gaps."""
+    if count:
+        yield count - 1
+    if count > 1:
+        yield 0
+    gaps: Sequence[tuple[int, int]] = [(0, count - 1)]
+    while gaps:
+        halves = []
+        for low, high in gaps:
+            middle = (low + high) // 2
+            if low < middle < high:
+                yield middle
+                halves += [(low, middle), (middle, high)]
+        gaps = halves
+
+
+def _try(url: str) -> SavedSpans | None:
+    """None if nothing is there."""
+    try:
+        return replace(read_save(url), tables={})
+    except NotFoundError:
+        return None
+    except CkptError as err:
+        return SavedSpans(url=url, step=step_number(url.rpartition("/")[2]), error=err)

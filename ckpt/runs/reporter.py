@@ -1,0 +1,232 @@
+"""What a Checkpointer tells, and to whom: it makes events of what happens to saves, and hands them to the listeners.
+
+Invariants: nothing here waits for a listener but ``close``, which has a deadline. Events of one rank come in the order in which things
+happened there. Listeners are called on the leader, but for those that ask for every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ckpt.engine.save.background import SaveHandle
+from ckpt.errors import CkptError, NotFoundError, RankFailedError, UsageError
+from ckpt.formats.native.runlog import PATH, LogEntry, add_entry
+from ckpt.io_backends.registry import open_backend
+from ckpt.net.group import Group
+from ckpt.net.liveness import Members
+from ckpt.telemetry.spans import Row, SpanTable, stragglers
+
+from .alerts import AlertRules, Alerts
+from .events import FLUSH, Event, Kind, Listener, ListenerThread
+
+log = logging.getLogger("ckpt")
+
+
+class Reporter:
+    """One rank's end."""
+
+    def __init__(
+        self,
+        root: str,
+        group: Group,
+        on_event: Listener | Sequence[Listener] | None,
+        *,
+        alerts: bool | Alerts,
+        tiers: bool,
+        run_log: bool = False,
+    ) -> None:
+        listeners = () if on_event is None else tuple(on_event) if isinstance(on_event, Sequence) else (on_event,)
+        given: tuple[object, ...] = listeners
+        for listener in given:
+            if not callable(listener):
+                hint = "on_event= takes a function of one ckpt.monitors.Event, one of ckpt.monitors, or a list of these"
+                raise UsageError(f"{listener!r} cannot be called with an event", hint=hint)
+        if not isinstance(alerts, bool | Alerts):
+            raise UsageError(f"alerts= is True, False or ckpt.monitors.Alerts(…), not {alerts!r}")
+        self._root = root
+        self._group = group
+        self._tiers = tiers
+        leads = group.rank == group.leader
+        self._threads = [ListenerThread(one) for one in listeners if leads or getattr(one, "every_rank", False)]
+        self._rules = AlertRules(alerts if isinstance(alerts, Alerts) else Alerts()) if alerts and leads else None
+        self._log: ListenerThread[LogEntry] | None = None
+        """Made when there is something to keep."""
+        self._keeps_log = run_log and leads
+        self._going = threading.Condition()
+        """Of the events, that none overtakes another; and of ``_saves``."""
+        self._saves = 0
+        """Those that were begun and have not told yet how they ended."""
+
+    # ---- what happens
+
+    def begun(self, step: int, handle: SaveHandle) -> None:
+        """A save was begun in this call."""
+        with self._going:
+            self._saves += 1
+        self._tell("save.begun", step, handle.url, blocked=handle.stall.seconds)
+        began = time.perf_counter() - handle.stall.seconds
+        handle.captured.add_done_callback(lambda future: self._captured(step, handle, began))
+        handle.durable.add_done_callback(lambda future: self._ended(step, handle, future))
+
+    def not_begun(self, step: int, url: str, error: BaseException) -> None:
+        """A save failed in the call that was to begin it."""
+        self._keep(kind="save", step=step, url=url, phase="begin", **error_fields(error))
+        self._tell("save.failed", step, url, **error_fields(error))
+
+    def removed(self, step: int, url: str, id: str | None) -> None:
+        """A checkpoint was removed, since no rule keeps it."""
+        self._tell("save.removed", step, url, id=id)
+
+    def copied(self, step: int, url: str, id: str | None, seconds: float) -> None:
+        """A checkpoint has all of its second copies."""
+        self._tell("save.copied", step, url, id=id, seconds=seconds)
+
+    def published(self, step: int, url: str, id: str | None) -> None:
+        """A checkpoint of the local tier is committed at the root."""
+        self._tell("save.published", step, url, id=id, seconds=self._rules.since(step, time.time()) if self._rules is not None else None)
+
+    def not_published(self, step: int | None, error: BaseException) -> None:
+        """A try to publish failed."""
+        self._tell("publish.failed", step, self._root, **error_fields(error))
+
+    def restored(
+        self,
+        step: int | None,
+        url: str | None,
+        seconds: float,
+        nbytes: int | None,
+        error: BaseException | None = None,
+        spans: Mapping[int, Row] | None = None,
+    ) -> None:
+        """A state was loaded, or could not be. ``spans``: what ranks, counted from 0, were busy with; on the leader."""
+        failed = error_fields(error) if error is not None else {}
+        if not isinstance(error, NotFoundError):  # there may be no run yet
+            tables = {rank: SpanTable.from_row(row) for rank, row in (spans or {}).items()}
+            self._keep(kind="load", step=step, url=url, seconds=seconds, tensor_bytes=nbytes, tables=tables, **failed)
+        self._tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **failed)
+
+    def _captured(self, step: int, handle: SaveHandle, began: float) -> None:
+        if handle.captured.error() is None:
+            self._tell("save.captured", step, handle.url, seconds=time.perf_counter() - began, blocked=handle.stall.seconds)
+
+    def _ended(self, step: int, handle: SaveHandle, future: Future[Any]) -> None:
+        error, blocked = handle.durable.error(), handle.stall.seconds
+        try:
+            if error is not None:
+                self._tell("save.failed", step, handle.url, blocked=blocked, **error_fields(error))
+                self._keep(kind="save", step=step, url=handle.url, phase=handle.failed_in, seconds=handle.ran, **error_fields(error))
+                return
+            report, busy = handle.durable.result(), handle.busy
+            self._tell(
+                "save.durable",
+                step,
+                report.url,
+                id=report.id,
+                seconds=report.seconds,
+                tensor_bytes=report.tensor_bytes,
+                blocked=blocked,
+                retries=handle.retries.again,
+                throttled=handle.retries.throttled,
+                slowest=self._rank(max(busy, key=lambda i: busy[i])) if busy else None,
+                stragglers=tuple(self._rank(i) for i in stragglers(busy, report.seconds)),
+            )
+        finally:
+            with self._going:
+                self._saves -= 1
+                self._going.notify_all()
+
+    def _rank(self, position: int) -> int:
+        return self._group.ranks[position]
+
+    # ---- keeping
+
+    def _keep(self, **fields: Any) -> None:
+        """Add to the log of the run, in a thread of its own: nothing depends on whether that works."""
+        if not self._keeps_log:
+            return
+        with self._going:  # saves end in threads of their own
+            if self._log is None:
+                self._log = ListenerThread(self._add)
+        self._log.post(LogEntry(at=time.time(), rank=self._group.rank, ranks=self._group.size, **fields))
+
+    def _add(self, entry: LogEntry) -> None:
+        try:
+            add_entry(open_backend(self._root), entry)
+        except CkptError as err:
+            log.debug("the log of the run %s is not kept: %s", self._root, err)
+
+    # ---- telling
+
+    def _tell(self, kind: Kind, step: int | None, url: str | None, **more: Any) -> None:
+        if not self._threads and self._rules is None:
+            return
+        group = self._group
+        event = Event(kind=kind, at=time.time(), rank=group.rank, ranks=group.size, root=self._root, step=step, url=url, **more)
+        with self._going:
+            alerts = self._rules.follow(event, tiers=self._tiers) if self._rules is not None else []
+            for one in (event, *alerts):
+                for thread in self._threads:
+                    thread.post(one)
+        for alert in alerts:
+            log.warning("%s: %s", alert.topic, alert.reason)
+
+    def close(self) -> None:
+        """Wait until the listeners have had all events, for a few seconds at most."""
+        until = time.monotonic() + FLUSH
+        with self._going:
+            self._going.wait_for(lambda: self._saves == 0, FLUSH)
+        for thread in self._threads:
+            thread.close(until)
+        if self._log is not None:
+            self._log.close(until)
+
+
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """What events and the run's log say of an error."""
+    reason = error.message if isinstance(error, CkptError) else str(error)
+    return {"error": type(error).__name__, "reason": reason, "failed_ranks": error.ranks if isinstance(error, RankFailedError) else ()}
+
+
+# Notes saves that failed outside of a Checkpointer in the log of the run that they belong to, as a Checkpointer notes its own.
+
+_STEP = re.compile(r"(.*[^/])/+step-(\d+)/*")
+
+
+def note_failed_save(group: Members, url: str, error: BaseException, phase: str, seconds: float) -> None:
+    """On the leading rank: note a failed save, if its URL lies in a run, that is, beside a log of one or other steps. Does not wait: a
+    program that ends waits for the note (``event_threads.FLUSH``)."""
+    match = _STEP.fullmatch(str(url))  # as a Checkpointer names its steps; what is no str was refused, and has no run
+    if match is None or group.rank != group.leader or not isinstance(error, Exception):  # who interrupts a save knows it
+        return
+    root, step = match[1], int(match[2])
+    entry = LogEntry(
+        kind="save",
+        at=time.time(),
+        rank=group.rank,
+        ranks=group.size,
+        step=step,
+        url=url,
+        phase=phase,
+        seconds=seconds,
+        **error_fields(error),
+    )
+    thread: ListenerThread[LogEntry] = ListenerThread(lambda entry: _add(root, url, entry))
+    thread.post(entry)
+    thread.end()
+
+
+def _add(root: str, url: str, entry: LogEntry) -> None:
+    try:
+        backend = open_backend(root)
+        own = url.rstrip("/").rpartition("/")[2]
+        names = {name.rstrip("/") for name in backend.list_dir()} - {own}
+        if any(name == PATH or name.startswith("step-") for name in names):
+            add_entry(backend, entry)
+    except CkptError as err:
+        log.debug("the log of the run %s is not kept: %s", root, err)

@@ -1,0 +1,321 @@
+"""Which steps a run holds: a listing of checkpoints by their commit records. No torch, and no index is opened.
+
+A checkpoint counts as committed only if its commit record is there and can be believed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckpt.catalog import DataFile
+from ckpt.concurrency import map_tasks
+from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.conversion import CONVERTING
+from ckpt.formats.native.catalog import read_index, read_record
+from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, Branches, CommitRecord, begun_last, left_at
+from ckpt.formats.native.datafiles.references import RunBackend
+from ckpt.formats.native.datafiles.referrers import references_of, remaining_files, remaining_references
+from ckpt.formats.native.paths import SOURCES, has_orphans, step_number
+from ckpt.formats.native.virtual import decode_sources
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
+from ckpt.text import url_text
+
+UNFINISHED = "no commit record: the save did not finish, or is still going on"
+UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
+
+_LISTING_THREADS = 8
+_LOOKED_INTO, _NAMED = 32, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One checkpoint of a run, or what is left of a save that did not finish."""
+
+    number: int | None
+    """From the directory's name; None if that does not end in a step number."""
+    url: str
+    committed: bool
+    damaged: bool = False
+    """There is a commit record, but it is damaged or of a version that this software does not know. No orphan: never collect it."""
+    created: str | None = None
+    """UTC, ISO 8601; like ``tensor_bytes`` and ``world_size`` it is None unless committed."""
+    tensor_bytes: int | None = None
+    world_size: int | None = None
+    reason: str | None = None
+    """Why it is not committed; None if it is."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    """What `ckpt rebuild` could not recover: ``values``, ``aliases and padding``, ``metrics and tags``."""
+    id: str | None = None
+    """Of the save: a copy has the same. Ids of later saves sort after it. None unless committed."""
+    sources: tuple[str, ...] = ()
+    """Of a virtual checkpoint: where the files are that it points into, as absolute URLs or paths. Of one with references: the checkpoints
+    of the run that have some of its data files."""
+    shared_bytes: int = 0
+    """Size of the data files of other checkpoints that it refers to."""
+    references_unknown: bool = False
+    """It cannot be loaded, and nobody can say which data files of others it needs: it may need any."""
+    reusable: bool = False
+    """Whether others of the run may refer to its data files."""
+    part: str | None = None
+    """What of a state it was saved with, as the arguments of the save, if that was a part; the rest is in its base."""
+    branches: Branches = ()
+    """Where the run had gone back to an earlier step before this one was saved."""
+    abandoned: int | None = None
+    """The last step that it shares with the branch that was written last, which went on without it; None if it is on that branch."""
+    link: str | None = None
+    """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
+    also: tuple[str, ...] = ()
+    """Names of links beside it that lead to it. They are not listed by themselves."""
+
+
+def step_url(root: str, number: int) -> str:
+    """Where a run has the checkpoint of this step."""
+    return join_url(root, f"step-{number:08d}")
+
+
+def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
+    """The checkpoint at ``root_url`` itself, else those in the directories right below it; the highest step last, unnumbered ones first.
+
+    Directories that hold neither a commit record nor the files of a save are left out. An absent root gives an empty list. A symbolic link
+    is listed as a directory, with what it leads to in ``link``; but of a checkpoint of the run with several names only one is, that of the
+    directory itself, or of links to elsewhere the one with the highest step. The others are in its ``also``.
+
+    Raises:
+        StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
+    """
+    root_url = url_text(root_url)
+    backend = open_backend(root_url)
+    itself, names = look(backend, root_url)
+    return [itself] if itself is not None else in_order(read_steps(backend, root_url, names).values())
+
+
+def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
+    """The checkpoint that the root of ``backend`` is, if it is one, else None; and the names of the directories right below it."""
+    here = backend.list_dir("")
+    itself = _step(backend, "", root_url) if _is_of_checkpoint(here) else None
+    return itself, [name.rstrip("/") for name in here if name.endswith("/")]
+
+
+def read_steps(backend: Backend, root_url: str, names: Collection[str]) -> dict[str, Step]:
+    """What the directories of these names below the root are, without those that are no checkpoint and no part of one."""
+    threads = max(_LISTING_THREADS, backend.io_hints.concurrency)
+    steps = map_tasks(lambda name: _step(backend, f"{name}/", join_url(root_url, name)), list(names), threads, "ckpt-list")
+    return {name: step for name, step in zip(names, steps, strict=True) if step is not None}
+
+
+def in_order(steps: Iterable[Step]) -> list[Step]:
+    """The highest step last, and each checkpoint under one name: those of equal id have equal bytes, so a link with the id of another one
+    is a second name of it."""
+    ordered = sorted(steps, key=lambda s: (s.number is not None, s.number or 0, s.url))
+    links: dict[str, list[Step]] = {}
+    for s in ordered:
+        if s.link is not None and s.id is not None:
+            links.setdefault(s.id, []).append(s)
+    if not links:
+        return with_abandoned(ordered)
+    named: dict[str, Step] = {}
+    for s in ordered:
+        if s.id is not None and (s.link is None or named.get(s.id, s).link is not None):
+            named[s.id] = s
+    listed = []
+    for s in ordered:
+        first = named.get(s.id, s) if s.id is not None else s
+        if first is s:
+            others = [o for o in links.get(s.id or "", ()) if o is not s]
+            listed.append(replace(s, also=tuple(directory_name(o) for o in others)) if others else s)
+        elif s.link is None:
+            listed.append(s)
+    return with_abandoned(listed)
+
+
+def with_abandoned(steps: Sequence[Step]) -> list[Step]:
+    """The same steps of one run, in the same order; those that the branch which was written last has left behind say so."""
+    live = begun_last(s.branches for s in steps)
+    if not live:
+        return list(steps)
+    # Who saves without a ``Checkpointer`` knows of no branch: what was saved since the last one began is on it.
+    steps = [replace(s, branches=live) if not s.branches and s.id is not None and s.id > live[-1].id else s for s in steps]
+    tip = max((s.number for s in steps if s.branches == live and s.number is not None), default=live[-1].after)
+    return [replace(s, abandoned=left_at(s.branches, s.number, live, tip)) if s.committed and s.number is not None else s for s in steps]
+
+
+def directory_name(step: Step) -> str:
+    """Its name below the root."""
+    return step.url.rstrip("/").rpartition("/")[2]
+
+
+def _is_of_checkpoint(names: Sequence[str]) -> bool:
+    """Whether one of these names is of a checkpoint, or of what is left of a save: else there is nothing to read beside them."""
+    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in names)
+
+
+def runs_below(url: str) -> list[str]:
+    """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
+    many directories only the first are looked at."""
+    names = [name.rstrip("/") for name in open_backend(url).list_dir("") if name.endswith("/")]
+    below = [join_url(url, name) for name in names[:_LOOKED_INTO]]
+    return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]
+
+
+def vanished_bases(root_url: str, steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
+    """URL of a checkpoint of the run → names of those that have data files it refers to and that are not there any more: it cannot be
+    loaded whole. A checkpoint that is listed alone, or through a link, has neighbours that are not
+    listed: nothing is said of it."""
+    there = {name for s in steps for name in (directory_name(s), *s.also)}
+    sharing = [s for s in steps if s.shared_bytes and s.link is None and s.url != root_url]
+    owners = {s.url: tuple(url.rpartition("/")[2] for url in s.sources) for s in sharing}
+    return {url: gone for url, names in owners.items() if (gone := tuple(name for name in names if name not in there))}
+
+
+def none_here(url: str) -> NotFoundError:
+    """That there is no checkpoint at ``url`` nor right below, with the runs further below."""
+    if is_file_system(url) and not os.path.exists(real_url(url)) and not url.startswith("memory:"):
+        return NotFoundError(
+            "there is no such file or directory", where=url, hint="check the path: it is relative to the working directory"
+        )
+    runs = runs_below(url)
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    hint = f"below it are runs: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"
+    return NotFoundError("no checkpoint here, and none in a directory below", where=url, hint=hint)
+
+
+def _step(backend: Backend, prefix: str, url: str) -> Step | None:
+    """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
+    number = step_number(url.rstrip("/").rpartition("/")[2])
+    link = backend.link(prefix.rstrip("/"))
+    data: bytes | None = None
+    try:
+        data = read_record(backend, prefix)
+        record = None if data is None else CommitRecord.from_bytes(data, url)
+        sources, shared_bytes = ((), 0) if record is None else _sources(record, url)
+    except (CorruptError, FormatError) as err:
+        left = _remaining_sources(data, url)
+        return Step(
+            number=number,
+            url=url,
+            committed=False,
+            damaged=True,
+            reason=err.message,
+            sources=left or (),
+            references_unknown=left is None,
+            link=link,
+        )
+    if record is None:
+        if not has_orphans(backend, prefix):
+            return None
+        reason = UNCONVERTED if CONVERTING in backend.list_dir(prefix) else UNFINISHED
+        return Step(number=number, url=url, committed=False, reason=reason, link=link)
+    return Step(
+        number=number,
+        url=url,
+        committed=True,
+        created=record.created,
+        tensor_bytes=record.tensor_bytes,
+        world_size=record.world_size,
+        metrics=record.metrics,
+        tags=record.tags,
+        lost=record.lost,
+        id=record.id,
+        sources=sources,
+        shared_bytes=shared_bytes,
+        reusable=record.reusable,
+        part=record.part,
+        branches=record.branches,
+        link=link,
+    )
+
+
+def _sources(record: CommitRecord, url: str) -> tuple[tuple[str, ...], int]:
+    """``Step.sources`` and ``Step.shared_bytes``."""
+    if VIRTUAL in record.features:
+        return _roots(read_index(open_backend(url), record, SOURCES), url), 0
+    if REFERENCED not in record.features:
+        return (), 0
+    shared = references_of(open_backend(url), record)
+    return _owners(shared, url), sum(file.size for file in shared)
+
+
+def _remaining_sources(record: bytes | None, url: str) -> tuple[str, ...] | None:
+    """``Step.sources`` of a checkpoint whose record or index cannot be read, by what is left of it; None if nobody can say."""
+    if record is None:
+        return ()
+    backend = open_backend(url)
+    shared = remaining_references(backend, record)
+    roots = list(remaining_files(backend, SOURCES))
+    try:
+        return None if shared is None else (*_owners(shared, url), *(root for data in roots for root in _roots(data, url)))
+    except CorruptError:
+        return None
+
+
+def _owners(references: Sequence[DataFile], url: str) -> tuple[str, ...]:
+    backend = RunBackend(open_backend(url))
+    return tuple({backend.owner_url(file.path): None for file in references})
+
+
+def _roots(sources: bytes, url: str) -> tuple[str, ...]:
+    return tuple({source.root: None for source in decode_sources(sources, url)})
+
+
+# The steps of a run for a job that asks again and again. No torch.
+#
+# A run may have ten thousand steps, and each has a record of its own, so a save must not read them all to remove one. What a process has
+# read it keeps, and believes as long as the storage shows, in a listing that costs little, that the record is still the same object
+# (``Backend.version_tokens``). Nothing is concluded from a name alone: another job, or ``ckpt tag``, may have replaced what is behind it.
+#
+# Invariants: a token is older than the record that is kept with it, so that a record replaced in between is read again. Only checkpoints
+# that are committed and that no link leads to are kept.
+
+_APART = "/data/"
+"""Paths with this in them are no commit records: most of the objects of a run have it."""
+_FEW = 4000
+"""Steps of a run that is looked at after each save."""
+
+
+class _Kept(NamedTuple):
+    token: str
+    step: Step
+
+
+class KnownSteps:
+    """What one process knows of the run at ``root``. Any thread may ask."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._kept: dict[str, _Kept] = {}
+        self._count = 0
+        """Directories of the run, when it was listed last."""
+        self.waiting = self._most_waiting = 0
+        """Saves since :meth:`due`, and how many may be."""
+
+    def due(self) -> bool:
+        """Whether to look at the run now that one more save has ended. A look costs what the run has steps, whatever has changed, so there
+        is one save for each ``_FEW`` steps between two of them: what is to be removed waits, but is one step in ``_FEW`` at most."""
+        if self.waiting < self._most_waiting:
+            self.waiting += 1
+            return False
+        self.waiting, self._most_waiting = 0, self._count // _FEW
+        return True
+
+    def list(self) -> list[Step]:
+        """As :func:`ckpt.list_steps`, of the present moment; only records that are new or changed are read."""
+        backend = open_backend(self._root)
+        itself, names = look(backend, self._root)
+        self._count = len(names)
+        if itself is not None:
+            return [itself]
+        tokens = backend.version_tokens(names, COMMIT_PATH, skip=_APART)  # before any record is read
+        if tokens is None:
+            return in_order(read_steps(backend, self._root, names).values())
+        before = self._kept
+        same = {n: before[n] for n in names if n in before and tokens.get(n) == before[n].token and backend.link(n) is None}
+        new = read_steps(backend, self._root, [n for n in names if n not in same])
+        kept = {n: _Kept(tokens[n], s) for n, s in new.items() if n in tokens and s.committed and s.link is None}
+        self._kept = {**same, **kept}
+        return in_order([*(kept.step for kept in same.values()), *new.values()])

@@ -1,0 +1,438 @@
+"""Where the checkpoints of a run are: at its root, and before that on a local disk, if there is such a tier. No torch.
+
+Invariants: a checkpoint has the same id in both tiers, and of two checkpoints of one step that with the higher id was saved later: a save
+takes an id above those that were seen at the root, whatever the clock of this machine says. Nothing notes what is published: the commit
+records at the root say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from datetime import datetime, timezone
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+from ckpt.concurrency import Rounds
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.writer import committed_id
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import is_file_system, open_backend, real_url
+from ckpt.net.group import Group
+from ckpt.net.rows import Row
+from ckpt.plan.tables import ranks_text
+from ckpt.policies import All, KeepPolicy, Latest, retention
+
+from .lineage import branches_after
+from .node_tier import SpreadTier
+from .removal import infos, remove_step, remove_steps
+from .step_listing import KnownSteps, Step, step_url, with_abandoned
+
+log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+LOOK = 5.0
+"""Seconds after which a file that one rank has written shows to the others, if ever: network file systems remember what was not there."""
+_NAMED = 5
+
+
+class Tiers:
+    """The steps of a run in one tier, or in two with ``local``; each has its own policy of what stays."""
+
+    def __init__(
+        self,
+        root: str,
+        keep: KeepPolicy = All(),  # noqa: B008
+        local: str | None = None,
+        local_keep: KeepPolicy = Latest(1),  # noqa: B008
+        spread: SpreadTier | None = None,
+        *,
+        newest_only: bool = False,
+    ) -> None:
+        """``spread``: the local tier, if it is one of a directory on each node; ``local`` is its URL then. ``newest_only``: a round
+        of publishing takes the newest of what is there, and no other."""
+        self.newest_only = newest_only
+        self.root, self.keep = root, keep
+        self.spread = spread
+        self.local, self.local_keep = local, local_keep
+        self.busy: str | None = None
+        """Id of the local checkpoint that is being published, and must stay meanwhile; under ``lock``."""
+        self.removed: Callable[[int, str, str | None], object] = lambda step, url, id: None
+        """Told of each checkpoint that was removed."""
+        self.base: Callable[[], str | None] = lambda: None
+        """Gives the URL of what the next save may refer to: it stays, since removals in the background run beside saves."""
+        self.lock = threading.Lock()
+        self.damaged: set[str] = set()
+        """Ids of local checkpoints that cannot be published, since they are damaged."""
+        self._known_root, self._known_local = KnownSteps(root), KnownSteps(local or root)
+        self._removable = local if spread is None else spread.own_url
+        """Where steps of the local tier are removed: a spread one is also read from places that it does not write to."""
+        self._known_first = KnownSteps(self._removable) if self._removable is not None else self._known_root
+        self._retaining = Rounds(self.retain, "ckpt-retain")
+        self._retaining_root = Rounds(self.retain_root, "ckpt-retain-root")
+        self._swept = False
+        """Whether what earlier lives of the job have left in memory is freed."""
+        self._published: set[str | None] = set()
+        self._passed: set[str] = set()
+        """Ids of local checkpoints of which was said that the root has a later one of their step."""
+        self._last_seen: str | None = None
+        """The highest id that was seen at the root."""
+        self._answers = True
+        """Whether the root answered when it was asked last."""
+        self._behind: list[int] = []
+        """Abandoned steps of which was said that they are passed over."""
+        self._unreadable: set[str] = set()
+        """Checkpoints of which was said that their records are damaged."""
+        self._shared = local is None
+        if local is not None and spread is None and not is_file_system(local):
+            raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
+        if local is not None and real_url(local) == real_url(root):
+            raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
+
+    def place(self, n: int) -> str:
+        """Where step ``n`` is committed first."""
+        return step_url(self.root if self.local is None else self.local, n)
+
+    # ---- what is there
+
+    def earlier(self, n: int) -> str | None:
+        """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most."""
+        self._see(self._asked(lambda: _id_at(step_url(self.root, n)), f"whether step {n} is at {self.root}"))
+        return self._last_seen
+
+    def look(self, nearer: Tiers | None = None) -> list[Step]:
+        """As :meth:`run`, for a save: with a local tier it takes a few seconds at most, and is without what the root has if that does not
+        answer."""
+        if self.local is None:
+            return self.run(nearer)
+        far = self._asked(self._at_root, f"what is at {self.root}")
+        return with_abandoned([*(nearer.near() if nearer is not None else ()), *self.near(), *(far or ())])
+
+    def _asked(self, ask: Callable[[], T], what: str) -> T | None:
+        """What the root answers; None if it does not. Then it is not asked again before it has answered somebody else."""
+        if not self._answers:
+            return None
+        answer: Future[T] = Future()
+        threading.Thread(target=_answer, args=(ask, answer), name="ckpt-look", daemon=True).start()
+        try:
+            return answer.result(LOOK)
+        except (StorageError, FutureTimeoutError) as err:
+            self._answers = False
+            why = str(err) or f"no answer within {LOOK:g} s"
+            log.warning("%s cannot be seen, so this save counts as later than what was seen there before: %s", what, why)
+            return None
+
+    def _see(self, *ids: str | None) -> None:
+        self._last_seen = max((id for id in (self._last_seen, *ids) if id is not None), default=None)
+
+    def _at_root(self) -> list[Step]:
+        steps = _numbered(_checked(self._known_root.list(), self.root))
+        self._answers = True
+        self._see(*(s.id for s in steps))
+        return steps
+
+    def _say_passed(self, near: Iterable[Step], far: Iterable[Step]) -> None:
+        """Warn of local checkpoints that give way to others at the root, once of each."""
+        later = {s.number: s for s in far if s.committed}
+        for s in near:
+            other = later.get(s.number)
+            if s.committed and s.id is not None and other is not None and str(other.id) > s.id and s.id not in self._passed:
+                self._passed.add(s.id)
+                log.warning(
+                    "%s (save %s of %s) is passed over: by its id %s (save %s of %s) was saved later",
+                    *(s.url, s.id, s.created, other.url, other.id, other.created),
+                )
+
+    def run(self, nearer: Tiers | None = None) -> list[Step]:
+        """All that there is, with what ``nearer`` has locally, a tier before these."""
+        return with_abandoned([*(nearer._judged(nearer.near()) if nearer is not None else ()), *self.near(), *self._at_root()])
+
+    def steps(self, nearer: Tiers | None = None) -> list[Step]:
+        """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
+        by_number: dict[int | None, Step] = {}
+        for step in reversed(self._ordered(self.run(nearer))):
+            by_number[step.number] = step
+        return list(by_number.values())
+
+    def latest(self, nearer: Tiers | None = None) -> int | None:
+        """The highest committed step of the branch that was written last."""
+        return max((s.number for s in self.run(nearer) if s.committed and s.abandoned is None and s.number is not None), default=None)
+
+    def near(self) -> list[Step]:
+        """What the local tier has."""
+        return _numbered(_checked(self._known_local.list(), self.local)) if self.local is not None else []
+
+    def _ordered(self, steps: Iterable[Step]) -> list[Step]:
+        """Those that are committed in the order in which to try them."""
+        # Of steps alike the first stays first, and local ones come first.
+        return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
+
+    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = (), nearer: Tiers | None = None) -> list[list[Any]]:
+        """Step, URL, id, losses, and the branches of what is saved after it, of the copies of the newest step that has some beside those
+        ``tried``, by URL and id, on the branch that was written last; or of ``step``, on whatever branch. What was saved last comes first,
+        the nearest copy before others. All records are read: a low step may be of the last branch."""
+        places = [(tier, tier.near()) for tier in (nearer, self) if tier is not None]
+        at_root = self._far(step, [s for _, steps in places for s in steps])
+        run = with_abandoned([s for _, steps in (*places, (None, at_root or ())) for s in steps])
+        owners = [tier for tier, steps in places for _ in steps]
+        levels: dict[int, list[tuple[Tiers | None, Step]]] = {}
+        for s, owner in zip_longest(run, owners):
+            if s.number is not None and (step == s.number or (step is None and s.abandoned is None)):
+                levels.setdefault(s.number, []).append((owner, s))
+        there = False
+        damaged: Step | None = None
+        for _, level in sorted(levels.items(), reverse=True):
+            near = [s for tier, _ in places for s in tier._judged(s for owner, s in level if owner is tier)]
+            far = [s for owner, s in level if owner is None]
+            self._say_passed(near, far)
+            committed = self._ordered([*near, *far])
+            for s in (*near, *far):
+                if not s.committed and (s.damaged or not committed):
+                    log.warning("%s is passed over: %s", s.url, s.reason)
+                if s.damaged:
+                    damaged = damaged or s
+            there = there or bool(committed)
+            copies = [s for s in committed if (s.url, s.id) not in tried]
+            if copies:
+                if step is None:
+                    self._say_abandoned(run, copies[0])
+                return [[s.number, s.url, s.id, s.lost, branches_after(s, run, whole=at_root is not None)] for s in copies]
+        if damaged is not None and not there:
+            raise _unreadable(damaged)
+        if step is not None and not there:
+            raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+        return []
+
+    def _say_abandoned(self, run: Iterable[Step], chosen: Step) -> None:
+        """Say which steps are not gone on from since the run went back, and which may be of a branch that nobody can see; once."""
+        for s in run:
+            if s.damaged and s.url not in self._unreadable and (s.number or 0) < (chosen.number or 0):
+                self._unreadable.add(s.url)
+                log.warning("%s cannot be read, nor whether the run had gone back before it: %s", s.url, s.reason)
+        behind = sorted({s.number for s in run if s.abandoned is not None and s.number is not None})
+        if not behind or behind == self._behind:
+            return
+        self._behind = behind
+        numbers = ", ".join(map(str, behind)) if len(behind) <= _NAMED else f"{behind[0]} to {behind[-1]}"
+        log.warning(
+            "%s: the run went back, and went on without %s; restore(state, step=…) takes what is named, `ckpt gc --abandoned` removes it",
+            *(self.root, f"step {numbers}" if len(behind) == 1 else f"steps {numbers}"),
+        )
+
+    def _judged(self, near: Iterable[Step]) -> list[Step]:
+        """Local checkpoints; those of which the nodes that are left have too little count as damaged."""
+        judged = [s if self.spread is None else self.spread.judged(s) for s in near]
+        self.damaged |= {s.id for s in judged if s.damaged and s.id is not None}
+        return judged
+
+    def _far(self, step: int | None, near: list[Step]) -> list[Step] | None:
+        """What the root has; None if that is not known, but need not be, since ``step`` is among those that are ``near``."""
+        try:
+            return self._at_root()
+        except StorageError as err:
+            mine = next(
+                (s.number for s in reversed(self._ordered(with_abandoned(near))) if s.abandoned is None and step in (None, s.number)), None
+            )
+            if mine is None:
+                raise
+            if step is not None:
+                log.warning("only the local copy of step %d is looked at: %s", step, err)
+                return None
+            hint = f"try again when the storage answers; restore(state, step={mine}) takes the newest local checkpoint as it is"
+            message = f"whether the root has newer checkpoints than step {mine}, the newest local one, cannot be seen: {err.message}"
+            raise StorageError(message, where=self.root, hint=hint) from err
+
+    def unconfirmed(self) -> list[Step]:
+        """Local checkpoints that are not known to be published, the lowest step first."""
+        near = self.near()
+        self._published &= {s.id for s in near}  # a job saves millions of steps, and few stay
+        return [s for s in near if s.committed and s.id not in self._published | self.damaged]
+
+    def behind(self) -> list[Step]:
+        """Local checkpoints that are to be published, the newest first: all that ``keep`` would keep at the root."""
+        near = self.unconfirmed()
+        if not near:
+            return []
+        there = self._at_root()
+        self._say_passed(near, there)
+        far = {s.number: s for s in there if s.committed}
+        self._published |= {s.id for s in far.values() if s.id is not None}
+        # A local copy is uploaded if the root has no copy of that step, or an older one. Ids sort by time, and the
+        # leader has made local ids later than those at the root, so comparing them needs no clock.
+        near = [s for s in near if s.number not in far or str(s.id) > str(far[s.number].id)]
+        united = with_abandoned(list({**far, **{s.number: s for s in near}}.values()))
+        kept = retention(self.keep, infos(united), datetime.now(timezone.utc)).kept
+        mine = {s.url for s in near}
+        behind = [s for s in self._ordered(united) if s.number in kept and s.url in mine]
+        behind.sort(key=lambda s: s.abandoned is not None)  # the branch that was written last comes first
+        if self.newest_only:
+            behind = [s for s in behind[:1] if s.abandoned is None]
+        return [s for s in self._judged(behind) if s.committed]
+
+    # ---- what stays
+
+    def retain(self) -> None:
+        """Remove what need not stay where saves are committed first. A failure here harms no checkpoint."""
+        if self._removable is None:
+            self.retain_root()
+            return
+        with self.lock:
+            _remove(self._removable, self._known_first, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
+
+    def retain_after_save(self) -> None:
+        """As :meth:`retain_in_background`, when a save has ended and none is going on. Once it also frees what earlier lives of the job
+        have left in memory when they were killed in the middle of a save or of a removal: nobody else ever would, and the budget is small.
+        """
+        self.retain_in_background()
+        if self._swept or self.spread is None or not self.spread.in_memory or self._removable is None:
+            return
+        try:
+            for step in self._known_first.list():
+                if not step.committed and not step.damaged and step.number is not None and step.link is None:
+                    log.info("%s is freed: %s", step.url, step.reason)
+                    remove_step(self._removable, step, self._known_first.list)
+            self._swept = True
+        except CkptError as err:
+            log.warning("what earlier saves have left in memory stays there: %s", err)
+
+    def retain_root(self) -> None:
+        """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
+        _remove(self.root, self._known_root, self.keep, self.base(), self.removed)
+
+    def retain_in_background(self, *, root: bool = False) -> None:
+        """As :meth:`retain`, and with ``root`` as :meth:`retain_root`: no save, and no step of training, waits for thousands of deletes.
+        But memory is freed now, since the next save needs it. In a run of very many steps it comes after some saves together."""
+        if root and self._removable is not None and self._known_root.due():
+            self._retaining_root.ask()
+        if open_backend(self._removable or self.root).io_hints.in_memory:
+            self.retain()
+        elif self._known_first.due():
+            self._retaining.ask()
+
+    def settle(self, seconds: float, *, rest: bool = False) -> None:
+        """Wait until what was begun in the background is done, if that takes no longer. ``rest``: also what waits for further saves."""
+        if rest and self._known_first.waiting:
+            self._retaining.ask()
+        if rest and self._removable is not None and self._known_root.waiting:
+            self._retaining_root.ask()
+        end = time.monotonic() + seconds
+        if not all(rounds.wait(max(0.0, end - time.monotonic())) for rounds in (self._retaining, self._retaining_root)):
+            log.warning("old checkpoints of %s are still being removed after %g s; that goes on in the background", self.root, seconds)
+
+    # ---- whether ranks share the local tier
+
+    def check(self, group: Group, timeout: float) -> None:
+        """Once, if there are several: whether all ranks see the files of the local tier, or are connected to those who have them.
+        Collective."""
+        if self.spread is not None:
+            self.spread.connect()
+            return
+        if self._shared or self.local is None or group.size == 1:
+            return
+        call = group.call("local tier", self.root, timeout)
+        backend = open_backend(self.local)
+        path = call.map_reduce("write", dict, lambda rows: _leave_file(backend))
+        try:
+            call.map_reduce("look", lambda: {"seen": _shows(backend, path)}, lambda rows: _all_see(rows, group, backend.url))
+        finally:
+            if call.is_leader:
+                backend.delete(path)
+        self._shared = True
+
+
+def _numbered(steps: Iterable[Step]) -> list[Step]:
+    return [s for s in steps if s.number is not None]
+
+
+def _checked(steps: list[Step], root: str) -> list[Step]:
+    """The same steps."""
+    if any(s.url == root and (s.committed or s.damaged) for s in steps):
+        parent = root.rstrip("/").rpartition("/")[0]
+        hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"
+        raise UsageError("this is a checkpoint, not a run", where=root, hint=hint)
+    return steps
+
+
+def _answer(ask: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(ask())
+    except BaseException as err:  # noqa: BLE001  whoever waits raises it
+        answer.set_exception(err)
+
+
+def _id_at(url: str) -> str | None:
+    try:
+        return committed_id(open_backend(url))
+    except (CorruptError, FormatError):
+        return None  # what publishes it says so
+
+
+def _remove(
+    root: str,
+    known: KnownSteps,
+    keep: KeepPolicy,
+    busy: str | None,
+    removed: Callable[[int, str, str | None], object],
+    *,
+    bases: bool = True,
+) -> None:
+    if keep == All():
+        return
+    try:
+        committed = [s for s in _checked(known.list(), root) if s.committed]
+        steps = {s.number: s for s in _numbered(committed)}
+        # What is not judged, having no number or that of another, stays: and so has to what it uses.
+        facts = infos([s if steps.get(s.number) is s else replace(s, number=None) for s in committed], bases=bases)
+        going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
+        referrers = {info.step: info.users for info in facts}
+        for step in remove_steps(root, going, referrers, busy, known.list):
+            if step.link is None and step.number is not None:
+                log.info("step %d is removed from %s", step.number, root)
+                removed(step.number, step.url, step.id)
+    except CkptError as err:
+        log.warning("old checkpoints stay behind in %s: %s", root, err)
+
+
+def _leave_file(backend: Backend) -> str:
+    """Write an empty file, of a name that `ckpt gc` knows; gives its path."""
+    path = f".prepare-{secrets.token_hex(8)}.tmp"
+    backend.prepare()
+    with backend.create(path, 0) as writer:
+        writer.commit()
+    return path
+
+
+def _shows(backend: Backend, path: str) -> bool:
+    end = time.monotonic() + LOOK
+    while True:
+        try:
+            backend.size(path)
+        except NotFoundError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
+
+
+def _all_see(rows: dict[int, Row], group: Group, url: str) -> None:
+    blind = [rank for rank, row in rows.items() if not row["seen"]]
+    if blind:
+        raise UsageError(
+            f"the local tier is not the same directory on all ranks: {ranks_text(blind)} cannot see what rank {group.leader} writes there",
+            where=url,
+            hint="give local= a directory that all nodes share; or ckpt.NodeLocal(directory), if each node is to keep its own files",
+        )
+
+
+def _unreadable(step: Step) -> CorruptError:
+    """A run that has checkpoints does not begin anew."""
+    hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
+    return CorruptError(f"no checkpoint here can be read: {step.reason}", where=step.url, hint=hint)

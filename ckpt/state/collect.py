@@ -1,0 +1,406 @@
+"""What a rank brings to a save: its tensors with their places, and the JSON nodes of everything else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.errors import CoverageError, StateError
+from ckpt.plan.layout.layout import Layout
+from ckpt.plan.tree import encode, join, leaves
+from ckpt.plan.tree_decoding import Node, child_path, mapping_node, pairs_of, tag_of
+from ckpt.plan.values import StatePart
+
+from .dtensor import dtensor_types
+from .fsdp1 import FlatPart
+from .modules import LEFT_OUT, ModuleTensors, PartTaker, copies_of, frozen_beside, is_frozen, tensors_of
+from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, refuse_zero, state_path
+from .shard_table import ShardCache, ShardTable
+from .sharded import Sharded
+from .tensors import LocalTensor
+from .walk import Compound, PerRank, is_stateful, scan_state, state_of
+
+# What of a state changes only behind a fence (``engine/save/fence.py``), so that a save in the background may copy it later.
+#
+# Torch calls a hook of ours before each optimizer's step, and the hook waits. Nothing else that changes tensors waits by itself. An
+# optimizer counts that is in the state, or that the hook has seen: who publishes weights seldom gives the optimizer, too.
+
+seen: WeakSet[Optimizer] = WeakSet()
+"""Optimizers of this process that the hook has waited for."""
+
+
+class Fenced:
+    """An object that calls ``fence()`` before it changes its tensors; or leaves changing them, and parameters of the state's modules, to
+    ``optimizers``."""
+
+    optimizers: Sequence[Optimizer] = ()
+
+
+def fencing(value: object) -> Sequence[Optimizer] | None:
+    """The optimizers whose steps alone change the tensors of a value; None if something may change them that does not wait."""
+    optimizers = [value] if isinstance(value, Optimizer) else value.optimizers if isinstance(value, Fenced) else None
+    return optimizers if optimizers is not None and all(map(_waits, optimizers)) else None
+
+
+def _waits(optimizer: Optimizer) -> bool:
+    """Whether its step runs torch's hooks: not if its class has never called ``Optimizer.__init__``, or its step was replaced."""
+    if getattr(optimizer.step, "hooked", False):
+        return True
+    inner = getattr(optimizer, "optimizer", None)  # accelerate's, for one, has the real one inside
+    return isinstance(inner, Optimizer) and _waits(inner)
+
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(eq=False)
+class Collected:
+    """One rank's share of a state. ``own`` are the nodes of its ``PerRank`` values by path."""
+
+    shard_table: ShardTable
+    state: Node = None
+    own: dict[str, Node] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+    """Globs of the part that no name of this rank matches."""
+    trains: bool = True
+    """Whether the part has a tensor of this rank that requires a gradient."""
+
+
+def collect(
+    state: object,
+    *,
+    rank: int,
+    ranks: tuple[int, ...],
+    layout: Layout | None,
+    shards: ShardCache | None = None,
+    part: StatePart | None = None,
+) -> Collected:
+    """Walk a state. No tensor is copied. ``shards`` is what the last walk found, if there was one; ``part`` what is wanted, if not all."""
+    seen = scan_state(state)
+    with torch.no_grad():
+        shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
+        collected, parts = Collected(shard_table), dict[int, ModuleTensors]()
+        taker = None if part is None else PartTaker(part)
+        walk = _CollectWalk(collected, names_in(seen.modules, parts), parts, taker)
+        kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
+        node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
+        if taker is not None:
+            node, collected.idle, collected.trains = taker.labelled(node), taker.idle(), taker.trains
+        collected.state, _ = _rehomed(node, "", walk.renumbered)
+        shard_table.fenced = walk.fenced_names()
+    _check_memory(shard_table.tensors.values())
+    for tensor in shard_table.unproven():
+        _check_complete(tensor, rank)
+    shard_table.remember()
+    if _may_repeat(collected.state):
+        _check_paths(collected.state)
+    return collected
+
+
+def _may_repeat(node: Node) -> bool:
+    """Whether two values can have one path: only where a key begins as another one of the same mapping, up to a dot, or is no word."""
+    if not isinstance(node, dict):
+        return isinstance(node, list) and any(map(_may_repeat, node))
+    for key in node:
+        if not key or key == "$map":
+            return True
+        # Paths are keys joined by dots, so {"a": {"b": 1}, "a.b": 2} has two values at "a.b". That needs one key that
+        # begins with another one and a dot: the common state, with no dots in its keys, is not searched at all.
+        at = key.find(".")
+        while at >= 0:
+            if key[:at] in node:
+                return True
+            at = key.find(".", at + 1)
+    below = [n for n in node.values() if type(n) is list or (type(n) is dict and "$tensor" not in n)]
+    return any(map(_may_repeat, below))
+
+
+def _check_paths(state: Node) -> None:
+    """Raise if two values of the state have one path: a load could not tell them apart."""
+    seen: set[str] = set()
+    for path, _ in leaves(state):
+        if path in seen:
+            raise StateError("two values of the state have this path", where=path, hint="rename one of the keys on the way to it")
+        seen.add(path)
+
+
+def _check_memory(tensors: Iterable[LocalTensor]) -> None:
+    """Raise unless all that is to be saved has values."""
+    for tensor in tensors:
+        for part in tensor.parts:
+            if _without_memory(part.memory):
+                raise StateError(
+                    "a tensor on the meta device, or one whose memory was freed, has no values to save",
+                    where=f"tensor {tensor.state_name}",
+                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it; if accelerate "
+                    "offloads the module, accelerate.hooks.remove_hook_from_submodules brings its values back",
+                )
+
+
+def _check_complete(tensor: LocalTensor, rank: int) -> None:
+    """Raise unless this rank has all that a tensor's layout gives it."""
+    parts = tensor.parts
+    if len(parts) == 1 and parts[0].box.shape == tensor.info.shape:
+        return
+    pieces = tensor.info.layout.pieces(tensor.info.shape, rank)
+    if len(parts) == len(pieces) == 1 and parts[0].box.shape == pieces[0].box.shape:
+        return
+    present, due = (sum(p.box.numel for p in boxes) for boxes in (parts, pieces))
+    if present != due:
+        raise CoverageError(
+            f"rank {rank} has {present} of the {due} elements that the layout gives it",
+            where=f"tensor {tensor.info.name}",
+            hint="put all that the layout stacks into the state: every expert of the rank, with this tensor",
+        )
+
+
+def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node, list[str]]:
+    """Move references to renumbered tensors to where their stored names lead, so that the ranks' states can be joined: layer 0 of a
+    stage is not layer 0 of the job. Returns the node and the names that belong further up."""
+    pairs = pairs_of(node)
+    if pairs is None or not renumbered:
+        return node, []
+    kept: list[tuple[Node, Node]] = []
+    moved: dict[str, None] = {}
+    for key, child in pairs:
+        at = child_path(path, key)
+        if at in renumbered and tag_of(child) == "$tensor":
+            moved[renumbered[at]] = None
+            continue
+        changed, below = _rehomed(child, at, renumbered)
+        moved |= dict.fromkeys(below)
+        if changed or not below:
+            kept.append((key, changed))
+    # Names below this node's own path stay here, under what is left of their name; the others travel up, until a
+    # container is reached whose path they begin with. In the end the ranks' states have the same tree.
+    start = f"{path}." if path else ""
+    home = [name for name in moved if name.startswith(start)]
+    kept += [(name[len(start) :], {"$tensor": name}) for name in home]
+    return mapping_node(kept), [name for name in moved if not name.startswith(start)]
+
+
+def _without_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or (not tensor.untyped_storage().nbytes() and tensor.numel() > 0)
+
+
+class _CollectWalk:
+    """The ``leaf`` callbacks of one walk over a state."""
+
+    def __init__(self, collected: Collected, names: ParamNames, parts: dict[int, ModuleTensors], taker: PartTaker | None = None) -> None:
+        self.collected = collected
+        self.shard_table = collected.shard_table
+        self.names = names
+        self.parts = parts
+        """Tensors of the state's modules, by id."""
+        self.taker = taker
+        """What decides what a part has; None for a whole state."""
+        self.renumbered: dict[str, str] = {}
+        """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
+        self.fenced: set[str] = set()
+        """Names in the state of what changes only behind a fence."""
+        self.optimizers = {*seen}
+        """Those whose steps wait."""
+
+    def leaf(self, value: object, path: str) -> Node:
+        if isinstance(value, (torch.Tensor, Sharded)):
+            return self.tensor(value, path)
+        if isinstance(value, PerRank):
+            if not self.wants(path):
+                return LEFT_OUT
+            if path in self.collected.own:
+                raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
+            self.collected.own[path] = encode(value.saved(self.shard_table.rank, self.shard_table.ranks), path, self.own_leaf)
+            return {"$per_rank": True}
+        if isinstance(value, Compound):
+            with self.fenced_by(value):
+                return encode(value.parts(), path, self.leaf)
+        if isinstance(value, torch.nn.Module):
+            return self.module(value, path)
+        if isinstance(value, Optimizer):
+            with self.fenced_by(value):
+                return self.optimizer(value, path)
+        if is_stateful(value):
+            refuse_zero(value, path)
+            # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
+            # would have them.
+            outside, given = dict(self.renumbered), state_of(value, path)
+            if self.taker is not None and not self.taker.wants_some(path, given):
+                return LEFT_OUT
+            taker, self.taker = self.taker, None  # all of it
+            with self.fenced_by(value):
+                node = encode(given, path, self.inner_leaf)
+            self.taker, self.renumbered = taker, outside
+            return node if taker is None else taker.decided(node)
+        return None
+
+    @contextmanager
+    def fenced_by(self, value: object) -> Iterator[None]:
+        """What the block adds are the tensors of ``value``, which may be an optimizer or fenced."""
+        before = len(self.shard_table.names)
+        yield
+        optimizers = fencing(value)
+        if optimizers is None:
+            return
+        self.fenced.update(islice(self.shard_table.names, before, None))
+        self.optimizers.update(optimizers)
+
+    def fenced_names(self) -> set[str]:
+        """Stored names of what is fenced: of what several names of the state make up, only if all of them are."""
+        for param in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            # Not the frozen ones, as a forward pass may write a momentum encoder or a codebook that the optimizer was given, too.
+            # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
+            if id(param) in self.names.plain:
+                self.fenced.add(self.names.plain[id(param)])
+            self.fenced.update(name for name, _ in self.names.flat.get(id(param), {}).values())
+        stored = self.shard_table.names
+        unfenced = {s for name, s in stored.items() if name not in self.fenced} | self.shard_table.forward_mutable
+        return {stored[name] for name in self.fenced if name in stored} - unfenced
+
+    def wants(self, path: str, value: object = None) -> bool:
+        """Whether what is at ``path`` is saved."""
+        return self.taker is None or self.taker.wants(path, value)
+
+    def tensor(self, tensor: Any, path: str) -> Node:
+        if not self.wants(path, tensor):
+            return LEFT_OUT
+        shard_table = self.shard_table
+        shard_table.add(path or _named(path), tensor)
+        name = shard_table.names[path]
+        if name != path:
+            self.renumbered[path] = name
+        return {"$tensor": name}
+
+    def inner_leaf(self, value: object, path: str) -> Node:
+        """Inside of what has a ``state_dict``: only what ``load_state_dict`` can be given back."""
+        if isinstance(value, (PerRank, Compound, torch.nn.Module, Optimizer)):
+            raise StateError(
+                f"a {type(value).__name__} inside of an object's state_dict could not be loaded again",
+                where=path,
+                hint="put it into the state itself, beside the object, or its state_dict() into the object's",
+            )
+        return self.leaf(value, path)
+
+    def own_leaf(self, value: object, path: str) -> Node:
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self.shard_table.add_own(_named(path), value).info.name}
+        if is_stateful(value) and not isinstance(value, (torch.nn.Module, Optimizer)):
+            return encode(state_of(value, path), path, self.own_leaf)
+        return None
+
+    def module(self, module: torch.nn.Module, path: str) -> Node:
+        if not path:
+            raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
+        parts = self.parts.get(id(module)) or tensors_of(module)
+        shard_table = self.shard_table
+        wanted = {name: part for name, part in parts.flat.items() if self.wants(join(path, name), part)}
+        shard_table.optimizer_updated.update(shard_table.add(join(path, name), part).info.name for name, part in wanted.items())
+        trainable = self.taker is not None and self.taker.part.trainable
+        frozen = frozen_beside(module, parts) if trainable else frozenset[str]()
+        tensors = {n: tensor for n, tensor in parts.tensors.items() if n not in frozen and self.wants(join(path, n), tensor)}
+        _warn_of_copies(module, parts, path, tensors)
+        for name, tensor in tensors.items():
+            stored = shard_table.add(join(path, name), tensor).info.name
+            # Buffers, and embeddings with max_norm, whose rows that are looked up are scaled in the forward pass.
+            if not isinstance(tensor, torch.nn.Parameter) or getattr(parts.owners[name], "max_norm", None) is not None:
+                shard_table.forward_mutable.add(stored)
+            if isinstance(tensor, torch.nn.Parameter):
+                shard_table.optimizer_updated.add(stored)
+                (shard_table.trainable if tensor.requires_grad else shard_table.frozen).add(stored)
+        node: Node = {"$tensors": path}
+        if parts.extra:
+            extra = [(n, encode(value, at, self.inner_leaf)) for n, value in parts.extra.items() if self.wants(at := join(path, n))]
+            node = mapping_node([("", node), *extra])
+            wanted |= dict(extra)
+        if self.taker is None:
+            return node
+        return self.taker.decided(node) if wanted or tensors else LEFT_OUT
+
+    def optimizer(self, optimizer: Optimizer, path: str) -> Node:
+        groups = params_of(optimizer, self.names, path)
+        check_keys(optimizer, path)
+        prefix = state_path(path)
+        values: dict[str, Node] = {"": {"$tensors": prefix}}
+        param_groups = []
+        for group, named in zip(optimizer.param_groups, groups, strict=True):
+            complete: list[tuple[str, torch.Tensor | FlatPart]] = []
+            for name, param in named:
+                if self.taker is not None and self.taker.part.trainable and is_frozen(param):
+                    continue
+                whole = self.wants(join(path, name)) or self.wants(f"{prefix}.{name}")  # as a load selects
+                complete += [(name, param)] if whole else []
+                if whole and self.taker is not None:
+                    self.taker.meet(param)
+                if whole and (group.get("fused") or optimizer.state.get(param.owner if isinstance(param, FlatPart) else param)):
+                    self.shard_table.trainable.add(self.shard_table.stored_name(name, param))
+                if isinstance(param, FlatPart):
+                    rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}", whole=whole)
+                else:
+                    rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix, whole=whole)
+                if rest:
+                    values[self.shard_table.stored_name(name, param)] = rest
+            stored = list(dict.fromkeys(self.shard_table.stored_name(name, param) for name, param in complete))
+            if stored or self.taker is None or (not group["params"] and self.wants(join(path, "param_groups"))):
+                param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
+        node = {"state": mapping_node(list(values.items())), "param_groups": {"$param_groups": param_groups}}
+        if self.taker is None:
+            return node
+        has_state = any(name.startswith(f"{prefix}.") for name in self.shard_table.tensors)
+        has_params = any(group["params"] for group in param_groups)
+        return self.taker.decided(node) if has_params or has_state or len(values) > 1 else LEFT_OUT
+
+    def param_state(self, state: dict[str, object], param: torch.Tensor, name: str, prefix: str, *, whole: bool) -> dict[str, Node]:
+        """Add the tensors of one parameter's state; return the nodes of what is not a tensor. Unless it is wanted ``whole``, each key is
+        asked for."""
+        rest = {}
+        for key, value in state.items():
+            state_name = f"{prefix}.{name}.{key}"
+            if not whole and not self.wants(state_name):
+                continue
+            if isinstance(value, torch.Tensor):
+                self.shard_table.optimizer_updated.add(self.shard_table.add_state(state_name, value, param, name, prefix).info.name)
+            else:
+                rest[key] = encode(value, state_name, self.leaf)
+        return rest
+
+    def flat_state(self, state: dict[str, object], part: FlatPart, state_name: str, *, whole: bool) -> dict[str, Node]:
+        """The same for a parameter in a flat one; ranks that have none of its elements have none of its state."""
+        rest = {}
+        for key, value in state.items() if part.count else ():
+            at = f"{state_name}.{key}"
+            if not whole and not self.wants(at):
+                continue
+            if isinstance(value, torch.Tensor):
+                self.shard_table.optimizer_updated.add(self.shard_table.add(at, part.state(value, at)).info.name)
+            else:
+                rest[key] = encode(value, at, self.leaf)
+        return rest
+
+
+_warned: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def _warn_of_copies(module: torch.nn.Module, parts: ModuleTensors, path: str, wanted: Collection[str]) -> None:
+    """Say it at the first save, not at the load after the run has died."""
+    copies = [join(path, name) for name in copies_of(module, parts) if name in wanted] if module not in _warned else []
+    if copies:
+        _warned.add(module)
+        log.warning(
+            "the state_dict() of the module at %r gives copies of tensors (%s), so a load into the module will be refused: "
+            "save and load module.state_dict() itself, and give that to module.load_state_dict()",
+            path,
+            ", ".join(copies[:3]) + (", …" if len(copies) > 3 else ""),
+        )
+
+
+def _named(path: str) -> str:
+    if not path:
+        raise StateError("the state is a single tensor without a name", hint='pass a mapping: {"name": tensor}')
+    return path

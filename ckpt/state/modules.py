@@ -1,0 +1,229 @@
+"""Modules: their parameters and persistent buffers by name, whatever wraps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ckpt.errors import StateError
+from ckpt.plan.tree import join
+from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, refers, tag_of
+from ckpt.plan.values import LABEL, StatePart
+
+from .fsdp1 import FlatPart, flat_parts, is_wrapped, own_tensors
+from .tensors import local_of
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attribute names that torch.compile, activation checkpointing and FSDP1 put into parameter names."""
+
+
+@dataclass(eq=False, slots=True)
+class ModuleTensors:
+    """``tensors`` by name (parameters themselves, not detached copies), and ``extra`` states of submodules by name. ``flat`` are the
+    parameters that FSDP version 1 keeps in flat ones."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    flat: dict[str, FlatPart] = field(default_factory=dict)
+    extra: dict[str, object] = field(default_factory=dict)
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    """Submodule of each tensor or extra state."""
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, torch.compile and the like, in whatever order they wrap it."""
+    while True:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def clean_name(name: str) -> str:
+    """A name without the segments that wrappers add."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
+
+
+def tensors_of(module: nn.Module) -> ModuleTensors:
+    """Everything that ``module.state_dict()`` would have, without copying."""
+    module = unwrap(module)
+    if is_wrapped(module):
+        return _of_flat(module)
+    module_tensors = ModuleTensors()
+    owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
+    for key, value in module.state_dict(keep_vars=True).items():
+        name = clean_name(key)
+        prefix, _, attribute = name.rpartition(".")
+        while prefix not in owners:  # a module may add names of several segments, as ``weight.absmax``
+            prefix = prefix.rpartition(".")[0]
+        module_tensors.owners[name] = owners[prefix]
+        if isinstance(value, torch.Tensor) and attribute != "_extra_state":
+            module_tensors.tensors[name] = value
+        else:
+            module_tensors.extra[name] = value
+    return module_tensors
+
+
+def _of_flat(module: nn.Module) -> ModuleTensors:
+    """The same where FSDP version 1 wraps it or a part of it: its ``state_dict`` would gather everything."""
+    module_tensors = ModuleTensors()
+    of_module: dict[int, dict[str, FlatPart]] = {}
+    for (number, attribute), part in flat_parts(module).items():
+        of_module.setdefault(number, {})[attribute] = part
+    for path, owner in module.named_modules(remove_duplicate=False):
+        start = f"{clean_name(path)}." if clean_name(path) else ""
+        parts = of_module.get(id(owner), {})
+        module_tensors.flat |= {start + attribute: part for attribute, part in parts.items()}
+        for key, value in own_tensors(owner):
+            if key in parts:
+                continue  # FSDP shows the parameter, or what it gathered of it
+            name = clean_name(start + key)
+            module_tensors.owners[name] = owner
+            if isinstance(value, torch.Tensor) and key != "_extra_state":
+                module_tensors.tensors[name] = value
+            else:
+                module_tensors.extra[name] = value
+    return module_tensors
+
+
+def added_by(module: nn.Module, parts: ModuleTensors) -> list[str]:
+    """Names of tensors that the module's ``state_dict`` has beside parameters and buffers."""
+    plain = {name: t for name, t in parts.tensors.items() if not isinstance(t, nn.Parameter)}
+    own = {id(t) for t in (*module.parameters(), *module.buffers())} if plain else ()
+    return [name for name, t in plain.items() if id(t) not in own]
+
+
+def copies_of(module: nn.Module, parts: ModuleTensors) -> list[str]:
+    """Names of tensors that the module's ``state_dict`` makes anew each time, so that filling them would not change the module."""
+    added = added_by(module, parts)
+    again = tensors_of(module).tensors if added else {}
+    return [name for name in added if name not in again or not _same_memory(parts.tensors[name], again[name])]
+
+
+def frozen_beside(module: nn.Module, parts: ModuleTensors) -> frozenset[str]:
+    """Names of tensors that belong to frozen parameters without being some: the scales of quantised weights. A submodule adds them to its
+    ``state_dict``, and has no parameter that is trained."""
+    trained = {name: [p.requires_grad for p in parts.owners[name].parameters(recurse=False)] for name in added_by(module, parts)}
+    return frozenset(name for name, each in trained.items() if each and not any(each))
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether hooks of accelerate have values of the module (``cpu_offload``, ``disk_offload``, ``device_map=``), and bring these into it
+    for each forward pass, whatever it has by then. Its own tensors are on the meta device between."""
+    hooks = (hook for m in module.modules() if (hook := getattr(m, "_hf_hook", None)) is not None)
+    return any(getattr(each, "offload", False) for hook in hooks for each in getattr(hook, "hooks", (hook,)))
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = local_of(a), local_of(b)
+    return a is b or a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
+
+
+# Takes a part of a state while it is collected: which tensors, and what is left of the nodes of all else.
+#
+# Names are selected as a load with the same ``only=`` and ``trainable=`` selects them, so such a load of a whole checkpoint into the same
+# state reads what such a save writes.
+#
+#     tensors, objects     are left out where they are met, and leave ``LEFT_OUT`` in their place
+#     plain values         are cut from the encoded state afterwards, with all containers of which nothing is left
+
+_LEFT = "$left_out"
+LEFT_OUT: Mapping[str, bool] = {_LEFT: True}
+"""The node of what does not belong to the part."""
+
+
+def is_frozen(value: object) -> bool:
+    """Whether training does not change a tensor: a parameter without ``requires_grad``."""
+    owner = value.owner if isinstance(value, FlatPart) else value
+    return isinstance(owner, torch.nn.Parameter) and not owner.requires_grad
+
+
+class PartTaker:
+    """Decides for one walk over a state. ``trains``: whether it has met a tensor of the part that requires a gradient."""
+
+    def __init__(self, part: StatePart) -> None:
+        self.part = part
+        self.trains = False
+        self._met: list[str] = []
+        self._decided: list[Node] = []  # nodes of objects that have decided for themselves
+
+    def wants(self, path: str, value: object = None) -> bool:
+        """Whether the part has what is at ``path``: a tensor, or something without names below it."""
+        wanted = self.part.wants(path)
+        if wanted:
+            self._met.append(path)
+            self.meet(value)
+        return wanted and not (self.part.trainable and is_frozen(value))
+
+    def meet(self, value: object) -> None:
+        """Note that the part has a tensor, or the state of an optimizer for it."""
+        owner = value.owner if isinstance(value, FlatPart) else value
+        self.trains = self.trains or (isinstance(owner, torch.Tensor) and owner.requires_grad)
+
+    def wants_some(self, path: str, state: object) -> bool:
+        """Whether the part has an object: it is selected itself, or something in its ``state_dict`` is."""
+        inside = [at for at in _paths(state, path) if self.wants(at)]  # all, since ``idle`` has to know
+        return self.wants(path) or bool(inside)
+
+    def decided(self, node: Node) -> Node:
+        """Keep a node as it is."""
+        self._decided.append(node)
+        return node
+
+    def idle(self) -> list[str]:
+        """Globs that no name has matched."""
+        return [glob for glob in self.part.only if not any(StatePart(only=(glob,)).wants(path) for path in self._met)]
+
+    def labelled(self, state: Node) -> Node:
+        """What is left of the state of a walk, with the label of a part."""
+        pairs = pairs_of(state) or []
+        if any(key == LABEL for key, _ in pairs):
+            raise StateError(
+                f"the key {LABEL!r} of a state says that a checkpoint is a part", where=LABEL, hint="give the value another key"
+            )
+        keep = {id(node) for node in self._decided}
+        left = self._cut(state, "", keep)
+        return mapping_node([*(pairs_of(left) or []), (LABEL, self.part.to_node())])
+
+    def _cut(self, node: Node, path: str, keep: set[int]) -> Node | Missing:
+        tag = tag_of(node)
+        if tag == _LEFT:
+            return MISSING
+        if id(node) in keep or (tag is not None and tag not in ("$map", "$tuple") and refers(node)):
+            return node
+        pairs = pairs_of(node)
+        if pairs:
+            kept = [(key, child) for key, below in pairs if (child := self._cut(below, child_path(path, key), keep)) is not MISSING]
+            return mapping_node(kept) if kept else MISSING
+        items = items_of(node)
+        if items is None or not (refers(node) or any(_leaves_out(item) for item in items)):
+            return node if self.wants(path) else MISSING
+        # What a load leaves alone in a list keeps its place, so that the others have theirs.
+        elements = [self._cut(item, child_path(path, i), keep) for i, item in enumerate(items)]
+        if all(element is MISSING for element in elements):
+            return MISSING
+        filled = [None if element is MISSING else element for element in elements]
+        return {"$tuple": filled} if tag == "$tuple" else filled
+
+
+def _leaves_out(node: Node) -> bool:
+    """Whether something in a node does not belong to the part."""
+    if tag_of(node) == _LEFT:
+        return True
+    below = items_of(node)
+    return any(map(_leaves_out, [child for _, child in pairs_of(node) or ()] if below is None else below))
+
+
+def _paths(value: object, path: str) -> list[str]:
+    """The paths of all that lies in containers."""
+    if isinstance(value, dict):
+        return [inside for key, child in value.items() for inside in _paths(child, join(path, key))]
+    if isinstance(value, (list, tuple)):
+        return [inside for i, child in enumerate(value) for inside in _paths(child, join(path, i))]
+    return [path]

@@ -1,0 +1,386 @@
+"""Gives every tensor of a state its stored name, its layout, and the boxes that lie in this rank's memory. Saving and loading use the same
+table, so they cannot disagree.
+
+How a state becomes boxes::
+
+    {"model": module, "optimizer": optimizer, "extra": tensor}           the state, on this rank
+        │  state_scan    modules, meshes of all DTensors
+        │  collect/bind  a walk: one add() for each tensor, with the name that the state gives it
+        ▼
+    state_name "model.w" ──layout──► stored name "model.w", global shape, TensorLayout    (equal on every rank: TensorSpec)
+                                     └─ pieces(shape, rank) ─► boxes + views of memory    (this rank's own: LocalShard)
+
+Where the layout comes from, in this order: the tensor itself (DTensor, ShardedTensor, a part of an FSDP1 flat parameter), the rules of the
+caller's ``Layout``, or replication over all ranks. Optimizer state lies as its parameter does. Two names of one memory and one place are
+one stored tensor and an alias.
+
+Most saves see the state of the save before. So a shard that was complete is remembered under everything that it was derived from
+(``shard_cache``), and the next walk takes it from there without asking layouts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckpt.errors import LayoutError, StateError
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.layout import Layout, ResolvedShard
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.ownership import TensorSpec
+
+from .dtensor import is_dtensor, widened
+from .optimizers import refuse_partitioned
+from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated, is_sharded_tensor, states_boxes
+from .tensors import LocalShard, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+# ShardCache that earlier walks found, by name: the second save of a state need not derive layouts again.
+#
+# Invariant: a remembered shard is used only if everything it was derived from is the same: class, dtype and shape of the tensor, its
+# DTensor mesh and placements, and the context (rank, ranks, layout, meshes).
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedShard:
+    """The place of one tensor. ``box`` is all that this rank holds, as one block of the whole local tensor."""
+
+    key: Hashable
+    info: TensorSpec
+    box: Box
+    alive: object
+    """Keeps what the key knows by its id."""
+
+
+@dataclass(eq=False)
+class ShardCache:
+    """Remembers one shard per name. ``infos`` makes equal :class:`TensorSpec` values one object, so that tables compare quickly."""
+
+    known: dict[str, CachedShard] = field(default_factory=dict)
+    _context: tuple[int, tuple[int, ...], Layout | None, tuple[Mesh, ...]] | None = None
+
+    def settle(self, rank: int, ranks: tuple[int, ...], layout: Layout | None, meshes: tuple[Mesh, ...]) -> None:
+        """Forget everything unless the context is the same as last time."""
+        context = (rank, ranks, layout, meshes)
+        old = self._context
+        if old is None or old[2] is not layout or (old[0], old[1], old[3]) != (rank, ranks, meshes):
+            self.known.clear()
+        self._context = context
+
+
+def key_of(tensor: torch.Tensor) -> Hashable:
+    """What the place of a tensor depends on; None for classes that are not plain. It knows objects by their ids: see ``alive_of``."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return None if tensor.is_nested else (kind, tensor.dtype, tensor.shape, tensor.layout)
+    if is_dtensor(tensor):
+        spec, local = getattr(tensor, "_spec", None), getattr(tensor, "_local_tensor", None)
+        if spec is not None and type(local) is torch.Tensor:
+            return kind, tensor.dtype, tensor.shape, local.shape, local.layout, id(spec.mesh), id(spec.placements)
+    return None
+
+
+def alive_of(tensor: torch.Tensor) -> object:
+    """What has to stay alive for a key to stay true."""
+    return (tensor._spec.mesh, tensor._spec.placements) if is_dtensor(tensor) else None
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a tensor that has a key, without autograd."""
+    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return local.detach() if local.requires_grad else local
+
+
+@dataclass(eq=False)
+class ShardTable:
+    """Places tensors for one rank of a job. ``tensors`` by stored name; ``aliases`` maps tied names to the name that is stored."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    layout: Layout | None = None
+    meshes: tuple[Mesh, ...] = ()
+    """Of all DTensors of the state, the largest first."""
+    tensors: dict[str, LocalTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    """Name in the state → stored name: a layout may renumber, and the state of an optimizer follows its parameter."""
+    own: set[str] = field(default_factory=set)
+    """Stored names of what belongs to this rank alone, tied names too."""
+    optimizer_updated: set[str] = field(default_factory=set)
+    """Stored names of parameters, and of the state that optimizers keep for them."""
+    fenced: set[str] = field(default_factory=set)
+    """Stored names of what changes only behind a fence: what an optimizer of the state steps, and what is :class:`.fenced.Fenced`."""
+    forward_mutable: set[str] = field(default_factory=set)
+    """Stored names of modules' buffers, which a forward pass may change."""
+    frozen: set[str] = field(default_factory=set)
+    """Stored names of modules' parameters without gradients."""
+    trainable: set[str] = field(default_factory=set)
+    """Stored names of modules' parameters with gradients, and of those that an optimizer of the state has state for, or updates with a
+    fused kernel. A name may be in ``frozen``, too: it was frozen later, or it is tied."""
+    shards: ShardCache = field(default_factory=ShardCache)
+    """What earlier walks of the same context found."""
+    _replicated: TensorLayout | None = None
+    _seen: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Address → stored name, tensor and its memory, of the first that begins there. The tensors live as long as this: their ids stay
+    unique."""
+    _more: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """The others that begin there and are not the same."""
+    _counted: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    _anew: dict[str, CachedShard] = field(default_factory=dict)
+    _unproven: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.shards.settle(self.rank, self.ranks, self.layout, self.meshes)
+
+    @property
+    def position(self) -> int:
+        """Place of this rank among those that take part: what a checkpoint knows it by."""
+        return self.ranks.index(self.rank)
+
+    def add(self, state_name: str, tensor: torch.Tensor | Sharded) -> LocalTensor:
+        """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, replicated, or a part whose
+        place is known from where it comes."""
+        if isinstance(tensor, Sharded):
+            return self._add_sharded(state_name, tensor)
+        refuse_partitioned(tensor, state_name)
+        if states_boxes(tensor):
+            return self._add_sharded(state_name, from_stated(tensor, state_name, self.rank), tensor)
+        key = key_of(tensor)
+        if key is None and is_sharded_tensor(tensor):
+            return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
+        known = self.shards.known.get(state_name)
+        if known is not None and known.key == key:
+            return self._recall(state_name, tensor, known)
+        return self._remembered(self._place(state_name, tensor), tensor, key, tensor)
+
+    def _add_sharded(self, state_name: str, part: Sharded, tensor: torch.Tensor | None = None) -> LocalTensor:
+        """``tensor`` is what the state has, if it is one."""
+        placed = ResolvedShard(name=state_name, shape=part.shape, layout=part.layout)
+        if part.blocks:
+            info = TensorSpec(state_name, dtype_of(part.memory, state_name), part.shape, part.layout)
+            boxes = [piece.box for piece in part.layout.pieces(part.shape, self.rank)]
+            if len(boxes) != len(part.blocks):
+                text = f"it has {len(part.blocks)} parts here, where its layout gives rank {self.rank} {len(boxes)}"
+                raise LayoutError(text, where=f"tensor {state_name}", hint="make it on the rank that loads it, in the same process group")
+            local = LocalTensor(info, [LocalShard(box, block) for box, block in zip(boxes, part.blocks, strict=True)], state_name)
+        else:
+            local = from_placed(state_name, placed, part.memory, self.rank)
+        self._unproven.add(local.info.name)
+        registered = self._register(local, part.memory if tensor is None else tensor, local_memory(part))
+        self._counted += [(registered.info.name, tensor) for tensor in part.counted]
+        return registered
+
+    def _place(self, state_name: str, tensor: torch.Tensor) -> LocalTensor:
+        if is_dtensor(tensor):
+            return self._on_stages(state_name, from_dtensor(state_name, tensor, self.rank, self.meshes))
+        if self.layout is None:
+            return from_plain(state_name, tensor, self.replicated(), self.rank)
+        dtype_of(tensor, state_name)  # before its shape is asked for: what cannot be stored may have none
+        return from_placed(state_name, self.layout.place(state_name, tuple(tensor.shape), self.rank), tensor, self.rank)
+
+    def _on_stages(self, name: str, local: LocalTensor) -> LocalTensor:
+        """A DTensor, or state of one, that by a rule of the layout for ``name`` lies on several stages, each of which has its own mesh."""
+        if self.layout is not None:
+            local.info = replace(local.info, layout=self.layout.on_stages(name, local.info.layout, self.rank))
+        return local
+
+    def _recall(self, state_name: str, tensor: torch.Tensor, known: CachedShard) -> LocalTensor:
+        """Place a tensor as the last walk did: nothing that decides it has changed."""
+        memory = memory_of(tensor)
+        return self._register(LocalTensor(known.info, [LocalShard(known.box, memory)], state_name), tensor, memory)
+
+    def _remembered(self, local: LocalTensor, tensor: torch.Tensor, key: Hashable, *behind: torch.Tensor) -> LocalTensor:
+        """Note for the next walk where a tensor was placed, if it is one block of its memory, and register it. ``behind`` are the tensors
+        that ``key`` was made of."""
+        memory = local_of(tensor)
+        self._unproven.add(local.info.name)
+        if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
+            self._anew[local.state_name] = CachedShard(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
+        return self._register(local, tensor, memory)
+
+    def unproven(self) -> list[LocalTensor]:
+        """Tensors that no earlier walk found to be complete."""
+        return [self.tensors[name] for name in self._unproven if name in self.tensors]
+
+    def remember(self) -> None:
+        """What this walk has found is right: the next one may rely on it."""
+        self.shards.known.update(self._anew)
+
+    def replicated(self) -> TensorLayout:
+        """The layout of tensors that all ranks have."""
+        if self._replicated is None:
+            self._replicated = TensorLayout.replicated(self.ranks)
+        return self._replicated
+
+    def add_own(self, state_name: str, tensor: torch.Tensor) -> LocalTensor:
+        """A tensor that belongs to this rank alone (:class:`ckpt.PerRank`)."""
+        if is_dtensor(tensor) or is_sharded_tensor(tensor):
+            raise StateError(
+                f"a {type(tensor).__name__} in a PerRank value",
+                where=f"tensor {state_name}",
+                hint="put it into the state itself, outside PerRank",
+            )
+        name = own_name(state_name, self.position)
+        local = with_state_name(from_plain(name, tensor, TensorLayout(Mesh.flat((self.rank,))), self.rank), state_name)
+        self.own.add(name)
+        return self._register(local, tensor, local_of(tensor))
+
+    def refresh(self, local: LocalTensor, tensor: torch.Tensor) -> None:
+        """Point to the memory that a tensor of the meta device has got."""
+        fresh = ShardTable(self.rank, self.ranks, self.layout, self.meshes).add(local.state_name, tensor)
+        memory = {part.box: part for part in fresh.parts}
+        local.parts = [memory.get(part.box, part) for part in local.parts]
+
+    def add_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
+        """State that an optimizer keeps for ``param``, which the state knows as ``param_name``: it lies as the parameter does, or
+        is one number.
+
+        The stored name is ``prefix``, the parameter's stored name, and the last segment of ``state_name``.
+        """
+        # A walk over a large state asks layouts and meshes for each tensor, which takes far longer than the walk. The
+        # key has everything that the answer follows from, so an equal key means an equal answer.
+        if states_boxes(tensor):
+            return self.add(state_name, tensor)
+        if states_boxes(param):
+            beside = beside_stated(tensor, param, state_name, self.rank)
+            if beside is not None:
+                return self._add_sharded(state_name, beside, tensor)
+        keys = key_of(tensor), key_of(param)
+        key = None if None in keys else (*keys, param_name, prefix)
+        known = self.shards.known.get(state_name)
+        if known is not None and known.key == key:
+            return self._recall(state_name, tensor, known)
+        local = self._place_state(state_name, tensor, param, param_name, prefix)
+        return self._remembered(local, tensor, key, tensor, param)
+
+    def _place_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
+        if is_dtensor(tensor):
+            return self._on_stages(param_name, from_dtensor(state_name, tensor, self.rank, self.meshes))
+        if is_dtensor(param):
+            return self._on_stages(param_name, self._beside_dtensor(state_name, tensor, param, param_name))
+        if self.layout is None:
+            return from_plain(state_name, tensor, self.replicated(), self.rank)
+        placed = self.layout.place(param_name, tuple(param.shape), self.rank)
+        name = f"{prefix}.{placed.name}.{state_name.rpartition('.')[2]}"
+        if tensor.shape == param.shape:
+            return from_placed(state_name, replace(placed, name=name), tensor, self.rank)
+        if tensor.numel() != 1:
+            raise _ambiguous(state_name, tensor, param)
+        return from_placed(state_name, _one_number(placed, name, tensor), tensor, self.rank)
+
+    def stored_name(self, name: str, tensor: torch.Tensor | Sharded) -> str:
+        """The name under which a tensor is stored: a layout may renumber it."""
+        if self.layout is None or isinstance(tensor, Sharded) or is_dtensor(tensor):
+            return name
+        return self.layout.place(name, tuple(tensor.shape), self.rank).name
+
+    def param_shape(self, name: str, param: torch.Tensor) -> tuple[int, ...]:
+        """Global shape under which a parameter is stored."""
+        if states_boxes(param):
+            return from_stated(param, name, self.rank).shape
+        if self.layout is None or is_dtensor(param):
+            return tuple(param.shape)
+        return self.layout.place(name, tuple(param.shape), self.rank).shape
+
+    def _beside_dtensor(self, state_name: str, tensor: torch.Tensor, param: DTensor, param_name: str) -> LocalTensor:
+        layout = widened(dtensor_layout(param_name, param), self.meshes, self.rank)
+        local = local_of(param)
+        if tensor.shape == local.shape and tensor.ndim == param.ndim:
+            return from_placed(state_name, ResolvedShard(name=state_name, shape=tuple(param.shape), layout=layout), tensor, self.rank)
+        if tensor.numel() != 1:
+            raise _ambiguous(state_name, tensor, param)
+        return from_plain(state_name, tensor, TensorLayout(layout.mesh), self.rank)
+
+    def _register(self, local: LocalTensor, tensor: torch.Tensor, memory: torch.Tensor) -> LocalTensor:
+        name = self.names[local.state_name] = local.info.name
+        known = self.tensors.get(name)
+        if known is not None:
+            return self._join(known, local)
+        if name in self.aliases:
+            raise StateError("two tensors of the state have this name", where=f"tensor {name}", hint="rename one of them")
+        first = self._first(local, name, tensor, memory)
+        if first != name:
+            self.aliases[name] = first
+            return self.tensors[first]
+        self.tensors[name] = local
+        return local
+
+    def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stored name of each tensor that is not tied to one before it, and the tensor as the state has it; and as others know it."""
+        return chain(((name, tensor) for name, tensor, _ in chain(self._seen.values(), *self._more.values())), self._counted)
+
+    def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
+        """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""
+        # Tied tensors are found by address first, which is cheap, and compared in full only where addresses are
+        # equal. Tensors of the meta device have no address; for them the object itself stands in.
+        address = (0 if memory.is_meta else memory.data_ptr()) or id(tensor)
+        entry = name, tensor, memory
+        before = self._seen.setdefault(address, entry)
+        if before is entry:
+            return name
+        info, key, own = local.info, identity(tensor, memory), name in self.own
+        others = self._more.setdefault(address, [])
+        for first, other, its_memory in (before, *others):
+            same_place = self.tensors[first].info
+            if (same_place.layout, same_place.shape, first in self.own) == (info.layout, info.shape, own) and key == identity(
+                other, its_memory
+            ):
+                return first
+        others.append(entry)
+        return name
+
+    def _join(self, known: LocalTensor, more: LocalTensor) -> LocalTensor:
+        """Several local tensors make up one stored tensor: experts that a rule stacks."""
+        if (
+            known.state_name == more.state_name
+            or known.info != more.info
+            or any(a.box.intersect(b.box) for a in known.parts for b in more.parts)
+        ):
+            raise StateError(
+                "two tensors of the state have this name",
+                where=f"tensor {more.info.name} ({known.state_name} and {more.state_name})",
+                hint="rename one of them",
+            )
+        known.parts.extend(more.parts)
+        self._unproven.add(known.info.name)
+        return known
+
+
+def local_memory(part: Sharded) -> torch.Tensor:
+    """The memory by which a part is known again: the first of its blocks, or all of it."""
+    return part.blocks[0] if part.blocks else part.memory
+
+
+def with_state_name(local: LocalTensor, state_name: str) -> LocalTensor:
+    return LocalTensor(local.info, local.parts, state_name)
+
+
+def own_name(state_name: str, position: int) -> str:
+    """The stored name of one rank's own tensor."""
+    return f"{state_name}@rank{position}"
+
+
+def _one_number(placed: ResolvedShard, name: str, tensor: torch.Tensor) -> ResolvedShard:
+    """The place of a single number kept for a parameter, such as Adam's ``step``: on all ranks that hold any of the parameter."""
+    shape = tuple(tensor.shape)
+    if placed.stack is None:
+        return ResolvedShard(name=name, shape=shape, layout=TensorLayout(placed.layout.mesh, (), placed.layout.at))
+    dim, index = placed.stack
+    layout = TensorLayout(placed.layout.mesh, placed.layout.splits[:1], placed.layout.at)
+    return ResolvedShard(name=name, shape=(placed.shape[dim], *shape), layout=layout, stack=(0, index))
+
+
+def _ambiguous(state_name: str, tensor: torch.Tensor, param: torch.Tensor) -> LayoutError:
+    return LayoutError(
+        f"it has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}: whether it is sharded cannot be told",
+        where=f"tensor {state_name}",
+        hint="make it a DTensor in the optimizer, or keep it out of the state",
+    )

@@ -1,0 +1,191 @@
+"""Parts of tensors that are neither plain tensors nor DTensors: this rank's memory, and where the object it comes from says that it lies.
+
+``ShardedTensor`` is the older class of ``torch.distributed`` (FSDP version 1 makes them for ``SHARDED_STATE_DICT`` without a device mesh).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.errors import LayoutError, StateError
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Boxes, Shard, StatedBoxes
+from ckpt.plan.layout.tensor_layout import TensorLayout
+
+from .dtensor import is_dtensor, mesh_of
+
+
+@dataclass(eq=False, slots=True)
+class Sharded:
+    """This rank's part of a tensor of global ``shape``: ``memory`` has the shape that ``layout`` gives it.
+
+    With a layout of listed boxes ``blocks`` are the memory of each, in their order. ``counted`` are other tensors of this memory, whose
+    versions count what is done to it through them.
+    """
+
+    memory: torch.Tensor
+    shape: tuple[int, ...]
+    layout: TensorLayout
+    blocks: tuple[torch.Tensor, ...] = ()
+    counted: tuple[torch.Tensor, ...] = ()
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether it is a ``ShardedTensor``; its module is not imported for that."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
+
+
+def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
+    """The place that a ``ShardedTensor`` has by its metadata."""
+    from torch.distributed import get_process_group_ranks
+
+    meta = tensor.metadata()
+    shape, ranks = tuple(meta.size), get_process_group_ranks(tensor._process_group)
+    shards = sorted(meta.shards_metadata, key=lambda s: tuple(s.shard_offsets))
+    holders = [int(s.placement.rank()) for s in shards]
+    if not set(holders) <= set(ranks):
+        hint = "make it on the group of all ranks that have shards"
+        raise StateError("ranks outside of its process group have shards of this ShardedTensor", where=f"tensor {state_name}", hint=hint)
+    mine = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in tensor.local_shards()}
+    # Cut along one dimension, one shard per rank: an ordinary ``Shard``, possibly with unequal sizes. Everything else
+    # is stored as listed boxes, which is always right but plans more slowly.
+    cut = [d for d in range(len(shape)) if any(s.shard_sizes[d] != shape[d] for s in shards)]
+    if len(cut) > 1 or not shape or len(set(holders)) < len(holders):
+        boxes = tuple(tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in shards if s.placement.rank() == rank) for rank in ranks)
+        layout = TensorLayout(Mesh(("shard",), (len(ranks),), tuple(ranks)), (Boxes("shard", boxes),))
+        blocks = tuple(mine[offset] for offset, _ in boxes[tensor._process_group.rank()])
+        return Sharded(blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype), shape, layout, blocks)
+    dim = cut[0] if cut else 0
+    rest = [rank for rank in ranks if rank not in holders]
+    sizes = (*(int(s.shard_sizes[dim]) for s in shards), *(0 for _ in rest))
+    layout = TensorLayout(Mesh(("shard",), (len(ranks),), (*holders, *rest)), (Shard(dim, "shard", sizes),))
+    nothing = torch.empty([0 if d == dim else n for d, n in enumerate(shape)], dtype=tensor.dtype)
+    return Sharded(next(iter(mine.values()), nothing), shape, layout)
+
+
+# Tensors that state themselves which boxes of a global tensor they hold. Recognised by what they have, on any version of torch:
+#
+#     global_shape, global_offsets, local_offsets, local_sizes    of a plain tensor: ``CheckpointableTensor`` of torch 2.15
+#     __create_chunk_list__                                       of a plain tensor or a DTensor's local one: the protocol of
+#                                                                 torch.distributed.checkpoint that Megatron-FSDP and torchrec use
+#
+# Such a rank knows its own boxes alone. Its layout lists these; the leader joins those of all ranks (``layout.stated_boxes``). Ranks
+# along the dimensions over which a DTensor is replicated are known to have the same.
+
+_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OVER, _COPIES = "stated", "copies"
+
+
+def states_boxes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor states its boxes. Cheap: ``hasattr`` makes no ``__dict__`` of a tensor that has none."""
+    kind = type(tensor)
+    local = tensor if kind is torch.Tensor or kind is torch.nn.Parameter else _holder(tensor)  # first: a state has very many of these
+    return hasattr(local, "__create_chunk_list__") or (hasattr(local, _FIELDS[0]) and all(hasattr(local, name) for name in _FIELDS))
+
+
+def from_stated(tensor: torch.Tensor, name: str, rank: int) -> Sharded:
+    """The place that a tensor states."""
+    local = _holder(tensor)
+    shape, parts = _by_fields(local) if all(hasattr(local, f) for f in _FIELDS) else _by_chunks(tensor, local, name)
+    problem = _problem(shape, parts)
+    if problem is not None:
+        hint = "every box is a pair of offset and sizes inside of the global shape, and its memory has these sizes"
+        raise LayoutError(f"the boxes that it states do not fit: {problem}", where=f"tensor {name}", hint=hint)
+    parts = [(box, memory) for box, memory in parts if memory.numel() or not shape]
+    return Sharded(_example(tensor), shape, _layout(tensor, name, [box for box, _ in parts], rank), tuple(memory for _, memory in parts))
+
+
+def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: int) -> Sharded | None:
+    """The place of what an optimizer keeps for a parameter that states its boxes; None for a single number."""
+    whole, own = _holder(param), _holder(tensor)
+    if own.shape != whole.shape and own.numel() == 1:
+        return None
+    of_param = from_stated(param, name, rank)
+    starts = [(memory.storage_offset() - whole.storage_offset(), memory) for memory in of_param.blocks]
+    inside = all(memory.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for _, memory in starts)
+    if own.shape != whole.shape or not inside or own.stride() != whole.stride():
+        text = f"it has shape {tuple(own.shape)}, its parameter {tuple(whole.shape)} here: which elements are whose cannot be told"
+        raise LayoutError(text, where=f"tensor {name}", hint="have it state its boxes, as the parameter does")
+    blocks = tuple(own.detach().as_strided(m.shape, m.stride(), own.storage_offset() + start) for start, m in starts)
+    return Sharded(_example(own), of_param.shape, of_param.layout, blocks)
+
+
+def _holder(tensor: torch.Tensor) -> torch.Tensor:
+    """What has the attributes."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def _example(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _by_fields(local: Any) -> tuple[tuple[int, ...], list[tuple[tuple[Any, Any], torch.Tensor]]]:
+    shape, memory = tuple(local.global_shape), local.detach()
+    rows = list(zip(local.global_offsets, local.local_offsets, local.local_sizes, strict=False))
+    if not len(local.global_offsets) == len(local.local_offsets) == len(local.local_sizes):
+        return shape, [((None, None), memory)]
+    parts = []
+    for offset, at, sizes in rows:
+        fits = len(at) == len(sizes) == memory.ndim and all(
+            min(a, n) >= 0 and a + n <= m for a, n, m in zip(at, sizes, memory.shape, strict=True)
+        )
+        block = memory[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))] if fits else memory
+        parts.append(((tuple(offset) if fits else None, tuple(sizes)), block))
+    return shape, parts
+
+
+def _by_chunks(tensor: torch.Tensor, local: Any, name: str) -> tuple[tuple[int, ...], list[tuple[tuple[Any, Any], torch.Tensor]]]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local.__create_chunk_list__()]
+    whole = tuple(tensor.shape) if is_dtensor(tensor) else _size_in_items(local, name)
+    if len(boxes) == 1 and type(local) in _PLAIN and tuple(local.shape) == boxes[0][1]:
+        return whole, [(boxes[0], local.detach())]
+    if boxes and not hasattr(local, "__get_tensor_shard__"):
+        return whole, [((None, None), local)] if len(boxes) > 1 else [(boxes[0], local.detach())]
+    return whole, [(box, local.__get_tensor_shard__(MetadataIndex(name, box[0])).detach()) for box in boxes]
+
+
+def _size_in_items(local: Any, name: str) -> tuple[int, ...]:
+    """The global shape that a plain tensor gives the planner of torch.distributed.checkpoint."""
+    items = local.__create_write_items__(name, local) if hasattr(local, "__create_write_items__") else []
+    sizes = {tuple(item.tensor_data.size) for item in items if item.tensor_data is not None}
+    return sizes.pop() if len(sizes) == 1 else tuple(local.shape)
+
+
+def _problem(shape: tuple[int, ...], parts: Sequence[tuple[tuple[Any, Any], torch.Tensor]]) -> str | None:
+    for (offset, sizes), memory in parts:
+        if offset is None:
+            return "its memory has no such parts"
+        if not len(shape) == len(offset) == len(sizes) or any(o < 0 or o + n > m for o, n, m in zip(offset, sizes, shape, strict=True)):
+            return f"offset {tuple(offset)}, sizes {tuple(sizes)} in a tensor of shape {shape}"
+        if tuple(memory.shape) != tuple(sizes):
+            return f"memory of shape {tuple(memory.shape)} for sizes {tuple(sizes)}"
+    boxes = [Box(tuple(offset), tuple(sizes)) for (offset, sizes), _ in parts]
+    twice = next((b for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a.intersect(b) is not None), None)
+    return None if twice is None else f"{twice} is in two of them"
+
+
+def _layout(tensor: torch.Tensor, name: str, boxes: Sequence[tuple[Any, Any]], rank: int) -> TensorLayout:
+    listed = (tuple((tuple(map(int, offset)), tuple(map(int, sizes))) for offset, sizes in boxes),)
+    ranks: tuple[int, ...] = (rank,)
+    if is_dtensor(tensor):
+        if any(p.is_partial() for p in tensor.placements):
+            text = f"{tensor.placements} cannot be stored"
+            raise LayoutError(text, where=f"tensor {name}", hint="redistribute it to Shard or Replicate first")
+        mesh = mesh_of(tensor.device_mesh)
+        where = mesh.coordinate(rank)
+        if where is not None:
+            same = tuple(slice(None) if p.is_replicate() else at for p, at in zip(tensor.placements, where, strict=True))
+            ranks = tuple(mesh.array()[same].reshape(-1).tolist())
+    if len(ranks) == 1:
+        return TensorLayout(Mesh((_OVER,), (1,), ranks), (StatedBoxes(_OVER, listed),))
+    return TensorLayout(Mesh((_OVER, _COPIES), (1, len(ranks)), ranks), (StatedBoxes(_OVER, listed),))

@@ -1,0 +1,274 @@
+"""One look over the containers of a state before it is walked: whether it can be walked at all, which modules, optimizers
+and meshes are in it.
+
+Of a container's values only those are looked at whose class may hide something: a dict may have many thousand tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ckpt.errors import ShapeError, StateError, UsageError
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.tree import join
+from ckpt.plan.tree_decoding import MAX_DEPTH, SCALARS, Node
+
+from .dtensor import dtensor_types, in_order, is_dtensor
+
+_CONTAINERS = (dict, list, tuple)
+_TELLING = (*_CONTAINERS, nn.Module, Optimizer)
+
+
+@dataclass(eq=False, slots=True)
+class StateScan:
+    """``modules`` and ``optimizers`` with their paths; ``meshes`` of all DTensors, as :func:`.meshes.in_order` gives them."""
+
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+    meshes: tuple[Mesh, ...] = ()
+
+
+def check_state(state: object) -> None:
+    if not isinstance(state, dict):
+        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
+
+
+def scan_state(state: object) -> StateScan:
+    """Look over a state."""
+    check_state(state)
+    assert isinstance(state, dict)
+    scan = StateScan()
+    meshes: dict[int, DeviceMesh] = {}
+    _look(state, "", frozenset(), scan, meshes)
+    scan.meshes = in_order(meshes.values())
+    return scan
+
+
+def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes: dict[int, DeviceMesh]) -> None:
+    if id(value) in around:
+        raise StateError(f"{_at(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
+    if len(around) >= MAX_DEPTH:
+        raise StateError(f"{_at(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
+    values = value.values() if isinstance(value, dict) else value
+    telling = {kind for kind in {*map(type, values)} if issubclass(kind, (*_TELLING, *dtensor_types()))}
+    if not telling:
+        return
+    inside = around | {id(value)}
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        if type(child) not in telling:
+            continue
+        if is_dtensor(child):
+            meshes.setdefault(id(child.device_mesh), child.device_mesh)
+        elif isinstance(child, nn.Module):
+            _note(meshes, [*child.parameters(), *child.buffers()])
+            scan.modules.append((join(path, key), child))
+        elif isinstance(child, Optimizer):
+            scan.optimizers.append((join(path, key), child))
+            for group in child.param_groups:
+                _note(meshes, group["params"])
+        else:
+            _look(child, join(path, key), inside, scan, meshes)
+
+
+def _note(meshes: dict[int, DeviceMesh], tensors: Iterable[object]) -> None:
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
+
+
+def _at(path: str) -> str:
+    return f"the value at {path[:79]!r}{'…' * (len(path) > 79)}"
+
+
+# Objects with ``state_dict`` and ``load_state_dict`` in a state, and the containers around them.
+#
+# Objects take what was stored as they like, and may refuse it: they are asked before anything else changes. A dict, list or set of the
+# state stays the same object and gets new contents.
+
+
+def is_stateful(value: object) -> bool:
+    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return has_both and not isinstance(value, type)
+
+
+def state_of(value: Any, path: str) -> Any:
+    """What an object of the state gives of itself."""
+    try:
+        return value.state_dict()
+    except (AttributeError, NotImplementedError) as err:
+        kind = type(value)
+        hint = "leave it out of the state, or put what it is made of there"
+        if kind.__module__.startswith("accelerate."):
+            hint = "Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)), or leave it out of the state"
+        text = f"the state_dict() of a {kind.__qualname__} fails: {type(err).__name__}: {err}"
+        raise StateError(text, where=path, hint=hint) from err
+
+
+def restore_in_place(old: Any, new: Any) -> Any:
+    """Put ``new`` into the containers that ``old`` is made of, as far as both are alike, and return what stands for it now.
+
+    An object with ``state_dict`` and ``load_state_dict`` among the old values takes the new one with ``load_state_dict``. Where the
+    kinds differ, the answer is ``new``.
+    """
+    if type(old) in SCALARS:
+        return new
+    if is_stateful(old):
+        old.load_state_dict(new)
+        return old
+    if isinstance(old, dict) and isinstance(new, dict):
+        items = {key: restore_in_place(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [*map(restore_in_place, old, new), *new[len(old) :]]
+        return old
+    if isinstance(old, set) and isinstance(new, set):
+        old.clear()
+        old.update(new)
+        return old
+    return new
+
+
+def like(template: Any, new: Any) -> Any:
+    """``new`` with mappings of the types that ``template`` has: an ``OrderedDict``, ``defaultdict`` or ``Counter`` is stored as a dict."""
+    if isinstance(template, dict) and isinstance(new, dict):
+        made = copy.copy(template)
+        made.clear()
+        made.update({key: like(template.get(key), value) for key, value in new.items()})
+        return made
+    if isinstance(template, (list, tuple)) and type(new) is type(template):
+        return type(new)([*map(like, template, new), *new[len(template) :]])
+    return new
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StatefulObject:
+    """An object with ``load_state_dict`` at a path of the state: ``take`` gives it the stored state, ``old`` is what it had before."""
+
+    path: str
+    target: Any
+    take: Callable[[], None]
+    old: Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Refusal:
+    """An object at ``path`` raised ``error``. ``undone``: it and those asked before it have taken back their old state."""
+
+    path: str
+    error: Exception
+    undone: bool
+
+
+def take_all(objects: Sequence[StatefulObject]) -> Refusal | None:
+    """Let the objects take their stored state. If one refuses, it and those before it get back what they had."""
+    taken: list[tuple[StatefulObject, Any]] = []
+    for each in objects:
+        taken.append((each, _copied(each.old)))
+        try:
+            each.take()
+        except Exception as err:  # noqa: BLE001  whatever an object of the user's raises: the caller raises it
+            undone = [_given_back(before, old) for before, old in reversed(taken)]
+            return Refusal(path=each.path, error=err, undone=all(undone))
+    return None
+
+
+def _copied(old: Any) -> Any:
+    try:
+        return copy.deepcopy(old)
+    except Exception:  # noqa: BLE001  a lock, a file, what only is there before the first load: no reason not to load
+        return None
+
+
+def _given_back(each: StatefulObject, old: Any) -> bool:
+    if old is None:
+        return False
+    try:
+        each.target.load_state_dict(old)
+    except Exception:  # noqa: BLE001  an object that refuses its own state: the error of the load says that the state was touched
+        return False
+    return True
+
+
+# Values that are meant to differ between ranks, and objects that are made of several kinds of state.
+
+Reshard = Callable[[Sequence[Any], int, int], Any]
+"""``reshard(values, rank, world_size) -> value``: the value for a rank, made of the values that all ranks saved, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankChoice:
+    """What a rank takes of a value that was saved per rank: the values of ``ranks``, in this order, which are given to ``take``."""
+
+    ranks: Sequence[int]
+    take: Callable[[list[Any]], None]
+
+
+class PerRank:
+    """Wraps a value of which each rank has its own.
+
+    ``value`` is anything that a state may hold without sharding: JSON values, tensors, nested containers, or objects with
+    ``state_dict`` and ``load_state_dict``, but no modules and optimizers. Loading on as many ranks as saved gives each rank its own value
+    back: objects take theirs, dicts and lists stay the same objects, tensors are new ones. Loading on another number of ranks calls
+    ``reshard``, and is an error without it. :class:`ckpt.rng.Generators` and :class:`ckpt.data.LoaderState` know better what is to
+    happen then for random number generators and data loaders.
+
+    Example::
+
+        state["rng"] = ckpt.PerRank(torch.get_rng_state(), reshard=lambda values, rank, world: values[rank % len(values)])
+        ckpt.load(url, state)
+        torch.set_rng_state(state["rng"].value)
+    """
+
+    def __init__(self, value: Any, *, reshard: Reshard | None = None) -> None:
+        self.value = value
+        self.reshard = reshard
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+    def saved(self, rank: int, ranks: Sequence[int]) -> Any:
+        """What ``rank``, one of the job's ``ranks``, leaves in the checkpoint."""
+        return self.value
+
+    def choose(self, nodes: Mapping[int, Node], world_size: int, rank: int, ranks: Sequence[int]) -> RankChoice | None:
+        """What ``rank``, one of the job's ``ranks``, takes of the ``nodes`` that were saved by ``world_size`` ranks, which count from 0;
+        None if its own is missing.
+
+        Raises:
+            ShapeError: it cannot be said who takes what. Nothing was changed.
+        """
+        position, count = list(ranks).index(rank), len(ranks)
+        if world_size == count:
+            return RankChoice(ranks=[position], take=lambda values: self._put(values[0])) if position in nodes else None
+        reshard = self.reshard
+        if reshard is None:
+            raise ShapeError(f"saved per rank by {world_size} ranks, loaded by {count}; give PerRank(value, reshard=...) to say how")
+        return RankChoice(ranks=list(nodes), take=lambda values: self._put(reshard(values, position, count)))
+
+    def _put(self, value: object) -> None:
+        self.value = restore_in_place(self.value, value)
+
+
+class Compound:
+    """An object whose state is of several kinds, such as values of the job and values of each rank. For subclasses."""
+
+    def parts(self) -> dict[str, Any]:
+        """What is saved in its place."""
+        raise NotImplementedError
+
+    def slots(self) -> dict[str, Any]:
+        """What a load fills: live objects under the names that ``parts`` gives. Asked for before it is known that the checkpoint fits."""
+        raise NotImplementedError
+
+    def loaded(self, slots: dict[str, Any]) -> None:
+        """Take what the load has filled."""
+        raise NotImplementedError

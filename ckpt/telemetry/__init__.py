@@ -1,0 +1,1 @@
+"""How long phases took and training waited: spans, progress, and their export. Imported by nearly everything."""

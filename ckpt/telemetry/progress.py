@@ -1,0 +1,295 @@
+"""How far a save is: what each rank signs, and what the leader makes of the signs of all ranks. Pure.
+
+A rank's *sign* is a few bytes: how many signs it has given, its phase, bytes done and in all, and its host. The leader reads the signs of
+the ranks that it waits for and keeps when each of them changed last, by its own clock. From that follows a ``SaveProgress``, whose size
+does not depend on the number of ranks: counts and bytes per phase, and the few ranks that hold the save up.
+
+Times are seconds, and only differences of one clock are ever taken.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt.text import printable
+
+PHASES = ("begin", "capture", "write", "hash", "done")
+"""What a rank is doing: it has not come to the save yet, copies its state, writes and syncs its files, compares replicas, has done its
+part."""
+BEGIN, CAPTURE, WRITE, HASH, DONE = range(len(PHASES))
+SLOWEST = 8
+"""Ranks that are named."""
+VERSION = 1
+HOST = 64
+"""Characters of a host's name that are kept."""
+_RATE = 2048
+"""Signs a second of all ranks together: a store takes some 50,000 requests a second."""
+_SIGN = struct.Struct("<IBQQ")
+_MOST = 1 << 63
+_RANKS = 1 << 24
+_SECONDS = 1e10
+
+
+def sign_interval(ranks: int) -> float:
+    """Seconds between two signs of one of ``ranks`` ranks."""
+    return max(1.0, ranks / _RATE)
+
+
+def patience(interval: float) -> float:
+    """Seconds without a sign after which a rank seems to hang."""
+    return max(5.0, 3 * interval)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSign:
+    """What one rank says of itself; ``count`` tells two signs apart."""
+
+    count: int
+    phase: int
+    done: int
+    total: int
+    host: str
+
+    def to_bytes(self) -> bytes:
+        return _SIGN.pack(self.count & 0xFFFFFFFF, self.phase, self.done, self.total) + self.host.encode()[:HOST]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankSign:
+        """What ``to_bytes`` gave."""
+        count, phase, done, total = _SIGN.unpack_from(data)
+        return cls(count=count, phase=phase, done=done, total=total, host=data[_SIGN.size :].decode(errors="replace"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseProgress:
+    """The ranks that are in one phase, and the bytes of their parts."""
+
+    phase: str
+    ranks: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowRank:
+    """A rank that is waited for. ``quiet``: seconds without a sign of it; ``still``: seconds in which it has come no further. A rank that
+    has given no sign has no ``host``."""
+
+    rank: int
+    host: str
+    phase: str
+    done: int
+    total: int
+    quiet: float
+    still: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveProgress:
+    """How far a save is, as its leader last knew. ``at`` is when, by the leader's clock, ``count`` how often it has said so; the next time
+    comes after ``interval`` seconds. ``awaited`` ranks have not done their part; ``slowest`` are some of these."""
+
+    id: str
+    began: float
+    at: float
+    count: int
+    interval: float
+    ranks: int
+    phase: str
+    leader: int
+    host: str
+    """The leader's."""
+    phases: tuple[PhaseProgress, ...]
+    awaited: int
+    slowest: tuple[SlowRank, ...]
+
+    @property
+    def done(self) -> int:
+        """Bytes that are written, of the ranks that have given signs."""
+        return sum(p.done for p in self.phases if p.phase != PHASES[CAPTURE])
+
+    @property
+    def total(self) -> int:
+        return sum(p.total for p in self.phases)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {"version": VERSION, **fields, "phases": list(fields["phases"]), "slowest": list(fields["slowest"])}
+
+    @classmethod
+    def from_json(cls, fields: object) -> SaveProgress:
+        """Read what ``to_json`` gave. Nothing in it is believed."""
+        note = _object(fields, "it")
+        if note.get("version") != VERSION:
+            raise ValueError(f"its version is {note.get('version')!r:.40}")
+        phases, slowest = _array(note, "phases", len(PHASES)), _array(note, "slowest", SLOWEST)
+        return cls(
+            id=_text(note, "id", 16),
+            began=_number(note, "began"),
+            at=_number(note, "at"),
+            count=_integer(note, "count"),
+            interval=_number(note, "interval"),
+            ranks=_integer(note, "ranks", _RANKS),
+            phase=_phase(note),
+            leader=_integer(note, "leader", _RANKS),
+            host=_text(note, "host", HOST),
+            phases=tuple(_phase_progress(one) for one in phases),
+            awaited=_integer(note, "awaited", _RANKS),
+            slowest=tuple(_slow_rank(one) for one in slowest),
+        )
+
+
+def _phase_progress(fields: object) -> PhaseProgress:
+    note = _object(fields, "one of its phases")
+    return PhaseProgress(
+        phase=_phase(note), ranks=_integer(note, "ranks", _RANKS), done=_integer(note, "done"), total=_integer(note, "total")
+    )
+
+
+def _slow_rank(fields: object) -> SlowRank:
+    note = _object(fields, "one of its ranks")
+    return SlowRank(
+        rank=_integer(note, "rank", _RANKS),
+        host=_text(note, "host", HOST),
+        phase=_phase(note),
+        done=_integer(note, "done"),
+        total=_integer(note, "total"),
+        quiet=_number(note, "quiet"),
+        still=_number(note, "still"),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- the leader
+
+
+@dataclass(eq=False, slots=True)
+class _Seen:
+    """A rank as the leader sees it: its last sign, when the first sign like it came, and since when it has come no further."""
+
+    sign: RankSign | None
+    heard: float
+    moved: float
+
+
+@dataclass(eq=False)
+class Standing:
+    """What the leader knows of all ranks. ``now`` is seconds of one clock that never goes back."""
+
+    ranks: Sequence[int]
+    began: float
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    """By position."""
+
+    def hear(self, signs: Mapping[int, bytes], now: float) -> None:
+        """The signs that are there, by position."""
+        for position, data in signs.items():
+            sign, before = RankSign.from_bytes(data), self._seen.get(position)
+            if before is None or before.sign is None:
+                self._seen[position] = _Seen(sign, now, now)
+            elif before.sign.count != sign.count:
+                moved = (sign.phase, sign.done) != (before.sign.phase, before.sign.done)
+                before.sign, before.heard, before.moved = sign, now, now if moved else before.moved
+
+    def totals(self, awaited: Collection[int], phase: int) -> tuple[PhaseProgress, ...]:
+        """Ranks and bytes per phase. Ranks that are not ``awaited`` have done their part; who has given no sign is in ``phase``."""
+        counts = {number: [0, 0, 0] for number in range(len(PHASES))}
+        for position in range(len(self.ranks)):
+            seen = self._seen.get(position)
+            sign = seen.sign if seen is not None else None
+            here = position not in awaited
+            count = counts[DONE if here and phase != BEGIN else sign.phase if sign is not None else phase]
+            count[0] += 1
+            if sign is not None:
+                count[1] += sign.total if here and phase != BEGIN else sign.done
+                count[2] += sign.total
+        return tuple(
+            PhaseProgress(phase=PHASES[number], ranks=ranks, done=done, total=total)
+            for number, (ranks, done, total) in counts.items()
+            if ranks
+        )
+
+    def slowest(self, awaited: Collection[int], phase: int, now: float, interval: float) -> tuple[SlowRank, ...]:
+        """The ranks that are waited for longest: first those that have fallen silent, then those with most left to do."""
+        candidates = []
+        for position in awaited:
+            seen = self._seen.get(position)
+            sign = seen.sign if seen is not None else None
+            heard, moved = (seen.heard, seen.moved) if seen is not None else (self.began, self.began)
+            left = 1.0 if sign is None or not sign.total else 1 - sign.done / sign.total
+            silent = now - heard >= patience(interval)
+            candidates.append((not silent, heard if silent else 0.0, -left, position, heard, moved, sign))
+        slow = []
+        for *_, position, heard, moved, sign in sorted(candidates, key=lambda one: one[:4])[:SLOWEST]:
+            slow.append(
+                SlowRank(
+                    rank=self.ranks[position],
+                    host="" if sign is None else printable_host(sign.host),
+                    phase=PHASES[phase if sign is None else min(sign.phase, DONE)],
+                    done=0 if sign is None else sign.done,
+                    total=0 if sign is None else sign.total,
+                    quiet=round(now - heard, 3),
+                    still=round(now - moved, 3),
+                )
+            )
+        return tuple(slow)
+
+
+def printable_host(name: str) -> str:
+    """A host's name as a terminal may show it."""
+    text = name[:HOST].encode(errors="backslashreplace").decode()  # the system takes any bytes for a name
+    return "".join(c if c.isprintable() else "?" for c in printable(text, one_line=True)[:HOST])
+
+
+# ------------------------------------------------------------------------------------------------------------------ reading
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no object")
+    return value
+
+
+def _array(fields: Mapping[str, Any], name: str, most: int) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(f"its {name} are no array of at most {most}")
+    return value
+
+
+def _integer(fields: Mapping[str, Any], name: str, most: int = _MOST) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not 0 <= value < most:
+        raise ValueError(f"its {name} is no number from 0 on, or too large")
+    return value
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if not (type(value) is int or type(value) is float) or not 0 <= value < _SECONDS:  # which no NaN is
+        raise ValueError(f"its {name} is no number of seconds")
+    return float(value)
+
+
+def _text(fields: Mapping[str, Any], name: str, most: int) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or len(value) > most or printable(value, one_line=True) != value or not _encodes(value):
+        raise ValueError(f"its {name} is no text of at most {most} printable characters")
+    return value
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _phase(fields: Mapping[str, Any]) -> str:
+    value = fields.get("phase")
+    if value not in PHASES:
+        raise ValueError("its phase is not known")
+    return str(value)

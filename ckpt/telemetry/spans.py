@@ -1,0 +1,378 @@
+"""Spans: which phase of a save or load took how long, on which rank and thread, and for how many bytes. No torch.
+
+Each rank records into a ``Spans``; its row (plain JSON) is what others read as a ``SpanTable``. Times are microseconds since the table
+began, by this rank's own clock; ``began`` is the wall clock at that moment, so that ranks can be laid side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import median
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from ckpt.errors import CorruptError, UsageError
+from ckpt.text import parse_json
+
+Row = dict[str, Any]
+"""A table as JSON."""
+
+WAITING = frozenset({"agree", "settle"})
+"""Phases in which a rank waits for others, or for its own training: they say nothing about this rank's speed."""
+LEADING = frozenset({"commit"})
+"""Phases that only the leader has: they do not make it slower than others at the same work."""
+
+STRAGGLER = 1.5
+"""A rank that works longer than this times the median rank may hold the others up …"""
+NOTICEABLE = 0.05
+"""… if it works longer by this many seconds …"""
+NOTICEABLE_SHARE = 0.02
+"""… and by this share of the save: 5 ms are more than 1.5 × 3 ms, and nobody waits for them."""
+
+LIMIT = 4096
+MOST = 1 << 16
+"""Single spans of one table: kept by default, and at most."""
+_ALL_RANKS = 1 << 18
+"""Single spans that all ranks of a job together send to the leader by default."""
+_FEW = 4
+"""Spans of each phase for which a place is kept until late in the save."""
+
+UNNEEDED = "the checkpoint itself does not need them: ckpt verify says whether it is whole"
+
+_NOTHING = nullcontext()
+_PHASE = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_PHASES = 64
+_NAME = 64
+MICROS = 1 << 53
+BYTES = (1 << 63) - 1
+"""The most of each that a row may have."""
+_YEAR_9999 = 250_000_000_000
+
+
+def limit_for(ranks: int) -> int:
+    """How many single spans each of ``ranks`` ranks keeps, so that what they send to the leader stays small: 4,096 down to 64."""
+    return max(64, min(LIMIT, _ALL_RANKS // max(ranks, 1)))
+
+
+def stragglers(work: Mapping[int, float], seconds: float) -> list[int]:
+    """Of busy seconds by rank, in a save of ``seconds``, those ranks that hold the others up, the slowest first."""
+    middle = median(work.values()) if work else 0.0
+    least = max(STRAGGLER * middle, middle + max(NOTICEABLE, NOTICEABLE_SHARE * seconds))
+    return sorted((rank for rank in work if work[rank] > least), key=lambda rank: (-work[rank], rank))
+
+
+class Spans:
+    """The spans of one rank in one save or load. Thread-safe. Off, it keeps nothing and asks no clock.
+
+    Beyond ``limit`` single spans only sums per phase are kept (``PhaseSum``); the table says of how many. The last places are left for
+    phases that come late and seldom.
+    """
+
+    def __init__(self, *, on: bool = True, limit: int = LIMIT) -> None:
+        if not 0 <= limit <= MOST:
+            raise UsageError(f"the limit of single spans is 0 to {MOST:,}, not {limit:,}")
+        self.on = on
+        self.limit = limit
+        self._reserve = min(64, limit // 4)
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._kept: dict[str, int] = {}
+        self._folded: dict[str, list[int]] = {}
+        self._threads: list[threading.Thread] = []
+        if on:
+            self._began = time.time()
+            self._zero = time.perf_counter()
+
+    def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """A block of work: ``with spans.span("write", 4096): …``. It counts also if the block raises."""
+        return _Block(self, phase, nbytes) if self.on else _NOTHING
+
+    def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None:
+        """Work of the calling thread from ``began`` to ``ended``, both of ``time.perf_counter()``."""
+        if not self.on:
+            return
+        start = math.floor((began - self._zero) * 1e6)
+        duration = max(math.floor((ended - self._zero) * 1e6) - start, 0)  # ends are rounded, not durations: inner spans stay inside
+        with self._lock:
+            kept, room = self._kept.get(phase, 0), self.limit - len(self._spans)
+            if room > self._reserve or (room > 0 and kept < _FEW):
+                self._kept[phase] = kept + 1
+                self._spans.append(Span(phase, self._thread(), start, duration, nbytes))
+            else:
+                self._fold(phase, start, duration, nbytes)
+
+    def table(self) -> SpanTable:
+        """What was recorded so far."""
+        with self._lock:
+            names = tuple(_printable(thread.name) for thread in self._threads)
+            spans, sums = tuple(self._spans), {phase: tuple(numbers) for phase, numbers in self._folded.items()}
+        return SpanTable(
+            began=self._began if self.on else 0.0,
+            threads=names,
+            spans=spans,
+            folded=tuple(
+                PhaseSum(phase=phase, count=count, nbytes=nbytes, busy=busy, first=first, last=last)
+                for phase, (count, nbytes, busy, first, last) in sums.items()
+            ),
+        )
+
+    def to_json(self) -> Row:
+        """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off.
+
+        With sums of all phases, so that a leader of many ranks need not look at each span; the single spans are text in it, which the
+        leader takes apart for few.
+        """
+        if not self.on:
+            return {}
+        table = self.table()
+        row = table.to_row()
+        numbers = {phase: i for i, phase in enumerate(row["phases"])}
+        row["sums"] = [[numbers[s.phase], s.count, s.nbytes, s.busy, s.first, s.last] for s in table.sums.values()]
+        return {**row, "spans": json.dumps(row["spans"], separators=(",", ":"))}
+
+    def _fold(self, phase: str, start: int, duration: int, nbytes: int) -> None:
+        sums = self._folded.get(phase)
+        if sums is None:
+            self._folded[phase] = [1, nbytes, duration, start, start + duration]
+            return
+        sums[0] += 1
+        sums[1] += nbytes
+        sums[2] += duration
+        sums[3] = min(sums[3], start)
+        sums[4] = max(sums[4], start + duration)
+
+    def _thread(self) -> int:
+        """The number of the calling thread."""
+        # A thread takes over the number of a dead one of the same name: pools come and go.
+        me = threading.current_thread()
+        if me in self._threads:
+            return self._threads.index(me)
+        for number, thread in enumerate(self._threads):
+            if thread.name == me.name and not thread.is_alive():
+                self._threads[number] = me
+                return number
+        self._threads.append(me)
+        return len(self._threads) - 1
+
+
+class _Block:
+    __slots__ = ("_began", "_nbytes", "_phase", "_spans")
+
+    def __init__(self, spans: Spans, phase: str, nbytes: int) -> None:
+        self._spans = spans
+        self._phase = phase
+        self._nbytes = nbytes
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._spans.add(self._phase, self._began, time.perf_counter(), self._nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------------------- tables
+
+
+class Span(NamedTuple):
+    """One piece of work: ``start`` and ``duration`` in microseconds, ``thread`` a number of the table's."""
+
+    phase: str
+    thread: int
+    start: int
+    duration: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSum:
+    """Several spans of one phase on one rank. ``busy`` is summed over threads; ``first`` start and ``last`` end; microseconds."""
+
+    phase: str
+    count: int
+    nbytes: int
+    busy: int
+    first: int
+    last: int
+
+    @property
+    def seconds(self) -> float:
+        """Busy seconds."""
+        return self.busy / 1e6
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the first start to the last end."""
+        return (self.last - self.first) / 1e6
+
+    def __add__(self, other: PhaseSum) -> PhaseSum:
+        return PhaseSum(
+            phase=self.phase,
+            count=self.count + other.count,
+            nbytes=self.nbytes + other.nbytes,
+            busy=self.busy + other.busy,
+            first=min(self.first, other.first),
+            last=max(self.last, other.last),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanTable:
+    """The spans of one rank. ``began`` is seconds since 1970; ``folded`` are the sums of spans that were not kept one by one."""
+
+    began: float
+    threads: tuple[str, ...]
+    spans: tuple[Span, ...]
+    folded: tuple[PhaseSum, ...]
+    host: str | None = None
+    """The machine that the rank ran on, if that is known."""
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    """Of the rank in the mesh of its job, by dimension."""
+    blocked: int | None = None
+    """Microseconds for which training stood still for this save in the background, until its spans were kept."""
+    waited: int | None = None
+    """The same for the save before it, after the spans of that one were kept."""
+    retries: int = 0
+    """Requests to the storage that were made again."""
+    throttled: int = 0
+    """Those of them where the storage had asked to slow down."""
+    sums: Mapping[str, PhaseSum] = field(init=False)
+    """All spans by phase, the busiest first."""
+
+    def __post_init__(self) -> None:
+        columns: dict[str, list[Span]] = {}
+        for span in self.spans:
+            columns.setdefault(span.phase, []).append(span)
+        sums = {phase: _sum(phase, spans) for phase, spans in columns.items()}
+        for one in self.folded:
+            sums[one.phase] = sums[one.phase] + one if one.phase in sums else one
+        object.__setattr__(self, "sums", {s.phase: s for s in sorted(sums.values(), key=lambda s: (-s.busy, s.phase))})
+
+    @property
+    def seconds(self) -> float:
+        """Busy seconds of the work that all ranks share: without waiting for others, and without what only the leader does."""
+        return sum(s.busy for s in self.sums.values() if s.phase not in WAITING | LEADING) / 1e6
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the first start to the last end of all phases; 0 without spans."""
+        sums = self.sums.values()
+        return (max(s.last for s in sums) - min(s.first for s in sums)) / 1e6 if sums else 0.0
+
+    @property
+    def folded_count(self) -> int:
+        """How many spans are there as sums only."""
+        return sum(s.count for s in self.folded)
+
+    def summed(self) -> SpanTable:
+        """The same table without single spans."""
+        return replace(self, threads=(), spans=(), folded=tuple(self.sums.values()))
+
+    def to_row(self) -> Row:
+        """As JSON; phases are numbers, and spans columns."""
+        phases = list(dict.fromkeys([*(s.phase for s in self.spans), *(s.phase for s in self.folded)]))
+        number = {phase: i for i, phase in enumerate(phases)}
+        columns = [list(column) for column in zip(*self.spans, strict=True)] if self.spans else [[], [], [], [], []]
+        return {
+            "began": self.began,
+            "phases": phases,
+            "threads": list(self.threads),
+            "spans": [[number[phase] for phase in columns[0]], *columns[1:]],
+            "folded": [[number[s.phase], s.count, s.nbytes, s.busy, s.first, s.last] for s in self.folded],
+        }
+
+    @classmethod
+    def from_row(cls, row: object, where: str | None = None) -> SpanTable:
+        """Read what ``to_row`` gave, or ``Spans.to_json``. Nothing in it is believed; ``where`` is for the message."""
+        try:
+            return _table(row)
+        except ValueError as err:
+            raise CorruptError(f"these are not the spans of a rank: {err}", where=where, hint=UNNEEDED) from err
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name[:_NAME])
+
+
+def _sum(phase: str, spans: Sequence[Span]) -> PhaseSum:
+    return PhaseSum(
+        phase=phase,
+        count=len(spans),
+        nbytes=sum(s.nbytes for s in spans),
+        busy=sum(s.duration for s in spans),
+        first=min(s.start for s in spans),
+        last=max(s.start + s.duration for s in spans),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+def _table(row: object) -> SpanTable:
+    """Raises ValueError with what is wrong."""
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    began = began_of(row)
+    phases = _list(row, "phases", _PHASES)
+    _expect(all(isinstance(p, str) for p in phases) and are_phases(tuple(phases)), "its phases are no names")
+    if isinstance(row.get("spans"), str):
+        row = {**row, "spans": parse_json(row["spans"])}
+    columns = _list(row, "spans", 5)
+    _expect(len(columns) == 5 and all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns), "its spans are no columns")
+    _expect(len(columns[0]) <= MOST, f"it has {len(columns[0]):,} single spans")
+    threads = _list(row, "threads", len(columns[0]))
+    _expect(all(isinstance(t, str) and len(t) <= _NAME and t.isprintable() for t in threads), "its threads are no names")
+    bounds = (0, len(phases) - 1), (0, len(threads) - 1), (-MICROS, MICROS), (0, MICROS), (0, BYTES)
+    for column, (low, high) in zip(columns, bounds, strict=True):
+        _integers(column, low, high)
+    spans = tuple(map(Span, [phases[p] for p in columns[0]], *columns[1:]))
+    folded = tuple(_folded(one, phases) for one in _list(row, "folded", len(phases)))
+    _expect(len({s.phase for s in folded}) == len(folded), "a phase has two sums")
+    return SpanTable(began=began, threads=tuple(threads), spans=spans, folded=folded)
+
+
+def began_of(row: Mapping[str, object]) -> float:
+    """Seconds since 1970. Raises ValueError if a row does not say."""
+    began = row.get("began")
+    if not isinstance(began, int | float) or isinstance(began, bool) or not 0 <= began < _YEAR_9999:
+        raise ValueError("it does not say when it began")
+    return float(began)
+
+
+@lru_cache(maxsize=64)
+def are_phases(phases: tuple[str, ...]) -> bool:
+    """Whether these are names of phases, all different: the ranks of a job have the same."""
+    return all(map(_PHASE.fullmatch, phases)) and len(set(phases)) == len(phases)
+
+
+def _folded(row: object, phases: Sequence[str]) -> PhaseSum:
+    _expect(isinstance(row, list) and len(row) == 6, "a sum is no row of six")
+    assert isinstance(row, list)
+    for value, low, high in zip(row, (0, 1, 0, 0, -MICROS, -MICROS), (len(phases) - 1, *[BYTES] * 3, MICROS, 2 * MICROS), strict=True):
+        _integers([value], low, high)
+    number, count, nbytes, busy, first, last = row
+    _expect(first <= last, "a sum ends before it starts")
+    return PhaseSum(phase=phases[number], count=count, nbytes=nbytes, busy=busy, first=first, last=last)
+
+
+def _list(row: Mapping[str, object], member: str, most: int) -> list[Any]:
+    values = row.get(member)
+    _expect(isinstance(values, list) and len(values) <= most, f"its {member} are no list of at most {most:,}")
+    assert isinstance(values, list)
+    return values
+
+
+def _integers(values: Iterable[object], low: int, high: int) -> None:
+    _expect(all(type(v) is int and low <= v <= high for v in values), f"a number is not between {low:,} and {high:,}")
+
+
+def _expect(holds: bool, what: str) -> None:  # noqa: FBT001  the claim itself
+    if not holds:
+        raise ValueError(what)

@@ -1,1 +1,0 @@
-"""Text for people: sizes, times and shapes, and names of others made safe for a terminal."""

@@ -1,0 +1,117 @@
+"""``ckpt lora``: adapters of PEFT."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ckpt import units
+from ckpt.cli.console.dividing import divided, divisible, refuse_executor
+from ckpt.cli.console.output import Output, options, style
+from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torch
+from ckpt.cli.console.progress import progress, when_interrupted
+from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
+from ckpt.errors import UsageError
+
+# ``ckpt lora``: merges an adapter of PEFT into its base model, and extracts one from a tuned model.
+
+_TARGETS = ("hf", "native", "torch", "dcp")
+
+
+@click.command("lora", cls=GroupedCommand, short_help="Merge or extract a LoRA adapter.")
+@click.argument("action", metavar="merge|extract", type=click.Choice(["merge", "extract"]))
+@click.argument("base", metavar="BASE", type=URL)
+@click.argument("adapter", metavar="ADAPTER", type=URL)
+@click.argument("target", metavar="OUT", type=URL)
+@grouped("Output", "--to", default=_TARGETS[0], metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}. [default: hf]")
+@config_options
+@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
+@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
+@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
+@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@grouped("Extract", "--rank", type=click.IntRange(min=1), metavar="R", help="Rank of the adapter that is extracted.")
+@grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one]")
+@grouped("Source", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
+@grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
+@grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@divisible
+@options
+def command(
+    action: str,
+    base: str,
+    adapter: str,
+    target: str,
+    *,
+    rank: int | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **chosen: Any,
+) -> None:
+    """Write the model at BASE, in any format, to OUT with the LoRA adapter of PEFT in the directory ADAPTER merged into its weights.
+
+    With extract, ADAPTER is a tuned model, and OUT becomes the adapter of rank R that comes nearest to the difference. Only --rank, --root
+    and --threads apply. It says how much of the difference the adapter lacks.
+
+    Products are computed in float32, added and cast to the dtype of the weight. Memory use stays below --memory at any size. After an
+    interruption the same command resumes. Under torchrun or srun the processes share the files among them.
+
+    \b
+    Example:
+      ckpt lora merge hf/Llama-3-8B adapter/ merged/
+      ckpt lora merge runs/base/step-100 adapter/ merged/ --config hf/Llama-3-8B
+      ckpt lora extract hf/Llama-3-8B tuned/ adapter/ --rank 16
+    """
+    require_torch("`ckpt lora`")
+    from ckpt.converters.lora import merge
+
+    if action == "extract":
+        refuse_executor("only valid with merge")
+        given = (base, adapter, target)
+        _extract(given, rank, Output(json=as_json, quiet=quiet), root=chosen["root"], threads=chosen["threads"])
+        return
+    if rank is not None:
+        raise UsageError("--rank is only valid with extract", hint="ckpt lora extract BASE TUNED OUT --rank 16")
+    with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
+        with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress(f"lora {action}", output) as update:
+            report = merge(base, adapter, target, part=part_of_job(work), dry_run=dry_run, progress=update, **chosen)
+        written = report.written
+        if output.json:
+            output.document({**asdict(report), "dry_run": dry_run})
+        elif not output.quiet:
+            changes = f"{units.plural(report.updated, 'weight')} updated, {units.plural(report.replaced, 'tensor')} replaced"
+            contents = f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)}; {changes}"
+            verdict = "other processes are not ready yet" if not written.finished else style("ok", "green")
+            output.line(f"would write {contents}" if dry_run else f"{verdict}: {written.target}: {contents}")
+            for note in written.notes if written.finished else ():
+                output.talk(note)
+
+
+def _extract(urls: tuple[str, str, str], rank: int | None, output: Output, *, root: str | None, threads: int | None) -> None:
+    from ckpt.converters.lora_extract import extract
+
+    context = click.get_current_context()
+    given = [p for p in context.command.params if context.get_parameter_source(p.name or "") is ParameterSource.COMMANDLINE]
+    odd = [p for p in given if p.name not in ("action", "base", "adapter", "target", "rank", "root", "threads", "as_json", "quiet")]
+    if odd:
+        raise UsageError(f"{odd[0].opts[0]} is only valid with merge", hint="extract takes --rank, --root and --threads")
+    if rank is None:
+        raise UsageError("extract needs --rank", hint="--rank 16")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("extract is work of one process", hint="start it without torchrun")
+    with when_interrupted("nothing was written"), progress("lora extract", output) as update:
+        report = extract(*urls, rank=rank, root=root, threads=threads, progress=update)
+    if output.json:
+        output.document(asdict(report))
+    elif not output.quiet:
+        products, whole = units.plural(len(report.errors), "product"), units.plural(len(report.whole), "tensor")
+        output.line(
+            f"{style('ok', 'green')}: {report.url}: {products} of rank {report.rank}, {whole} stored whole, {units.size(report.bytes)}"
+        )
+        output.line(f"the products lack {report.error:.2%} of the difference (Frobenius norm)")
+        for name in sorted(report.errors, key=lambda n: -report.errors[n])[:3]:
+            output.line(f"  {name}: {report.errors[name]:.2%}")

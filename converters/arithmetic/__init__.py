@@ -1,1 +1,0 @@
-"""Arithmetic on checkpoints: tensors that are computed from those of several, streamed through the pipeline of conversions."""

@@ -1,0 +1,271 @@
+"""Adapters of PEFT (LoRA) merged into their base model: a conversion of the base in which some weights have a low-rank update added.
+
+(Source of names and formulas: github.com/huggingface/peft, ``tuners/lora/layer.py`` and ``utils/save_and_load.py`` of version 0.21.)
+"""
+
+# An adapter is ``adapter_config.json`` and ``adapter_model.safetensors``. With N = "base_model.model." + the name of a module:
+#
+#     N.lora_A.weight [r, in], N.lora_B.weight [out, r]               weight [out, in]  += s * B @ A      (fan_in_fan_out: its transpose)
+#     N.lora_embedding_A [r, rows], N.lora_embedding_B [width, r]     weight [rows, width] += s * (B @ A) transposed
+#     N.weight, N.bias                                                a module that was trained as a whole (modules_to_save, bias): instead
+#     N.base_layer.weight                                             what the products are added to, if the base has another one (resized)
+#
+# s is alpha / r, or alpha / sqrt(r) with rslora; r and alpha may be others for some modules (rank_pattern, alpha_pattern). A box of a
+# weight needs the rows of B and the columns of A that belong to it, so windows stay small.
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt import settings as limits
+from ckpt.catalog import Catalog
+from ckpt.converters.pipeline.conversion import Conversion
+from ckpt.converters.pipeline.divided import Part
+from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
+from ckpt.converters.select.selection import Computed, OutputSet, OutputTensor, is_floating, operand
+from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError
+from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.plan.layout.geometry import Box
+from ckpt.plan.views import whole
+from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.text import parse_json, url_text
+
+from .averages import WeightedSum, place
+from .convert import ConvertReport, files_beside, run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+_PAIRS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
+_UNKNOWN = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens", "layer_replication", "arrow_config", "kasa_config"),
+    *("monteclora_config", "trainable_token_indices", "target_parameters"),
+)
+"""Settings with which an adapter is more than the products above."""
+_BLOCK = 1 << 20
+"""Elements of a product at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraReport:
+    """What a merge of an adapter did, or with ``dry_run`` would do: weights that were ``updated``, tensors that were ``replaced`` by those
+    of the adapter, and what was written."""
+
+    base: str
+    adapter: str
+    updated: int
+    replaced: int
+    written: ConvertReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRankUpdate:
+    """The first operand, plus ``scaling`` times the product of the third and the second one, B and A. ``transposed``: of its transpose."""
+
+    scaling: float
+    transposed: bool
+    rank: int
+    sources: tuple[str, str]
+    allow_nan: bool = False
+
+    def boxes(self, box: Box) -> Sequence[Box]:
+        inner, outer = (0, 1) if self.transposed else (1, 0)
+        a = Box((0, box.offset[inner]), (self.rank, box.shape[inner]))
+        b = Box((box.offset[outer], 0), (box.shape[outer], self.rank))
+        return [box, a, b]
+
+    def compute(self, name: str, box: Box, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        wide = torch.float64 if torch.float64 in {x.dtype for x in operands} else torch.float32
+        base, a, b = operands[0], operands[1].to(wide), operands[2].to(wide)
+        left, right = (a.t(), b.t()) if self.transposed else (b, a)
+        rows = max(1, _BLOCK // max(1, box.shape[1]))
+        for start in range(0, box.shape[0], rows):
+            part = slice(start, start + rows)
+            total = torch.mm(left[part], right).mul_(self.scaling).add_(base[part].to(wide))
+            out[part] = total
+            if not self.allow_nan and not bool(torch.isfinite(out[part]).all()):
+                first = int(torch.argmax((~torch.isfinite(out[part])).to(torch.uint8)))
+                message = f"{place(name, box, start * box.shape[1] + first)} with the adapter is {out[part].reshape(-1)[first].item()}"
+                hint = "look for NaN and infinite elements with `ckpt inspect`; allow_nan (--allow-nan) lets the result be so"
+                raise MismatchError(message, where=" and ".join(self.sources), hint=hint)
+
+
+def merge(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    url: str | os.PathLike[str],
+    *,
+    allow_nan: bool = False,
+    to: str = "hf",
+    part: Part = (0, 1),
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+    **options: Unpack[MergeKeywords],
+) -> LoraReport:
+    """Write the model ``base`` with the LoRA adapter of PEFT in the directory ``adapter`` merged into its weights at ``url``.
+
+    The base has any format and layout, with the names of tensors that PEFT knew it by. Each updated weight is computed in float32 (in
+    float64 if one operand is float64) and cast once to its dtype; PEFT itself rounds the product of 16-bit adapters to 16 bits before it
+    adds. Everything else is copied, bit for bit. If a merge was killed, the same call resumes it.
+
+    Args:
+        allow_nan: let elements that are NaN or infinite make the result so. By default they are an error.
+        to: ``hf``, ``native``, ``torch`` or ``dcp``.
+        part, dry_run, progress, options: as for :func:`ckpt.merge`.
+    """
+    began, base, adapter, url = time.monotonic(), url_text(base), url_text(adapter), url_text(url)
+    options.setdefault("optimizer", False)
+    settings = ConvertOptions(**options)
+    format = target(to)
+    beside = files_beside(format, url, settings)
+    chosen = format.choose(open_catalog(base), settings.selection)
+    config, weights = _opened(adapter)
+    result, updated, replaced = _updated(chosen, weights, config, (base, adapter), allow_nan=allow_nan)
+    written = run(
+        Conversion(format, result, url, settings, beside=beside), source=base, part=part, progress=progress, dry_run=dry_run, began=began
+    )
+    return LoraReport(base=base, adapter=adapter, updated=updated, replaced=replaced, written=written)
+
+
+def _opened(adapter: str) -> tuple[Mapping[str, Any], Catalog]:
+    """The configuration and the tensors of an adapter."""
+    backend = open_backend(adapter)
+    names = backend.list_dir()
+    file = next((name for name in WEIGHTS if name in names), None)
+    if CONFIG not in names or file is None:
+        lacking = CONFIG if CONFIG not in names else WEIGHTS[0]
+        message = f"there is no {lacking}, so this is no adapter of PEFT"
+        raise NotFoundError(message, where=adapter, hint="give the directory of the adapter")
+    try:
+        config = parse_json(backend.read_whole(CONFIG, limits.SIDE_FILE))
+    except ValueError as err:
+        raise FormatError(f"{CONFIG} is no JSON: {err}", where=adapter) from err
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise FormatError(f"an adapter of the kind {kind} cannot be merged", where=adapter, hint="PEFT's merge_and_unload may")
+    odd = [name for name in _UNKNOWN if config.get(name)]
+    if odd:
+        raise FormatError(
+            f"the adapter has {odd[0]}, which is more than LoRA's products", where=adapter, hint="PEFT's merge_and_unload may"
+        )
+    return config, open_catalog(join_url(adapter, file))
+
+
+def _updated(
+    chosen: OutputSet, weights: Catalog, config: Mapping[str, Any], sources: tuple[str, str], *, allow_nan: bool
+) -> tuple[OutputSet, int, int]:
+    """The choice with the adapter in it, and how many tensors are updated and replaced."""
+    pairs = {name: end for name in weights.tensors for end in _PAIRS if name.endswith(end)}
+    seconds = {name.removesuffix(end) + _PAIRS[end] for name, end in pairs.items()}
+    bases = {
+        name.replace(".base_layer.", ".").removeprefix(PREFIX): name for name in weights.tensors if name.endswith(".base_layer.weight")
+    }
+    plain = sorted(weights.tensors.keys() - pairs.keys() - seconds - {*bases.values()})
+    modules = {name.removesuffix(end).removeprefix(PREFIX): (name, end) for name, end in pairs.items()}
+    wanted = [f"{module}.weight" for module in modules] + [name.removeprefix(PREFIX) for name in plain]
+    alone = sorted(bases.keys() - {*wanted})
+    if alone:
+        raise NamesError(f"the adapter has {bases[alone[0]]} and no product for it", where=sources[1], hint="save the adapter again")
+    head = _head(chosen, wanted, sources)
+    tensors = dict(chosen.tensors)
+    for module, (first, end) in modules.items():
+        second = first.removesuffix(end) + _PAIRS[end]
+        if second not in weights.tensors:
+            raise NamesError(f"the adapter has {first} and not {second}", where=sources[1], hint="save it again")
+        name = f"{head}{module}.weight"
+        embedding = end == ".lora_embedding_A"
+        formula = LowRankUpdate(
+            scaling=_scaling(config, module, weights.tensors[first].shape[0], sources[1]),
+            transposed=embedding or bool(config.get("fan_in_fan_out")),
+            rank=weights.tensors[first].shape[0],
+            sources=sources,
+            allow_nan=allow_nan,
+        )
+        tensors[name] = _computed(chosen, tensors[name], weights, (bases.get(f"{module}.weight"), first, second), formula, sources)
+    copied = WeightedSum(weights=(1.0,), sources=sources[1:], allow_nan=allow_nan)
+    for stored in plain:
+        name = head + stored.removeprefix(PREFIX)
+        view = whole(stored, weights.tensors[stored].shape)
+        if view.shape != tensors[name].shape or not is_floating(weights, view):
+            raise ShapeError(f"{stored} of the adapter does not fit {name} {list(tensors[name].shape)}", where=sources[1])
+        tensors[name] = replace(tensors[name], computed=Computed(formula=copied, operands=(operand(weights, 1, view),)))
+    changed = {name for name, one in tensors.items() if one is not chosen.tensors[name]}
+    tied = [one for one in tensors.values() if (one.alias in changed) != (one.name in changed) and one.alias is not None]
+    tensors |= {one.name: replace(one, alias=None) for one in tied}  # PEFT, too, changes one of two tied weights alone
+    return replace(chosen, tensors=tensors, others=(weights,)), len(modules), len(plain)
+
+
+def _computed(
+    chosen: OutputSet,
+    wanted: OutputTensor,
+    weights: Catalog,
+    names: tuple[str | None, str, str],
+    formula: LowRankUpdate,
+    sources: tuple[str, str],
+) -> OutputTensor:
+    """A weight of the base with its update. ``names`` are what the adapter has for the weight itself, if anything, for A and for B."""
+    own, *products = names
+    a, b = (weights.tensors[name].shape for name in products)
+    shape = wanted.logical or wanted.shape
+    product = (b[0], a[1]) if len(a) == len(b) == 2 and b[1] == a[0] else None
+    if product is None or tuple(shape) != (product[::-1] if formula.transposed else product):
+        what = f"{products[0]} {list(a)} and {products[1]} {list(b)} do not fit {wanted.name} {list(shape)}"
+        raise ShapeError(what, where=sources[1], hint="the adapter is of another model, or of a layer that is no linear one")
+    if own is not None and weights.tensors[own].shape != shape:
+        what = f"{own} {list(weights.tensors[own].shape)} of the adapter does not fit {wanted.name} {list(shape)}"
+        raise ShapeError(what, where=sources[1], hint="resize the embeddings of the base first")
+    views = [wanted.view, *(whole(name, weights.tensors[name].shape) for name in products)]
+    numbers = [0, 1, 1]
+    if own is not None:
+        views[0], numbers[0] = whole(own, shape), 1
+    catalogs = (chosen.catalog, weights)
+    if not all(is_floating(catalogs[number], view) for number, view in zip(numbers, views, strict=True)):
+        message = f"{wanted.name} has the dtype {wanted.dtype.name}: nothing can be added"
+        raise ShapeError(message, where=sources[0], hint="dequantize the base first")
+    operands = tuple(operand(catalogs[number], number, view) for number, view in zip(numbers, views, strict=True))
+    return replace(wanted, computed=Computed(formula=formula, operands=operands))
+
+
+def _head(chosen: OutputSet, wanted: Sequence[str], sources: tuple[str, str]) -> str:
+    """What precedes the adapter's names in those of the base: nothing, or the key that the model has in a state."""
+    if not wanted:
+        raise NamesError("the adapter has no tensors", where=sources[1], hint="give the directory of a trained adapter")
+    heads = {name[: len(name) - len(wanted[0])] for name in chosen.tensors if name == wanted[0] or name.endswith(f".{wanted[0]}")}
+    fitting = [head for head in sorted(heads) if all(head + name in chosen.tensors for name in wanted)]
+    if len(fitting) == 1:
+        return fitting[0]
+    lacking = next((n for n in wanted if not any(m == n or m.endswith(f".{n}") for m in chosen.tensors)), wanted[0])
+    what = f"several modules of the base have {wanted[0]}" if fitting else f"the base has no {lacking}, which the adapter changes"
+    raise NamesError(what, where=sources[0], hint="give the model that the adapter was trained on, or translate names (--names), or --root")
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int, where: str) -> float:
+    """What the product of a module is multiplied by."""
+
+    def of_module(patterns: object, default: Any) -> Any:
+        known = patterns if isinstance(patterns, dict) else {}
+        return next((value for key, value in known.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+    configured, alpha = (
+        of_module(config.get("rank_pattern"), config.get("r")),
+        of_module(config.get("alpha_pattern"), config.get("lora_alpha")),
+    )
+    if configured != rank:
+        raise ShapeError(
+            f"{CONFIG} says rank {configured} of {module}, and its tensors have {rank}", where=where, hint="save the adapter again"
+        )
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
+        raise FormatError(f"{CONFIG} says lora_alpha {alpha!r} of {module}", where=where, hint="save the adapter again")
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

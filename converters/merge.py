@@ -1,0 +1,270 @@
+"""Weighted averages of checkpoints: one checkpoint whose floating-point tensors are the sum of weights times those of several.
+
+It is a conversion of one of them, from which values such as the step come, where tensors are computed from all. So formats, translations,
+windows, the journal, several processes and progress are those of ``convert``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ckpt import units
+from ckpt.catalog import Catalog
+from ckpt.converters.pipeline.conversion import Conversion
+from ckpt.converters.pipeline.divided import Part
+from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
+from ckpt.converters.select.selection import FLOATING, Computed, Operand, OutputSet, OutputTensor, check_globs, is_floating, operand
+from ckpt.converters.select.state_values import optimizer_tensors
+from ckpt.errors import NamesError, NotFoundError, ShapeError, UsageError
+from ckpt.formats.native.paths import step_number
+from ckpt.formats.registry import open_catalog
+from ckpt.plan.match import several
+from ckpt.runs.step_listing import list_steps
+from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.text import url_text
+
+from .averages import SameInAll, WeightedSum
+from .convert import ConvertReport, files_beside, run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+# The weights of an average: given ones, equal ones, or those of a schedule. Pure.
+
+# A schedule gives checkpoints, oldest first, the weights that make their average the model that a decay of the learning rate would have
+# made (Tian et al., "WSM: Decay-Free Learning Rate Schedule via Checkpoint Merging for LLM Pre-training", arXiv 2507.17634). The updates
+# between n checkpoints are g_1 … g_{n-1}, so theta_j = theta_0 + g_1 + … + g_j, and
+#
+#     sum of c_j * theta_j  =  theta_0 + sum of w_i * g_i        with w_i = c_i + … + c_{n-1}
+#
+# An update keeps the share w_i of its length, as under a decayed learning rate. With the decay d, from d(0) = 1 down to d(1) = 0, that is
+# w_i = d(i / n), and so
+#
+#     c_j = d(j / n) - d((j + 1) / n)         j = 0 (oldest) … n - 1 (newest)
+
+
+SCHEDULES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda t: 1.0 - t,
+    "cosine": lambda t: (1.0 + math.cos(math.pi * t)) / 2.0,
+    "sqrt": lambda t: 1.0 - math.sqrt(t),
+}
+"""Name of a schedule → the decay d(t) that its weights stand for. ``linear`` gives equal weights."""
+
+TOLERANCE = 1e-6
+"""How far from 1 the sum of weights may be: what is left of decimal fractions of seven digits."""
+
+
+def schedule_weights(schedule: str, count: int) -> tuple[float, ...]:
+    """The weights of ``count`` checkpoints, oldest first. They are positive, and their sum is 1."""
+    decay = SCHEDULES.get(schedule)
+    if decay is None:
+        raise UsageError(f"no schedule {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}")
+    if schedule == "linear":  # its differences are equal, but for rounding
+        return (1.0 / count,) * count
+    return tuple(decay(j / count) - decay((j + 1) / count) for j in range(count))
+
+
+def checked_weights(weights: Sequence[float] | None, schedule: str | None, count: int, *, any_sum: bool) -> tuple[float, ...]:
+    """The weights of ``count`` checkpoints: the given ones, those of a schedule, or equal ones."""
+    if weights is None:
+        return schedule_weights("linear" if schedule is None else schedule, count)
+    if schedule is not None:
+        raise UsageError("a schedule gives the weights itself", hint="give either weights or a schedule")
+    given: object = weights
+    if isinstance(given, str):
+        raise UsageError(f"weights= are numbers, not {weights!r}", hint="weights=[0.25, 0.75]")
+    if len(weights) != count:
+        what = f"{units.plural(len(weights), 'weight')} for {units.plural(count, 'checkpoint')}"
+        raise UsageError(what, hint="one weight for each, in the same order")
+    if not all(map(math.isfinite, weights)):
+        raise UsageError(f"weights are finite numbers, not {', '.join(map(str, weights))}")
+    total = math.fsum(weights)
+    if abs(total - 1.0) > TOLERANCE and not any_sum:
+        hint = "fractions such as 1/3,1/3,1/3 are exact; --any-sum (any_sum=True) takes the weights as they are"
+        raise UsageError(f"the weights sum to {total:g}, not to 1", hint=hint)
+    return tuple(map(float, weights))
+
+
+_NAMED = 3
+"""Names of tensors that an error lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeReport:
+    """What a merge did, or with ``dry_run`` would do. Counts are of tensors of the result."""
+
+    sources: tuple[str, ...]
+    weights: tuple[float, ...]
+    """One for each source, in their order, which is that of the sum."""
+    values_from: str
+    """The source of everything that is not averaged."""
+    averaged: int
+    compared: int
+    """Tensors of other dtypes, which are the same in all sources."""
+    copied: int
+    """Tensors as they are in ``values_from``: of ``copy``, of single ranks, and single numbers of an optimizer."""
+    written: ConvertReport
+
+
+def merge(
+    url: str | os.PathLike[str],
+    sources: Sequence[str | os.PathLike[str]],
+    *,
+    weights: Sequence[float] | None = None,
+    schedule: str | None = None,
+    any_sum: bool = False,
+    values_from: int = 0,
+    copy: Sequence[str] = (),
+    allow_nan: bool = False,
+    to: str = "native",
+    part: Part = (0, 1),
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+    **options: Unpack[MergeKeywords],
+) -> MergeReport:
+    """Write the weighted average of the checkpoints ``sources`` at ``url``, in the format ``to``: ``native``, ``hf``, ``torch`` or ``dcp``.
+
+    Sources have any formats and layouts, and the same tensors. Floating-point tensors are averaged in float32 (float64 ones in float64),
+    added in the order of the sources, and cast back to their dtype. Tensors of other dtypes must be the same in all sources. Everything
+    else comes from one source. Optimizers are left out unless asked for. If a merge was killed, the same call resumes it.
+
+    Args:
+        weights: one for each source; equal ones by default.
+        schedule: ``linear``, ``cosine`` or ``sqrt``: weights that stand for such a decay of the learning rate (``SCHEDULES`` in
+            ``weights.py`` has the formulas). Sources are then in the order of training, the oldest first.
+        any_sum: take weights whose sum is not 1.
+        values_from: number of the source of all values that are no averaged tensors: step, options, random number generators.
+        copy: globs of tensors that come from this source too, instead of being averaged or compared.
+        allow_nan: let elements that are NaN or infinite make the result so. By default they are an error.
+        part, dry_run, progress: see ``convert``.
+        options: of ``convert``: ``views``, ``only``, ``exclude``, ``skip``, ``root``, ``dtype``, ``config``, ``shard_size``, ``memory``,
+            ``threads``, ``overwrite``, ``verify``. ``optimizer``: average the state of optimizers too (False by default).
+
+    Raises:
+        UsageError: fewer than two sources, or weights and options do not fit.
+        NamesError, ShapeError: the sources do not have the same names, shapes or dtypes.
+        MismatchError: an element is NaN or infinite, or tensors that cannot be averaged differ. Nothing is left at ``url``.
+        Others as for ``convert``.
+    """
+    if isinstance(sources, str | os.PathLike):
+        raise UsageError(f"sources is one URL, {url_text(sources)!r}", hint="give a list; `ckpt merge --last N` takes the newest of a run")
+    began, url, urls = time.monotonic(), url_text(url), tuple(url_text(source) for source in sources)
+    if len(urls) < 2:
+        raise UsageError(
+            f"an average is of at least two checkpoints, not {len(urls)}",
+            hint="name more, or --last N for the newest of a run; `ckpt convert` writes a single one",
+        )
+    if not 0 <= values_from < len(urls):
+        raise UsageError(f"values come from source {values_from}, of {len(urls)}", hint="count from 0")
+    if schedule is not None:
+        _check_order(urls)
+    shares = checked_weights(weights, schedule, len(urls), any_sum=any_sum)
+    options.setdefault("optimizer", False)
+    settings = ConvertOptions(**options)
+    format = target(to)
+    beside = files_beside(format, url, settings)
+    chosen = [format.choose(open_catalog(source), settings.selection) for source in urls]
+    averaging = WeightedSum(weights=shares, sources=urls, allow_nan=allow_nan)
+    result, counts = merged(chosen, averaging, values_from=values_from, copy=several(copy))
+    written = run(
+        Conversion(format, result, url, settings, beside=beside),
+        source=urls[values_from],
+        part=part,
+        progress=progress,
+        dry_run=dry_run,
+        began=began,
+    )
+    return MergeReport(sources=urls, weights=shares, values_from=urls[values_from], written=written, **counts)
+
+
+def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
+    """URLs of the newest ``count`` committed checkpoints of a run, the oldest first, without those that it has abandoned."""
+    steps = [step for step in list_steps(run_url) if step.committed and step.abandoned is None]
+    if count < 2:
+        raise UsageError(f"--last {count}: an average is of at least two checkpoints")
+    if len(steps) < count:
+        hint = "`ckpt ls` lists them" if steps else "check the URL: it is that of the run, in which the steps are"
+        there = f"there {'is' if len(steps) == 1 else 'are'} {units.plural(len(steps), 'committed checkpoint')}"
+        raise NotFoundError(f"{there}, not the {count} of --last", where=url_text(run_url), hint=hint)
+    return tuple(step.url for step in steps[-count:])
+
+
+def _check_order(urls: Sequence[str]) -> None:
+    """Raise UsageError if the names of the sources say that a later one is older."""
+    steps = [(step_number(url.rstrip("/").rpartition("/")[2]), url) for url in urls]
+    known = [(number, url) for number, url in steps if number is not None]
+    for (earlier, first), (later, second) in pairwise(known):
+        if later <= earlier:
+            raise UsageError(f"{second} comes after {first}, and is not newer", hint="a schedule takes the oldest checkpoint first")
+
+
+def merged(
+    chosen: Sequence[OutputSet], averaging: WeightedSum, *, values_from: int, copy: Sequence[str]
+) -> tuple[OutputSet, Mapping[str, int]]:
+    """One choice whose tensors are averages of those of several, and how many are ``averaged``, ``compared`` and ``copied``."""
+    base = chosen[values_from]
+    check_globs(copy, base.tensors, base.catalog.url)
+    states = optimizer_tensors(base.catalog)
+    own = {name for name, wanted in base.tensors.items() if _is_value(wanted, states, copy)}
+    names = base.tensors.keys() - own
+    for other in chosen:
+        _check_names(base, other, names, own)
+    order = [values_from, *(i for i in range(len(chosen)) if i != values_from)]  # operands name catalogs by number: 0 has the values
+    numbers = {i: number for number, i in enumerate(order)}
+    same = SameInAll(sources=averaging.sources)
+    tensors, averaged, compared = dict[str, OutputTensor](), 0, 0
+    for name, wanted in base.tensors.items():
+        if name in own or not wanted.view.pieces:
+            tensors[name] = wanted if wanted.alias is None or wanted.alias in own else replace(wanted, alias=None)
+            continue
+        alike = [one.tensors[name] for one in chosen]
+        floating = wanted.dtype.name in FLOATING and all(is_floating(o.catalog, w.view) for o, w in zip(chosen, alike, strict=True))
+        operands = tuple(
+            _operand(one.catalog, numbers[i], w, floating=floating) for i, (one, w) in enumerate(zip(chosen, alike, strict=True))
+        )
+        alias = wanted.alias if wanted.alias not in own and all(w.alias == wanted.alias for w in alike) else None
+        tensors[name] = replace(wanted, alias=alias, computed=Computed(formula=averaging if floating else same, operands=operands))
+        averaged, compared = averaged + floating, compared + (not floating)
+    result = replace(base, tensors=tensors, others=tuple(chosen[i].catalog for i in order[1:]))
+    return result, {"averaged": averaged, "compared": compared, "copied": len(own)}
+
+
+def _operand(catalog: Catalog, number: int, wanted: OutputTensor, *, floating: bool) -> Operand:
+    """What a checkpoint has of a tensor: as it is stored where it is averaged, otherwise as it is written."""
+    one = operand(catalog, number, wanted.view)
+    return one if floating else replace(one, dtype=wanted.dtype)
+
+
+def _is_value(wanted: OutputTensor, states: frozenset[str], copy: Sequence[str]) -> bool:
+    """Whether a tensor is not averaged but comes from one source, like a value: of one rank, an optimizer's step, or asked for."""
+    step = not wanted.shape and any(piece.source in states for piece in wanted.view.pieces)
+    return wanted.rank is not None or step or any(fnmatchcase(wanted.name, glob) for glob in copy)
+
+
+def _check_names(base: OutputSet, other: OutputSet, names: set[str], own: set[str]) -> None:
+    """Raise unless the other has the tensors of these names, with the same shapes and dtypes, and no others but ``own`` and those of
+    ranks."""
+    lacking = sorted(names - other.tensors.keys())
+    further = sorted(n for n, w in other.tensors.items() if n not in names and n not in own and w.rank is None)
+    for count, here, there in ((lacking, base, other), (further, other, base)):
+        if count:
+            listed = ", ".join(count[:_NAMED]) + (f" and {len(count) - _NAMED} more" if len(count) > _NAMED else "")
+            hint = "leave such tensors out (--only, --exclude), or translate names (--names); with --to hf the model's names alone count"
+            raise NamesError(f"{there.catalog.url} does not have {listed}", where=here.catalog.url, hint=hint)
+    for name in sorted(names):
+        mine, its = base.tensors[name], other.tensors[name]
+        shapes = [list(w.logical or w.shape) for w in (mine, its)]
+        if shapes[0] != shapes[1]:
+            message = f"{name} has the shape {shapes[1]}, and {shapes[0]} in {base.catalog.url}"
+            raise ShapeError(message, where=other.catalog.url, hint="only checkpoints of one model have an average")
+        if mine.dtype != its.dtype:
+            message = f"{name} has the dtype {its.dtype.name}, and {mine.dtype.name} in {base.catalog.url}"
+            raise ShapeError(message, where=other.catalog.url, hint="name the dtype of the result: --dtype (dtype=)")

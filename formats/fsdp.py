@@ -1,0 +1,162 @@
+"""Directories with one ``torch.save`` file per rank: sharded and local state dicts of FSDP, dictionaries of DTensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import CorruptError
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile, SingleFile
+from ckpt.formats.external.hf_index import shown
+from ckpt.formats.pickles.nodes import NodeMaker
+from ckpt.formats.pickles.stand_ins import StoredPart, StoredView
+from ckpt.formats.torchzip.archive import open_archive
+from ckpt.formats.torchzip.catalog import SUFFIXES, TensorTable, is_torch_file
+from ckpt.plan import tree
+
+from .protocol import Format
+
+if TYPE_CHECKING:
+    from ckpt.io_backends.protocol import Backend
+
+
+# One ``torch.save`` file per rank, as users of FSDP write them: ``model_world_size_2_rank_0.pt``, ``local_rank1.pt``.
+#
+# ShardedTensors and DTensors say which box of which tensor each rank has: they become one tensor. A plain tensor says nothing of the
+# kind, so it belongs to its rank, and so does a value that differs between ranks.
+
+FORMAT_NAME = "torch.save files of ranks"
+_FILE = re.compile(r"(.*?)(?:_?world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})(?:\.pt|\.pth|\.bin|\.ckpt)")
+
+
+def rank_sets(names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """The files by what they are called besides the rank (``model``, ``optim``), then by rank. Empty unless all ``torch.save`` files of
+    the directory are of such sets, each from rank 0 up without a gap. Sets whose names say how many ranks there were may lack files."""
+    sets: dict[str, dict[int, str]] = {}
+    world_sizes: dict[str, int] = {}
+    for name in names:
+        if not name.endswith(SUFFIXES):
+            continue
+        match = _FILE.fullmatch(name)
+        if match is None or int(match[3]) in sets.setdefault(match[1], {}):
+            return {}
+        sets[match[1]][int(match[3])] = name
+        world = int(match[2] or 0)
+        if world_sizes.setdefault(match[1], world) != world:
+            return {}
+    worlds = {world_sizes[name] or len(files) for name, files in sets.items()}
+    complete = all(
+        max(files) < world_sizes[name] if world_sizes[name] else sorted(files) == list(range(len(files))) for name, files in sets.items()
+    )
+    return sets if complete and len(worlds) == 1 and worlds.pop() > 1 else {}
+
+
+def _check_all_there(sets: Mapping[str, Mapping[int, str]], url: str) -> int:
+    """How many ranks wrote the files."""
+    missing = []
+    for files in sets.values():
+        match = _FILE.fullmatch(next(iter(files.values())))  # any file of the set has what all have in common
+        if match is not None:
+            ranks = int(match[2] or len(files))
+            missing += [f"{match.string[: match.start(3)]}{r}{match.string[match.end(3) :]}" for r in range(ranks) if r not in files]
+    if missing:
+        hint = "copy the directory again; to read what one rank saved, give its file's own URL"
+        raise CorruptError(f"files of ranks are missing: {shown(missing)}", where=url, hint=hint)
+    return ranks
+
+
+def recognises(backend: Backend, names: Sequence[str]) -> bool:
+    """Whether the directory has such sets of files."""
+    sets = {} if isinstance(backend, SingleFile) else rank_sets(names)
+    return bool(sets) and all(is_torch_file(backend, min(files.values())) for files in sets.values())
+
+
+def open_ranks(backend: Backend) -> ExternalCatalog:
+    """Open what ``recognises`` found. With several sets, names begin with that of the set."""
+    sets = rank_sets(backend.list_dir())
+    ranks = _check_all_there(sets, backend.url)
+    paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]
+    files = [ExternalFile(path, backend.size(path), rank) for _, rank, path in paths]
+    joined = _Joined(TensorTable([open_archive(backend, path) for _, _, path in paths], files))
+    nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    for number, (name, rank, _) in enumerate(paths):
+        nodes[rank][name] = joined.node(number, rank, name if len(sets) > 1 else "")
+    roots = [node if len(sets) > 1 else next(iter(node.values())) for node in nodes]
+    joined.finish()
+    values = RankValues({name for name, entry in joined.table.entries.items() if entry.rank is not None})
+    state = values.merge(dict(enumerate(roots)), "")
+    table = joined.table
+    contents = ExternalContents(
+        tensors=table.entries.values(), files=files, world_size=ranks, state=state, ranks=values.ranks, opaque=joined.opaque
+    )
+    return ExternalCatalog(
+        contents, backend=backend, format=FORMAT_NAME, locate=table.locate, replicas=table.replicas, storages=table.storages
+    )
+
+
+class _Joined:
+    """Collects the tensors of all files."""
+
+    def __init__(self, table: TensorTable) -> None:
+        self.table = table
+        self.opaque: dict[str, str] = {}
+        self._parts: dict[str, list[tuple[int, StoredPart]]] = {}
+
+    def node(self, file: int, rank: int, path: str) -> tree.Node:
+        archive = self.table.archives[file]
+
+        def place(node: StoredView | StoredPart, at: str) -> tree.Node:
+            if isinstance(node, StoredPart):
+                self._parts.setdefault(at, []).append((file, node))
+                return {"$tensor": at}
+            name = f"{at}@rank{rank}"
+            self.table.add(name, file, node, rank)
+            return {"$tensor": name}
+
+        maker = NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
+        node = maker.root(archive.load(), path)
+        self.opaque |= maker.opaque
+        return node
+
+    def finish(self) -> None:
+        for name, parts in self._parts.items():
+            first = parts[0][1]
+            for file, part in parts:
+                if (part.dtype, part.shape) != (first.dtype, first.shape):
+                    raise CorruptError(
+                        f"tensor {name} is {first.dtype} {list(first.shape)} on one rank and {part.dtype} {list(part.shape)} on another",
+                        where=self.table.archives[file].where,
+                        hint="the files are of different saves",
+                    )
+            self.table.add_parts(name, first.dtype, first.shape, [(file, o, view) for file, part in parts for o, view in part.boxes])
+
+
+class RankValues:
+    """One state out of those of all ranks; what differs is kept in ``ranks``, by rank and path."""
+
+    def __init__(self, own: Set[str]) -> None:
+        self.ranks: dict[int, dict[str, Any]] = {}
+        self._own = own  # names of the tensors that belong to one rank
+
+    def merge(self, nodes: Mapping[int, tree.Node], path: str) -> tree.Node:
+        first = next(iter(nodes.values()))
+        if len({tree.text(node) for node in nodes.values()}) == 1 and not self._is_own(first):
+            return first
+        pairs = {rank: tree.pairs_of(node) for rank, node in nodes.items()}
+        if all(pairs.values()):
+            keys = {tree.text(key): key for own in pairs.values() for key, _ in own or ()}
+            by_key = {rank: {tree.text(k): v for k, v in own or ()} for rank, own in pairs.items()}
+            merged = [(key, {r: of[text] for r, of in by_key.items() if text in of}) for text, key in keys.items()]
+            return tree.mapping_node([(key, self.merge(values, tree.child_path(path, key))) for key, values in merged])
+        for rank, node in nodes.items():
+            self.ranks.setdefault(rank, {})[path] = node
+        return {"$per_rank": True}
+
+    def _is_own(self, node: tree.Node) -> bool:
+        """Whether a tensor that belongs to one rank lies in a node: equal nodes alone do not make it everyone's."""
+        return any(leaf["$tensor"] in self._own for _, leaf in tree.leaves(node) if tree.tag_of(leaf) == "$tensor")
+
+
+FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_ranks)
+"""This format, for ckpt.formats.registry."""

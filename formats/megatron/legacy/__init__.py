@@ -1,1 +1,0 @@
-"""Megatron-LM's format ``torch``: files of ranks."""

@@ -1,1 +1,0 @@
-"""``mem://``: checkpoints in the memory of a machine, which outlive their trainers (``ckpt.memory``)."""
