@@ -11,7 +11,7 @@ import pytest
 
 def pairwise(*axes: Sequence[Any], ids: Sequence[Sequence[str]] | None = None) -> list[Any]:
     """All combinations of one value of each axis, as parameters; those that add no new pair of values are marked slow."""
-    names = ids if ids is not None else [[str(value) for value in axis] for axis in axes]
+    names = ids if ids is not None else [[getattr(value, "__name__", str(value)) for value in axis] for axis in axes]
     left = {pair for cell in product(*(range(len(axis)) for axis in axes)) for pair in _pairs(cell)}
     cells = list(product(*(range(len(axis)) for axis in axes)))
     chosen: set[tuple[int, ...]] = set()
