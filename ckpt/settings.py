@@ -252,7 +252,7 @@ def check_flags(**given: object) -> None:
 
 # Sizes that are choices of this software: each rule once, in bytes, with the reason for its value. No imports.
 #
-# Code asks for ``limits.CHUNK`` when it runs and keeps no copy: a test that sets one here reaches every place that follows the rule. What
+# Code asks for ``settings.CHUNK`` when it runs and keeps no copy: a test that sets one here reaches every place that follows the rule. What
 # is not here: limits that are part of the format (``formats/native``), what one kind of storage asks for (``io_backends``), and sizes
 # that mean something inside one algorithm only. No value depends on another, unless it says so.
 

@@ -15,7 +15,7 @@ from ckpt.plan.layout.geometry import Box
 # The port through which chunks are read, wherever their bytes are: in a storage, or in memory.
 #
 # An ``Extent`` says where a chunk lies in a source: ``length`` bytes from ``offset`` on of the object ``path``. What an object is depends
-# on the source: a file of a checkpoint (``storage``), or a buffer of this process (``memory``). Everything above, the planner, the
+# on the source: a file of a checkpoint, or a buffer of this process. Everything above, the planner, the
 # digests, the shared reads between ranks, works with extents alone and does not know which of them it has:
 #
 #         load  verify  cp  convert  import        what is wanted, where it goes

@@ -200,7 +200,7 @@ _STEP = re.compile(r"(.*[^/])/+step-(\d+)/*")
 
 def note_failed_save(group: Members, url: str, error: BaseException, phase: str, seconds: float) -> None:
     """On the leading rank: note a failed save, if its URL lies in a run, that is, beside a log of one or other steps. Does not wait: a
-    program that ends waits for the note (``event_threads.FLUSH``)."""
+    program that ends waits for the note (``events.FLUSH``)."""
     match = _STEP.fullmatch(str(url))  # as a Checkpointer names its steps; what is no str was refused, and has no run
     if match is None or group.rank != group.leader or not isinstance(error, Exception):  # who interrupts a save knows it
         return

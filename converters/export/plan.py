@@ -1,6 +1,6 @@
 """Who writes which bytes of files that all ranks of a job write together. Every rank computes the same, without talking. Pure.
 
-Where a storage takes any ranges, a rank writes what it has of a tensor at its place, if that is at least ``limits.WORTH_A_CALL``
+Where a storage takes any ranges, a rank writes what it has of a tensor at its place, if that is at least ``settings.WORTH_A_CALL``
 bytes at a time or all in one; other tensors, such as those cut along rows, go through windows. A *window* is a range of a file that one
 rank, its *aggregator*, puts together from what the others send it and writes at once. Where a storage takes whole parts only, all goes
 through windows.

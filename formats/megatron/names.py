@@ -219,7 +219,7 @@ def _first(heads: Iterable[str], text: str, name: str) -> int:
 
 
 # Names of parameters as a model has them on one rank, from those that ``names`` has for the whole model. Pure: the way back of
-# ``legacy.names``.
+# ``legacy_names``.
 #
 # (Sources: Megatron-LM core/models/gpt/gpt_layer_specs.py, core/transformer/moe/experts.py.)
 

@@ -276,4 +276,4 @@ _KINDS: dict[str, Callable[[Any], _Below | None]] = {
     "$per_rank": _true,
     "$param_groups": _param_groups,
 }
-"""Kinds whose payload others than ``ckpt.tree.decode`` look into; that one checks the rest by itself."""
+"""Kinds whose payload others than ``ckpt.plan.tree_decoding.decode`` look into; that one checks the rest by itself."""

@@ -1,6 +1,6 @@
 """Data files on their way from one storage to another: read in jobs that may run at once, each byte compared with its digest.
 
-A file of up to ``limits.HASH_BUFFER`` bytes is one read. Of a larger one the header is read first, then runs of neighbouring chunks.
+A file of up to ``settings.HASH_BUFFER`` bytes is one read. Of a larger one the header is read first, then runs of neighbouring chunks.
 """
 
 from __future__ import annotations

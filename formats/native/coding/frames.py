@@ -46,7 +46,7 @@ class Codec:
     itemsizes: tuple[int, ...] = ITEMSIZES
     """Sizes of the elements that it takes; chunks of other dtypes are stored as they are."""
     anchored: bool = False
-    """Whether what it codes is the chunk XOR the same chunk of an earlier checkpoint, the anchor (``xor_planes``)."""
+    """Whether what it codes is the chunk XOR the same chunk of an earlier checkpoint, the anchor (``encode_xor_planes``)."""
 
 
 WORTH = 97

@@ -209,7 +209,7 @@ def plan_data_files(
 
 
 def coded_groups(raw_lengths: Sequence[int]) -> list[slice]:
-    """Which chunks go into one file each, where some may be coded: neighbours, as many as ``limits.CODED_FILE`` and ``CODED_CHUNKS`` allow.
+    """Which chunks go into one file each, where some may be coded: neighbours, as many as ``settings.CODED_FILE`` and ``CODED_CHUNKS`` allow.
 
     It depends on the sizes before coding alone, so that every rank can tell where another one's chunks are.
     """
