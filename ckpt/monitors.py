@@ -87,9 +87,6 @@ def uri(url: str) -> str:
     return f"file://{os.path.abspath(url)}" if is_file_system(url) and "://" not in url else url
 
 
-# Events as lines of JSON in a file.
-
-
 class JsonLines:
     """Appends each event to a local file, a line each, written at once.
 

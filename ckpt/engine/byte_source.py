@@ -144,9 +144,6 @@ class MemorySource:
         """Nothing: memory has no copy of itself to read again."""
 
 
-# A stored chunk, as messages name it, and the one error for a chunk that is damaged.
-
-
 class ChunkName(NamedTuple):
     """A stored chunk, as messages name it. ``box`` is None where ``tensor`` is a key of a file that says all."""
 

@@ -37,7 +37,7 @@ from .copies import SpreadFiles, forget_copies
 from .nodes import NodeSet
 from .parity import BLOCK, ParityRecord, add_xor, block_digest
 
-# Making a parity file: this node reads ranges of files of other nodes, and stores their XOR with a record of what it is. No torch.
+# Making a parity file: this node reads ranges of files of other nodes, and stores their XOR with a record of what it is.
 
 
 class ParityWriter:

@@ -1,4 +1,5 @@
-"""What saving and keeping policies share: they are written as they are called, and their arguments are checked when they are made."""
+"""What saving and keeping policies share: they are written as they are called, and their arguments are checked when they are made. And the
+policies for what a save stores: ``Anchor`` and ``TrustFrozen``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a Checkpointer tells, and to whom: it makes events of what happens to saves, and hands them to the listeners.
+"""What a Checkpointer tells, and to whom: it makes events of what happens to saves, and hands them to the listeners. And a note of saves
+that failed outside of a Checkpointer.
 
 Invariants: nothing here waits for a listener but ``close``, which has a deadline. Events of one rank come in the order in which things
 happened there. Listeners are called on the leader, but for those that ask for every rank.

@@ -1,4 +1,5 @@
-"""What a rank brings to a save: its tensors with their places, and the JSON nodes of everything else."""
+"""What a rank brings to a save: its tensors with their places, the JSON nodes of everything else, and what of it changes only behind a
+fence."""
 
 from __future__ import annotations
 

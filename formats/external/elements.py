@@ -1,4 +1,5 @@
-"""Elements of a box of a stored tensor, without torch: for checks that compare tensors, not for loading them."""
+"""Elements of a box of a stored tensor, without torch: strided and flat ones, too. For checks that compare tensors, not for loading
+them."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ os._exit(0)
 
 def test_killing_the_process_group_of_its_first_client_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "deep" / ("x" * 90) / "memory"))  # longer than a socket's name may be
-    code = "from ckpt.nodes.memory import client; client.connect().put('a/b', b'kept'); print('ready', flush=True); import time; time.sleep(60)"
+    code = "import time; from ckpt.nodes.memory import client; client.connect().put('a/b', b'kept')"
+    code += "; print('ready', flush=True); time.sleep(60)"
     trainer = start(code)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
     os.killpg(trainer.pid, signal.SIGKILL)

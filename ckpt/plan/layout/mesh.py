@@ -1,4 +1,4 @@
-"""A mesh: named parallel dimensions over the ranks of a job."""
+"""A mesh: named parallel dimensions over the ranks of a job; and names whose numbers count along one of them."""
 
 from __future__ import annotations
 
