@@ -146,9 +146,6 @@ class MLflow:
             self._client.set_tag(self._run_id, "ckpt.alert", f"{event.topic}: {event.reason}")
 
 
-# Events as metrics and spans of OpenTelemetry.
-
-
 class OpenTelemetry:
     """Histograms ``ckpt.save.duration``, ``ckpt.save.blocked``, ``ckpt.restore.duration``, ``ckpt.publish.duration`` in seconds; counters
     ``ckpt.save.bytes`` and ``ckpt.events``; and spans ``ckpt.save`` and ``ckpt.restore``, those of failures with the status ERROR.
@@ -266,9 +263,6 @@ class Prometheus:
             self._restore.labels(run).set(event.seconds or 0.0)
         elif event.kind == "alert":
             self._alerts.labels(run, event.topic).inc()
-
-
-# Events as scalars of TensorBoard.
 
 
 class TensorBoard:

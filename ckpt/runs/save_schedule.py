@@ -3,7 +3,7 @@ measured here: what saves cost, and notices of preemption.
 
     step n ends ─┬─ rank_part of the policy: follows from step numbers alone, so every rank comes to the same answer, without a message
                  └─ leader_part: clocks, costs and signals, which only the leader asks; it proposes a step, and the ranks agree on the
-                    first step that none of them has passed (``step_agreement.py``)
+                    first step that none of them has passed (``net.step_agreement``)
 
 A notice of preemption may come to any rank. It is passed to the leader, and counts there as one more reason: the save that follows from it
 is the last one.

@@ -304,9 +304,6 @@ def _look(backend: Backend, name: str) -> _FileStamp | None:
     return None if stamp is None or modified is None else _FileStamp(size, stamp, modified)
 
 
-# A checkpoint of any format in other names, opened or loaded without a step in between.
-
-
 def translated(
     url: str | os.PathLike[str],
     *,

@@ -135,9 +135,6 @@ def _numbers(ranks: tuple[int, ...]) -> dict[int, int]:
     return {rank: number for number, rank in enumerate(ranks)}
 
 
-# Names with local numbers: layers of a pipeline stage, experts of an expert-parallel rank.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbered:
     """Names with a local number that is not the global one: layers of a pipeline stage, experts of an expert-parallel rank.
