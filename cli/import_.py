@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
+from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.output import Output, options, style
 from ckpt.cli.console.parameters import URL
-from ckpt.cli.console.progress import progress, when_interrupted
+from ckpt.cli.console.progress import progress
 from ckpt.cli.options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from click.core import ParameterSource
 
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible, refuse_executor
+from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.output import Output, options, style
 from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torch
-from ckpt.cli.console.progress import progress, when_interrupted
+from ckpt.cli.console.progress import progress
 from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
 from ckpt.errors import UsageError
 

@@ -20,8 +20,8 @@ import click
 
 from ckpt._version import __version__
 from ckpt.cli.console.dividing import ARGUMENTS
+from ckpt.cli.console.interrupts import INTERRUPTED, quit_at_once
 from ckpt.cli.console.output import Output, logging_to_stderr, unwritable, verbose
-from ckpt.cli.console.progress import INTERRUPTED, quit_at_once
 from ckpt.errors import CkptError, StorageError
 from ckpt.text import did_you_mean, printable
 

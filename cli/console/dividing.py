@@ -17,9 +17,9 @@ import click
 from ckpt import errors
 from ckpt.errors import CkptError, RankFailedError, UsageError
 
+from .interrupts import INTERRUPTED
 from .output import Command, Output
 from .parameters import OneOf, require_torch
-from .progress import INTERRUPTED
 
 if TYPE_CHECKING:
     from ckpt.net.divided_work import DividedWork

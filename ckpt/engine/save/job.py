@@ -281,7 +281,8 @@ class SaveCache:
     def forget(self, url: str) -> None:
         """A save was committed at ``url`` that no later one may refer to."""
         run, _, name = url.rstrip("/").rpartition("/")
-        self.bases = [b for b in self.bases if (b.run, b.name) != (real_url(run or "/"), name)]
+        place = None if run.endswith(":/") else real_url(run or "/")  # at the root of a storage there is no run
+        self.bases = [b for b in self.bases if (b.run, b.name) != (place, name)]
 
 
 _caches: WeakKeyDictionary[Members, SaveCache] = WeakKeyDictionary()
