@@ -40,8 +40,8 @@ _HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or
 
 
 class BaseFiles(NamedTuple):
-    """The checkpoint that has all files which a save refers to, itself or by references: its name in the run, its id, and these files' sizes
-    by path."""
+    """The checkpoint that has all files which a save refers to, itself or by references: its name in the run and its id; and the sizes of
+    these files, by path."""
 
     name: str
     id: str
@@ -143,8 +143,8 @@ def _base_problem(backend: Backend, name: str, id: str) -> StorageError | None:
 
 
 def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None:
-    """Which files that are referred to are not there, whatever the record of the base says: somebody has deleted a directory by hand, or the
-    base was copied away and back, which gave it files of its own. A process that remembers the base has read nothing of it."""
+    """Which of these files are not there, whatever the record of the base says: somebody has deleted a directory by hand, or the base was
+    copied away and back, and has files of its own by now. A process that remembers the base has read nothing of it."""
     run = open_backend(split_url(backend)[0])
     # ../step-1/data/<id>-00000.safetensors: one listing for each checkpoint that has some.
     prefixes = sorted({f"{owner_of(path)}/data/" for path in base.sizes})
@@ -153,10 +153,11 @@ def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None
     if not lost:
         return None
     message = (
-        f"{len(lost)} of {len(base.sizes)} files that have tensors of this save, by way of the base {base.name}, are not there any more, or not "
-        f"whole; the first is {lost[0]}: {there.get(lost[0], 'no')} of {base.sizes[lost[0]]} bytes"
+        f"{len(lost)} of {len(base.sizes)} files that have tensors of this save, by way of the base {base.name}, are not there any more, "
+        f"or not whole; the first is {lost[0]}: {there.get(lost[0], 'no')} of {base.sizes[lost[0]]} bytes"
     )
-    return ConflictError(message, where=backend.url, hint="save again, without a base; `ckpt verify` shows which other checkpoints lack files")
+    hint = "save again, without a base; `ckpt verify` shows which other checkpoints lack files"
+    return ConflictError(message, where=backend.url, hint=hint)
 
 
 def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
