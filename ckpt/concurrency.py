@@ -149,9 +149,6 @@ def gc_paused() -> Iterator[None]:
                 gc.enable()
 
 
-# Spreads jobs that come one by one over threads, and gives their results as they come.
-
-
 def imap_unordered(jobs: Iterable[Callable[[], R]], threads: int, name: str) -> Iterator[R]:
     """Run ``jobs`` on ``threads`` threads called ``name``; their results, in the order in which they end.
 

@@ -210,8 +210,6 @@ class _Iteration(Iterator[list[int]]):
         self.epoch = state["iterates"]
 
 
-# A data loader whose position is one number of the whole job.
-
 T = TypeVar("T")
 
 

@@ -87,9 +87,6 @@ def uri(url: str) -> str:
     return f"file://{os.path.abspath(url)}" if is_file_system(url) and "://" not in url else url
 
 
-# Events as lines of JSON in a file.
-
-
 class JsonLines:
     """Appends each event to a local file, a line each, written at once.
 
@@ -147,9 +144,6 @@ class MLflow:
             self._client.set_tag(self._run_id, "ckpt.latest", event.url)
         elif event.kind == "alert":
             self._client.set_tag(self._run_id, "ckpt.alert", f"{event.topic}: {event.reason}")
-
-
-# Events as metrics and spans of OpenTelemetry.
 
 
 class OpenTelemetry:
@@ -269,9 +263,6 @@ class Prometheus:
             self._restore.labels(run).set(event.seconds or 0.0)
         elif event.kind == "alert":
             self._alerts.labels(run, event.topic).inc()
-
-
-# Events as scalars of TensorBoard.
 
 
 class TensorBoard:

@@ -1,4 +1,5 @@
-"""The environment variables that ckpt reads, all of them. Arguments win over them. Names that are nearly one of these are warned of.
+"""The environment variables that ckpt reads, all of them, and the sizes that this software has chosen. Arguments win over variables. Names
+that are nearly one of these are warned of.
 
 =====================  =======  ==============================================================================
 ``CKPT_TIMEOUT``       600      seconds without a sign of life after which a rank counts as dead
@@ -250,9 +251,9 @@ def check_flags(**given: object) -> None:
             raise UsageError(f"{name}= is True or False, not {value!r}")
 
 
-# Sizes that are choices of this software: each rule once, in bytes, with the reason for its value. No imports.
+# Sizes that are choices of this software: each rule once, in bytes, with the reason for its value.
 #
-# Code asks for ``limits.CHUNK`` when it runs and keeps no copy: a test that sets one here reaches every place that follows the rule. What
+# Code asks for ``settings.CHUNK`` when it runs and keeps no copy: a test that sets one here reaches every place that follows the rule. What
 # is not here: limits that are part of the format (``formats/native``), what one kind of storage asks for (``io_backends``), and sizes
 # that mean something inside one algorithm only. No value depends on another, unless it says so.
 

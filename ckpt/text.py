@@ -1,4 +1,4 @@
-"""Text for people: sizes, times and shapes, and names of others made safe for a terminal."""
+"""Text of others: JSON that is parsed safely, names made safe for a terminal, names that were probably meant, URLs."""
 
 from __future__ import annotations
 

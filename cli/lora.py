@@ -1,4 +1,4 @@
-"""``ckpt lora``: adapters of PEFT."""
+"""``ckpt lora``: merges an adapter of PEFT into its base model, and extracts one from a tuned model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torc
 from ckpt.cli.console.progress import progress, when_interrupted
 from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
 from ckpt.errors import UsageError
-
-# ``ckpt lora``: merges an adapter of PEFT into its base model, and extracts one from a tuned model.
 
 _TARGETS = ("hf", "native", "torch", "dcp")
 

@@ -1,4 +1,4 @@
-"""``ckpt memory``: the daemon that holds checkpoints in this machine's memory."""
+"""``ckpt memory serve | status | drop | stop``: the daemon that holds checkpoints in this machine's memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from ckpt.text import address_text
 if TYPE_CHECKING:
     from ckpt.nodes.memory.messages import MemoryObject
 
-
-# ``ckpt memory serve | status | drop | stop``.
 
 _NAMED = 4
 _KINDS = {

@@ -9,8 +9,6 @@ from ckpt.cli.console.output import Output, options, style
 from ckpt.cli.console.parameters import URL
 from ckpt.errors import UsageError
 
-# The command.
-
 
 @click.command("rm", short_help="Remove one checkpoint.")
 @click.argument("url", type=URL)

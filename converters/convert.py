@@ -1,8 +1,8 @@
 """Conversions: what is chosen of a checkpoint, written in another format; in bounded memory, resumable, by one process or several.
 
 Invariants: nothing can be opened at the destination before all of it is durable. A file is written by one process, and all compute from the
-plan which one does (``plan.division``). Processes that communicate let the first one finish (``pipeline.divided``); of those that do not,
-whoever finds all files there does.
+plan which one does (``plan.machines.balanced``). Processes that communicate let the first one finish (``pipeline.divided``); of those that
+do not, whoever finds all files there does.
 """
 
 from __future__ import annotations

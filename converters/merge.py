@@ -138,8 +138,8 @@ def merge(
 
     Args:
         weights: one for each source; equal ones by default.
-        schedule: ``linear``, ``cosine`` or ``sqrt``: weights that stand for such a decay of the learning rate (``SCHEDULES`` in
-            ``weights.py`` has the formulas). Sources are then in the order of training, the oldest first.
+        schedule: ``linear``, ``cosine`` or ``sqrt``: weights that stand for such a decay of the learning rate (``SCHEDULES``
+            has the formulas). Sources are then in the order of training, the oldest first.
         any_sum: take weights whose sum is not 1.
         values_from: number of the source of all values that are no averaged tensors: step, options, random number generators.
         copy: globs of tensors that come from this source too, instead of being averaged or compared.

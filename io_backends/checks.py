@@ -1,4 +1,4 @@
-"""What every backend checks about its arguments, and in the same words: paths, ranges, buffers. No I/O."""
+"""What every backend checks about its arguments, and in the same words: paths, ranges, buffers; and the port of shared objects. No I/O."""
 
 from __future__ import annotations
 

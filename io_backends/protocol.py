@@ -7,7 +7,7 @@ Invariants: paths are ``str``, relative to the backend's root, ``/``-separated, 
 others with UsageError. Offsets, lengths and sizes are in bytes. All methods may be called from several threads at once. Errors come from
 ``ckpt.errors`` only: whatever the storage raises besides the rows below arrives as StorageError (NoSpaceError if it is full, AccessError if
 it refuses us). What happens when a path is at once a file and a parent of other files is left open, as object stores allow it and file
-systems do not. ``conformance.py`` tests every row that shows through the port.
+systems do not. ``conformance`` tests every row that shows through the port.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ class Backend(Protocol):
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
         """Begin an object of ``size`` bytes that several processes write together, or join the one of this ``token``; None where the
-        storage cannot (``shared_object.SharedObject``). Whether the name is free counts when it is published."""
+        storage cannot (``checks.SharedObject``). Whether the name is free counts when it is published."""
         return None
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:

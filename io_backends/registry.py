@@ -1,4 +1,4 @@
-"""From a URL to the backend that serves it.
+"""From a URL to the backend that serves it, and what a program has configured for the storage below a URL.
 
 Backends outside this package are found by the entry-point group ``ckpt.io_backends``: the name of an entry point is a URL scheme, its
 object is called with the URL, and with ``storage_options=`` where a program has configured some, and gives a Backend. Schemes that neither

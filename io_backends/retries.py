@@ -1,5 +1,5 @@
-"""How often this process has had to ask a storage again. Counted for all of the process: what one save has seen is a difference, and
-what else goes on beside it counts too.
+"""Storage that is asked again: how often, counted for all of the process (what one save has seen is a difference, and what else goes on
+beside it counts too), and the second reading of bytes that do not fit their digest.
 """
 
 from __future__ import annotations

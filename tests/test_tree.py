@@ -162,7 +162,7 @@ def test_ordered_and_default_dicts_and_counters_come_back_as_dicts_in_their_orde
 
 
 def test_importing_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, ckpt.tree; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, ckpt.plan.tree; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     root = Path(tree.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 

@@ -15,7 +15,7 @@ from ckpt.plan.layout.geometry import Box
 # The port through which chunks are read, wherever their bytes are: in a storage, or in memory.
 #
 # An ``Extent`` says where a chunk lies in a source: ``length`` bytes from ``offset`` on of the object ``path``. What an object is depends
-# on the source: a file of a checkpoint (``storage``), or a buffer of this process (``memory``). Everything above, the planner, the
+# on the source: a file of a checkpoint, or a buffer of this process. Everything above, the planner, the
 # digests, the shared reads between ranks, works with extents alone and does not know which of them it has:
 #
 #         load  verify  cp  convert  import        what is wanted, where it goes
@@ -142,9 +142,6 @@ class MemorySource:
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """Nothing: memory has no copy of itself to read again."""
-
-
-# A stored chunk, as messages name it, and the one error for a chunk that is damaged.
 
 
 class ChunkName(NamedTuple):

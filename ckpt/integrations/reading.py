@@ -1,4 +1,4 @@
-"""Reading for libraries that want tensors of their own filled, or a whole checkpoint in host memory."""
+"""Reading for libraries that want tensors of their own filled, a whole checkpoint in host memory, or versions of a live state."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_state(url: str, *, threads: int | None = None) -> Any:
     return state
 
 
-# What adapters of live states share: a rank by itself, a state that takes whatever a source has, and waiting for a step.
+# What the integrations of live states share: a rank by itself, a state that takes whatever a source has, and waiting for a step.
 
 
 class Taker(Protocol):

@@ -1,7 +1,6 @@
 """What sinks, and ``ckpt live status``, ask the leader of a source: small messages of JSON, each with bytes behind it if it needs some.
 
-Nobody waits for anybody else: an answer that is not there yet is asked
-for again. No torch.
+Nobody waits for anybody else: an answer that is not there yet is asked for again. A secret proves who may ask. No torch.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ def _naming(address: str) -> Iterator[None]:
         raise GroupError(f"the leader of the source is gone: {err}", where=address, hint=hint) from err
 
 
-# The secret of a source: what it and its sinks prove to each other that they know. No torch.
+# The secret of a source: what it and its sinks prove to each other that they know.
 
 _BYTES = 32
 _HINT = "give secret= or CKPT_LIVE_SECRET to the source and its sinks; or let XDG_RUNTIME_DIR name a folder of this account"

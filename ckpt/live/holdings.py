@@ -1,4 +1,5 @@
-"""What one rank has of a live state, and how boxes of it are packed. Whoever serves it needs to know no receiver's layout. No torch."""
+"""What one rank has of a live state, and how boxes of it are packed; and what all ranks have, as one catalog. Whoever serves it needs to
+know no receiver's layout. No torch."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def _not_here(what: str) -> NotFoundError:
     return NotFoundError(f"this rank has {what}", hint="holder and receiver do not mean the same version: take it again")
 
 
-# A live state as a catalog: tensors whose chunks lie in the memory of ranks, as their layouts cut them. No torch.
+# A live state as a catalog: tensors whose chunks lie in the memory of ranks, as their layouts cut them.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

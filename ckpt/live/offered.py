@@ -1,4 +1,5 @@
-"""The newest version of a source, found by all ranks of a sink together: its leader asks that of the source, and hands on what it hears."""
+"""The newest version of a source, found by all ranks of a sink together: its leader asks that of the source over a connection of its own,
+and hands on what it hears."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from .control import ControlClient, SinkSecret, split_address
 from .relay import RELAY, RelayHolders, RelayOffer
 from .versions import Manifest, Version, digest_of_blob
 
-# What the leader of a sink asks the leader of the source, and tells it. No torch.
+# What the leader of a sink asks the leader of the source, and tells it.
 
 log = logging.getLogger("ckpt")
 

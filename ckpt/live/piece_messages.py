@@ -1,4 +1,5 @@
-"""What holder and receiver of pieces say to each other, once they have proved who they are. No torch.
+"""What holder and receiver of pieces say to each other, once they have proved who they are; and the digests of boxes that a source answers
+with. No torch.
 
 receiver                                           holder
 machine ─────────────────────────────────────────►
@@ -78,7 +79,7 @@ def receive_error(channel: Channel, length: int) -> CkptError:
     return error
 
 
-# What a rank of the source says of boxes that relays give: their digests, computed once for all receivers of the same boxes. No torch.
+# What a rank of the source says of boxes that relays give: their digests, computed once for all receivers of the same boxes.
 
 VERSIONS = 2
 """Versions whose digests are remembered."""
@@ -135,7 +136,7 @@ def box_digests(requests: RequestList, piece: int, view: memoryview) -> list[int
     return [xxhash.xxh3_64_intdigest(view[at : at + size]) for at, size in zip(places, sizes, strict=True)]
 
 
-# Why pieces come whole from a source that could have sent what changed in them. No torch.
+# Why pieces come whole from a source that could have sent what changed in them.
 
 FIRST = "first version"
 """The receiver has none yet."""

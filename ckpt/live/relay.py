@@ -20,7 +20,7 @@ from ckpt.plan.transfers import RequestList
 from .client import Holder
 from .server import PieceServer
 
-# The boxes of one version that one rank of a sink takes, given to others from when each is here. No torch.
+# The boxes of one version that one rank of a sink takes, given to others from when each is here.
 
 
 class RelayedVersion:

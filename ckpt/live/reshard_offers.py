@@ -1,4 +1,5 @@
-"""Who has what: the old states of all ranks become one catalog, whose chunks lie in their memory.
+"""Who has what, before a reshard: the old states of all ranks become one catalog, whose chunks lie in their memory. And the values that the
+phases of a reshard share.
 
 every rank   collect: names, shapes, layouts, values ──► a row of digests ──► leader
 leader       fetch each part of a table once, join them; all of them are one value, which ranks hand on to each other
@@ -363,9 +364,6 @@ def tensor_rows(memory: torch.Tensor, slices: tuple[slice, ...]) -> npt.NDArray[
         part = part.resolve_conj().resolve_neg()
     copied: npt.NDArray[np.generic] = raw_view(part).contiguous().cpu().numpy()
     return copied
-
-
-# What a reshard reports.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Segments of other processes of this machine, as a reader maps them. No torch.
+"""Segments of other processes of this machine, as a reader maps them and copies from them. No torch.
 
 Mapping costs a fault, or its share of a call, for each page, and unmapping as much again: together more than half of a copy. A source fills
 the same few files again and again, so a sink keeps what it has mapped, and a take begins with a lease and a look at the token:

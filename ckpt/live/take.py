@@ -38,8 +38,6 @@ from .renaming import check_alike, in_other_names, worded
 from .segment_reader import LocalHolder, check_local, copy_local, open_local
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, TakeMeter
 
-# How one take brings pieces of other machines here.
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Puller:

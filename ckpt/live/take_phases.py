@@ -1,4 +1,4 @@
-"""The values between the steps of a take."""
+"""The values between the steps of a take, what a take reports, and what a sink keeps from one take to the next."""
 
 from __future__ import annotations
 
@@ -95,9 +95,6 @@ class SwitchedTake:
     dense: Mapping[str, int]
 
 
-# What a take did, for the caller.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeReport:
     """What a take did on this rank. Bytes: ``needed`` by its state, as the source has them; ``mapped``: copied from memory of other
@@ -164,7 +161,7 @@ class TakeReport:
         )
 
 
-# How far one take of a sink is on this rank, and how long its phases took. No torch.
+# How far one take of a sink is on this rank, and how long its phases took.
 
 
 class TakeMeter:
@@ -191,8 +188,6 @@ class TakeMeter:
         with self._lock:
             return min(self._done, self._total), self._total
 
-
-# What one sink keeps from take to take.
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -248,9 +243,6 @@ class SinkCache:
     def give(self, memory: memoryview) -> None:
         """Memory of a piece that nobody reads any more."""
         self.buffers.append(np.frombuffer(memoryview(memory.obj), dtype=np.uint8))  # all of what the view is a part of
-
-
-# Which version the state of a sink is.
 
 
 @dataclass(eq=False)

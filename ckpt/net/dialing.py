@@ -1,4 +1,5 @@
-"""Reaches other ranks: their addresses are tried one after another, each a moment after the one before, until a rank answers at one.
+"""Reaches other ranks: their addresses are tried one after another, each a moment after the one before, until a rank answers at one. And
+keeps connections for the next question.
 
 An address that leads nowhere costs that moment (as in RFC 8305), not the timeout. A rank answers once it has come to the exchange, so an
 address at which somebody listens is kept; another one is tried beside it after some seconds, as another machine may have it.
@@ -140,7 +141,7 @@ def _why(err: OSError) -> str:
     return os.strerror(err.errno) if err.errno is not None else str(err)
 
 
-# Connections over which nothing is going on, kept for the next question: making one takes longer than most answers. No torch.
+# Connections over which nothing is going on, kept for the next question: making one takes longer than most answers.
 
 
 class Closable(Protocol):

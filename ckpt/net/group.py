@@ -1,4 +1,4 @@
-"""The group of ranks that save and load together, found from torch.distributed.
+"""The group of ranks that save and load together, found from torch.distributed, or from the variables of a launcher.
 
 Control goes through the job's key-value store only: no collective that training could interleave with.
 """

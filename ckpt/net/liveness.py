@@ -8,8 +8,8 @@
 A head tells the leader whom of its team it has lost, and its team if the leader is gone. That is enough: the leader waits for rows of all
 ranks and raises when one of them is gone, and everybody else waits for the leader's word.
 
-Signs of life through the store (``liveness.py``) stay the last resort: a process that hangs keeps its connection, and where no connection
-can be made, as behind a firewall, there is none to end. A process that leaves says so first, and counts as closed, not as dead.
+Signs of life through the store (:class:`FailureDetector`) stay the last resort: a process that hangs keeps its connection, and where no
+connection can be made, as behind a firewall, there is none to end. A process that leaves says so first, and counts as closed, not as dead.
 
 Nobody has departed before ``GRACE`` seconds. The last row or error of a rank goes through the store, and may be slower than the end of its
 connection; and a rank that lives connects again, so that a reset on the way makes nobody dead.

@@ -1,4 +1,4 @@
-"""The rows that ranks post in one phase, as the leader reads them."""
+"""The rows that ranks post in one phase, as the leader reads them, and errors on their way between ranks."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def _id(data: bytes) -> str:
         return ""
 
 
-# The spread runs that this process knows, by name: ``spread://name/step-00000100`` is opened through them. No torch.
+# The spread runs that this process knows, by name: ``spread://name/step-00000100`` is opened through them.
 
 SCHEME = "spread"
 _runs: dict[str, NodeSet] = {}

@@ -1,4 +1,4 @@
-"""What the nodes have of one checkpoint, as of one look, and what of it has no second place yet. No torch."""
+"""What the nodes have of one checkpoint, as of one look, what of it has no second place yet, and what of it is lost. No torch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def parity_groups(nodes: NodeSet, size: int) -> Sequence[Sequence[str]]:
     return even_groups(domain_groups(nodes.domains, size - 1), size)
 
 
-# That all second copies of a checkpoint were seen: a small file beside its index on every node, for ``ckpt memory status``. No torch.
+# That all second copies of a checkpoint were seen: a small file beside its index on every node, for ``ckpt memory status``.
 #
 # The leader writes it when the copies are complete, and removes it when a later life of the job finds that some are missing. Nothing that
 # loads or copies asks it: what nodes have is asked of the nodes themselves.
@@ -161,7 +161,7 @@ def _is_all_here(backend: Backend, url: str, id: str) -> bool:
 
 
 # What of a checkpoint is lost: files that no node has that answers, that parity cannot give, and that are not at the root; by tensor, box
-# and who had them. No torch.
+# and who had them.
 
 NAMED = 4
 """Chunks that a message names."""

@@ -1,5 +1,5 @@
-"""Second copies: what this node has and too few others do is given to the nodes that ``plan.redundancy`` names, in the background; or it
-makes its part of the parity (``parity_writer``).
+"""Second copies: what this node has and too few others do is given to the nodes that ``plan.copies`` names, in the background; or it
+makes its part of the parity (:class:`ParityWriter`).
 
 One process of each node does it, after each save. It asks all nodes what they have and plans; all plan alike, so nothing is agreed, and a
 process that dies in the middle leaves nothing but a copy that the next round makes. Every chunk is compared with its digest before it is
@@ -37,7 +37,7 @@ from .copies import SpreadFiles, forget_copies
 from .nodes import NodeSet
 from .parity import BLOCK, ParityRecord, add_xor, block_digest
 
-# Making a parity file: this node reads ranges of files of other nodes, and stores their XOR with a record of what it is. No torch.
+# Making a parity file: this node reads ranges of files of other nodes, and stores their XOR with a record of what it is.
 
 
 class ParityWriter:

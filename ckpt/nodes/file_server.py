@@ -1,4 +1,5 @@
-"""Gives and takes files of this node for other nodes of the job, and for those who know its secret alone. No torch."""
+"""Files of nodes over TCP: the server of this node, for nodes of the job and those who know its secret alone, and the files of another node
+as a backend. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from ckpt.net.endpoints import listen, network
 from ckpt.net.message_fields import Kind, checked, is_count
 from ckpt.net.wire import Address, Channel, dial
 
-# What nodes say to each other about the files that they have: one question, one answer. No torch.
+# What nodes say to each other about the files that they have: one question, one answer.
 #
 #     question   head (JSON: op, path, …), bytes
 #     answer     head (JSON, or the error), bytes
@@ -184,7 +185,7 @@ class ArrivingFile:
         return self._writer
 
 
-# The files of another node, through its server: a backend like any other. No torch.
+# The files of another node, through its server: a backend like any other.
 #
 # Each thread that asks takes a connection from those that are idle, or makes one; a writer has one of its own. A node that does not
 # answer is a StorageError that names it; whoever knows another holder of the bytes goes there.

@@ -1,4 +1,5 @@
-"""How the ranks of a job find out which nodes they run on, and reach each other's files. No torch.
+"""How the ranks of a job find out which nodes they run on, and reach each other's files; and the memory of machines where no rank runs. No
+torch.
 
 look     every rank   its machine, directory and domain ──► leader: the nodes, in the order of their first ranks
 serve    first rank of each node   a server, and a file in its directory ──► leader: addresses of all
@@ -36,7 +37,7 @@ from ckpt.plan.tables import ranks_text
 from .file_server import NodeConnections, NodeServer, RemoteNode
 from .nodes import StorageNode
 
-# Memory daemons of machines where no rank runs (``CKPT_MEMORY``): what the job before had there is read, never changed. No torch.
+# Memory daemons of machines where no rank runs (``CKPT_MEMORY``): what the job before had there is read, never changed.
 
 HELLO_SECONDS = 10.0
 """After so long without an answer a machine counts as gone."""

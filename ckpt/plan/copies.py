@@ -1,4 +1,5 @@
-"""Second copies that cost no network: a rank of another failure domain has the same bytes in its own memory, and writes them, too. Pure.
+"""Which machines keep second copies of which files; and copies that cost no network, since a rank of another failure domain has the same
+bytes in its own memory and writes them, too. Pure.
 
     4 ranks on 2 hosts, rows over 2 ranks, each replicated on the other host (HSDP)
 
@@ -10,11 +11,11 @@
 An owner's chunks go into one file for each set of mirrors. All of the set have all chunks of it, so each mirror can make the same file,
 byte for byte, without a message: it knows the layouts of the tensors that it holds, and the number in the name of the file follows from the
 set alone (``file_number``). Digests of both are compared before the commit. Chunks that no other domain has are in a file of their own,
-which is copied over the network later (``copies.py``).
+which is copied over the network later (:func:`missing_copies`).
 
-Mirrors are in the domains that get copies of the owner's domain (``domains.py``), if these have the bytes. Else domains that have the same
-bytes form groups among themselves. Within a domain, replicas are taken in turns: replica i of a cell is mirrored by its replica i there, so
-ranks that are alike on two hosts mirror each other, whatever else is replicated.
+Mirrors are in the domains that get copies of the owner's domain (:func:`backup_domains`), if these have the bytes. Else domains that have
+the same bytes form groups among themselves. Within a domain, replicas are taken in turns: replica i of a cell is mirrored by its replica i
+there, so ranks that are alike on two hosts mirror each other, whatever else is replicated.
 """
 
 from __future__ import annotations

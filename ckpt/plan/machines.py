@@ -1,4 +1,5 @@
-"""Which ranks have which files on their machines, in a few bytes: every rank of a job reads them. Pure.
+"""Which ranks are on one machine and which files are near them, in a few bytes, as every rank of a job reads both; and how work is divided
+by bytes. Pure.
 
 Ranks of one machine have the same files near, and most of these have neighbouring numbers. So a set of files is spelled as runs of numbers,
 and once for all ranks that have it. Where each machine has the files of its own ranks, a set is the one before it, shifted; a whole job is

@@ -11,14 +11,14 @@ a message.
                                                          └──────────┘ └──────────┘
 
 1. A layout cuts a tensor into *cells*: the boxes that a set of ranks, its replicas, have in common.
-2. Replicas of a cell divide it by rows, so bytes are balanced by construction. A cell under ``limits.UNDIVIDED`` bytes goes whole to one
+2. Replicas of a cell divide it by rows, so bytes are balanced by construction. A cell under ``settings.UNDIVIDED`` bytes goes whole to one
    replica: the least loaded of those that hold the same tensors. For that, tensors are taken largest first, in an order that names decide.
-3. What is left is cut further until no chunk has more than ``limits.CHUNK`` bytes.
+3. What is left is cut further until no chunk has more than ``settings.CHUNK`` bytes.
 
 The result for a tensor depends on nothing but the tensors with the same replicas, so pipeline stages need not know each other's.
 
 Flat ranges are stored as the boxes that they are made of, or *merged*: then the grid is regular, its chunks are whole rows, and ranks send
-each other the edges of their ranges (``flat_fragments.py``).
+each other the edges of their ranges (:func:`fragments`).
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _assignment(layout: TensorLayout, shape: tuple[int, ...], itemsize: int, rot
     widest = tiling.widest(shape)
     replicas = tiling.holders.shape[1]
     # A cell is cut along one dimension only (``row``), so that the parts of a row-major cell stay long runs of bytes.
-    # Along the others it is cut only where a chunk would be larger than ``limits.CHUNK``.
+    # Along the others it is cut only where a chunk would be larger than ``settings.CHUNK``.
     small = replicas == 1 or not shape or math.prod(widest) * itemsize < settings.UNDIVIDED
     row = None if small else _row_dim(widest, replicas)
     most = caps(widest, itemsize, settings.CHUNK)

@@ -1,4 +1,4 @@
-"""Which bytes are read together: the byte ranges of copies, and neighbours joined into reads. Pure.
+"""From wanted boxes to reads: which stored chunks overlap a box, their byte ranges, and neighbours joined into reads. Pure.
 
 Everything that handles many small ranges groups them with the functions here, so that "near" and "too long" mean one thing:
 

@@ -28,7 +28,7 @@ from ckpt.text import parse_json
 from .external_assignment import joined_assignment
 from .ownership import ChunkAssignment, TensorSpec, assign
 
-_HINT_TILING = (
+_TILING_HINT = (
     "correct the layout; of tensors that state their boxes themselves (global_offsets, __create_chunk_list__) one rank states each, "
     "and replicas of it are DTensors with Replicate"
 )
@@ -288,7 +288,7 @@ def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence
             tiled.add((id(claim.assignment), claim.tensor.shape))
             fault = claim.assignment.fault(claim.tensor.shape)
             if fault is not None:
-                raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint=_HINT_TILING)
+                raise CoverageError(f"tensor {name}: {fault.box} is stored {fault.times} times", hint=_TILING_HINT)
     if problems:
         raise CoverageError(
             _list_problems("parts of tensors are missing", problems),

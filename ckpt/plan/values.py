@@ -1,4 +1,5 @@
-"""The values that ranks bring to a save, joined into one state. Nothing is dropped: what differs on ranks that both have it is an error."""
+"""The values of a state: those of all ranks joined, their paths under renames, and parts of a state. In a save nothing is dropped: what
+differs on ranks that both have it is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What saving and keeping policies share: they are written as they are called, and their arguments are checked when they are made."""
+"""What saving and keeping policies share: they are written as they are called, and their arguments are checked when they are made. And the
+policies for what a save stores: ``Anchor`` and ``TrustFrozen``."""
 
 from __future__ import annotations
 
@@ -69,9 +70,6 @@ def check_positive(value: object, what: str, *, zero: bool = False) -> None:
         raise UsageError(f"{what} is a {'number that is not negative' if zero else 'positive number'}, not {value!r}")
 
 
-# Which saves are anchors: later ones store their chunks as differences from them.
-
-
 @dataclass(frozen=True)
 class Anchor:
     """Every ``every``-th save is an anchor, whole by itself; those between are stored as differences from it where that is shorter.
@@ -84,9 +82,6 @@ class Anchor:
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
             raise UsageError(f"Anchor(every=) is a number of saves, at least 1, not {self.every!r}", hint="Anchor(every=10)")
-
-
-# Which frozen tensors a save need not hash again, since their owner vouches for them.
 
 
 @dataclass(frozen=True, kw_only=True)

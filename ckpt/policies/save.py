@@ -1,4 +1,4 @@
-"""When to save: policies over :class:`Moment`, what a training loop knows at the end of a step.
+"""When to save: policies over :class:`Moment`, what a training loop knows at the end of a step; and the interval that loses least.
 
 A policy has no memory: all that it needs to know about the past is in the moment. So asking twice gives one answer, and a save that was
 due and put off is still due at the next step.

@@ -1,4 +1,5 @@
-"""Where a run begins that has no checkpoint of its own yet: a checkpoint of DCP, Megatron, DeepSpeed or of another run."""
+"""Where a run begins that has no checkpoint of its own yet: a checkpoint of DCP, Megatron, DeepSpeed or of another run; and what a restore
+says of where the state came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a Checkpointer tells of its saves and loads while they happen: one small value for each event. No torch."""
+"""What a Checkpointer tells of its saves and loads while they happen: one small value for each event, and a thread for each listener. No
+torch."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ Listener = Callable[[Event], object]
 """What ``on_event`` takes. One with an attribute ``every_rank`` that is true is called on all ranks, any other on the leader."""
 
 
-# Events on their way to one listener: a queue of bounded length and a thread, so that no listener can hold training up. No torch.
+# Events on their way to one listener: a queue of bounded length and a thread, so that no listener can hold training up.
 #
 # Whoever posts an event never waits, whatever the listener does: one that is full loses events, which are counted and said in the log.
 

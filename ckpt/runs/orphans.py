@@ -77,7 +77,7 @@ class Orphan:
         return sum(e.size for e in self.entries)
 
 
-# What killed conversions and exports left below a run, by the records of their ``IntentJournal``, and whether it may go. No torch.
+# What killed conversions and exports left below a run, by the records of their ``IntentJournal``, and whether it may go.
 #
 # A conversion can be resumed as long as its record is there, so the record says which files are its; it goes after them, and they after
 # the marks that say they are durable: wherever a removal is stopped, the directory cannot be opened, or the conversion begins again with

@@ -24,7 +24,7 @@ from ckpt.policies import StepInfo
 
 from .step_listing import Step, directory_name, list_steps
 
-# Removing checkpoints: a checkpoint exists as long as its commit record does, so that goes first, and its files after it. No torch.
+# Removing checkpoints: a checkpoint exists as long as its commit record does, so that goes first, and its files after it.
 
 _TOGETHER = 32
 """Checkpoints that are looked at, or hidden, at once."""

@@ -1,4 +1,5 @@
-"""What a Checkpointer tells, and to whom: it makes events of what happens to saves, and hands them to the listeners.
+"""What a Checkpointer tells, and to whom: it makes events of what happens to saves, and hands them to the listeners. And a note of saves
+that failed outside of a Checkpointer.
 
 Invariants: nothing here waits for a listener but ``close``, which has a deadline. Events of one rank come in the order in which things
 happened there. Listeners are called on the leader, but for those that ask for every rank.
@@ -200,7 +201,7 @@ _STEP = re.compile(r"(.*[^/])/+step-(\d+)/*")
 
 def note_failed_save(group: Members, url: str, error: BaseException, phase: str, seconds: float) -> None:
     """On the leading rank: note a failed save, if its URL lies in a run, that is, beside a log of one or other steps. Does not wait: a
-    program that ends waits for the note (``event_threads.FLUSH``)."""
+    program that ends waits for the note (``events.FLUSH``)."""
     match = _STEP.fullmatch(str(url))  # as a Checkpointer names its steps; what is no str was refused, and has no run
     if match is None or group.rank != group.leader or not isinstance(error, Exception):  # who interrupts a save knows it
         return

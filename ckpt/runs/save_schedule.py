@@ -1,8 +1,9 @@
-"""When a training loop saves: asks the policy after each step, and sees that all ranks save after the same one.
+"""When a training loop saves: asks the policy after each step, and sees that all ranks save after the same one. What a policy needs is
+measured here: what saves cost, and notices of preemption.
 
     step n ends ─┬─ rank_part of the policy: follows from step numbers alone, so every rank comes to the same answer, without a message
                  └─ leader_part: clocks, costs and signals, which only the leader asks; it proposes a step, and the ranks agree on the
-                    first step that none of them has passed (``step_agreement.py``)
+                    first step that none of them has passed (``net.step_agreement``)
 
 A notice of preemption may come to any rank. It is passed to the leader, and counts there as one more reason: the save that follows from it
 is the last one.
@@ -27,7 +28,7 @@ from ckpt.net.step_agreement import Due, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
 from ckpt.telemetry.callbacks import Stall
 
-# What saves cost training, measured in the training loop: how long they block it, and how much slower they make it. No torch.
+# What saves cost training, measured in the training loop: how long they block it, and how much slower they make it.
 #
 # A save blocks training in the call that begins it, and where training waits for its copy or its end; that is timed (``Stall``). What
 # goes on in the background takes cores, memory and network from training; that shows only in steps that take longer than usual. So the

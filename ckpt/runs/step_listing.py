@@ -263,7 +263,7 @@ def _roots(sources: bytes, url: str) -> tuple[str, ...]:
     return tuple({source.root: None for source in decode_sources(sources, url)})
 
 
-# The steps of a run for a job that asks again and again. No torch.
+# The steps of a run for a job that asks again and again.
 #
 # A run may have ten thousand steps, and each has a record of its own, so a save must not read them all to remove one. What a process has
 # read it keeps, and believes as long as the storage shows, in a listing that costs little, that the record is still the same object

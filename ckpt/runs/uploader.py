@@ -1,4 +1,5 @@
-"""Publishing: checkpoints of the local tier are copied to the root in the background, each rank its own files, the commit record last.
+"""Publishing: checkpoints of the local tier are copied to the root in the background, each rank its own files, the commit record last; and
+saves into memory in front of the local tier.
 
 Every save, every restore and every wait gives each rank one *round*, in the same order. In a round the leader chooses a checkpoint, all
 ranks copy, the leader commits, and so on until nothing is left. Ranks talk through the job's store, under keys of their own.

@@ -1,4 +1,5 @@
-"""Optimizers of a state and of a checkpoint: state by parameter, created where it is not there yet; options by parameter too."""
+"""Optimizers of a state and of a checkpoint: state by parameter, created where it is not there yet, also of flat parameters of FSDP version
+1; options by parameter too."""
 
 from __future__ import annotations
 

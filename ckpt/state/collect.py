@@ -1,4 +1,5 @@
-"""What a rank brings to a save: its tensors with their places, and the JSON nodes of everything else."""
+"""What a rank brings to a save: its tensors with their places, the JSON nodes of everything else, and what of it changes only behind a
+fence."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from .sharded import Sharded
 from .tensors import LocalTensor
 from .walk import Compound, PerRank, is_stateful, scan_state, state_of
 
-# What of a state changes only behind a fence (``engine/save/fence.py``), so that a save in the background may copy it later.
+# What of a state changes only behind a fence (``engine.save.fence``), so that a save in the background may copy it later.
 #
 # Torch calls a hook of ours before each optimizer's step, and the hook waits. Nothing else that changes tensors waits by itself. An
 # optimizer counts that is in the state, or that the hook has seen: who publishes weights seldom gives the optimizer, too.

@@ -1,4 +1,5 @@
-"""DTensor. It is not imported here: that takes half a second, and where nothing else has imported it there is no DTensor."""
+"""DTensors and their meshes. DTensor is not imported here: that takes half a second, and where nothing else has imported it there is
+none."""
 
 from __future__ import annotations
 

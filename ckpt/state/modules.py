@@ -1,4 +1,4 @@
-"""Modules: their parameters and persistent buffers by name, whatever wraps them."""
+"""Modules: their parameters and persistent buffers by name, whatever wraps them; and the part of a state that a save takes."""
 
 from __future__ import annotations
 

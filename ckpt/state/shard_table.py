@@ -4,7 +4,7 @@ table, so they cannot disagree.
 How a state becomes boxes::
 
     {"model": module, "optimizer": optimizer, "extra": tensor}           the state, on this rank
-        │  state_scan    modules, meshes of all DTensors
+        │  scan_state    modules, meshes of all DTensors
         │  collect/bind  a walk: one add() for each tensor, with the name that the state gives it
         ▼
     state_name "model.w" ──layout──► stored name "model.w", global shape, TensorLayout    (equal on every rank: TensorSpec)
@@ -15,7 +15,7 @@ caller's ``Layout``, or replication over all ranks. Optimizer state lies as its 
 one stored tensor and an alias.
 
 Most saves see the state of the save before. So a shard that was complete is remembered under everything that it was derived from
-(``shard_cache``), and the next walk takes it from there without asking layouts again.
+(:class:`ShardCache`), and the next walk takes it from there without asking layouts again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# ShardCache that earlier walks found, by name: the second save of a state need not derive layouts again.
+# Shards that earlier walks found, by name: the second save of a state need not derive layouts again.
 #
 # Invariant: a remembered shard is used only if everything it was derived from is the same: class, dtype and shape of the tensor, its
 # DTensor mesh and placements, and the context (rank, ranks, layout, meshes).

@@ -76,8 +76,8 @@ def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
 #     __create_chunk_list__                                       of a plain tensor or a DTensor's local one: the protocol of
 #                                                                 torch.distributed.checkpoint that Megatron-FSDP and torchrec use
 #
-# Such a rank knows its own boxes alone. Its layout lists these; the leader joins those of all ranks (``layout.stated_boxes``). Ranks
-# along the dimensions over which a DTensor is replicated are known to have the same.
+# Such a rank knows its own boxes alone. Its layout lists these; the leader joins those of all ranks (``tensor_layout.joined_layout``).
+# Ranks along the dimensions over which a DTensor is replicated are known to have the same.
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -162,7 +162,7 @@ class Binding:
 
     targets: dict[str, tuple[LocalTensor, TensorEntry]] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
-    """Rules that were found beside the caller's own (``optimizer_names.py``)."""
+    """Rules that were found beside the caller's own (``bind.optimizer_renames``)."""
     missing: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)

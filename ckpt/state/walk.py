@@ -1,7 +1,7 @@
-"""One look over the containers of a state before it is walked: whether it can be walked at all, which modules, optimizers
-and meshes are in it.
+"""What is in a state besides tensors, modules and optimizers: containers, objects with a ``state_dict``, values that differ between ranks.
+And one look over the containers before they are walked: whether that can be, and which modules, optimizers and meshes are in them.
 
-Of a container's values only those are looked at whose class may hide something: a dict may have many thousand tensors.
+In that look, of a container's values only those are looked at whose class may hide something: a dict may have many thousand tensors.
 """
 
 from __future__ import annotations

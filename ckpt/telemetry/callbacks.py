@@ -1,4 +1,5 @@
-"""Tells a caller how far a save or a load is: a function of bytes done and bytes in all, or a bar on the terminal. No torch.
+"""Tells a caller how far a save or a load is, and how long training was held up: a function of bytes done and bytes in all, or a bar on the
+terminal. No torch.
 
 A thread looks at the counters ten times a second and calls the function. So no thread that moves bytes ever waits for it, and it need not
 be safe for several threads. Where nobody asks, there is no thread. A function that raises is not called again; one that hangs is left
@@ -111,7 +112,7 @@ class _Reporter:
             log.warning("the progress callback has raised, and is not called again", exc_info=True)
 
 
-# How long training was held up by one save. No torch.
+# How long training was held up by one save.
 
 
 class Stall:

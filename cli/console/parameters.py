@@ -1,4 +1,5 @@
-"""Types of arguments and options: URLs that a shell completes as paths, choices with suggestions, and options in groups."""
+"""Types of arguments and options: URLs that a shell completes as paths, choices with suggestions, and options in groups; and whether what a
+command needs is installed."""
 
 from __future__ import annotations
 
@@ -71,9 +72,6 @@ class GroupedCommand(click.Command):
         for title, records in [*sections.items(), ("General", general)]:
             with formatter.section(title):
                 formatter.write_dl(records)
-
-
-# What a command needs that an installation may lack.
 
 
 def require_torch(command: str) -> None:

@@ -4,7 +4,7 @@
 #    such pairs are compared on their own (``mixed``).
 # 2. Shapes and dtypes of common names. Another shape ends the comparison of that tensor, another dtype does not.
 # 3. Elements, in windows of 4 MiB of both sides, several threads at a time. Equal bits need no arithmetic; other windows are compared as
-#    numbers, in blocks that fit a cache (``element_differences``).
+#    numbers, in blocks that fit a cache (``elements.ElementDifferences``).
 # 4. Values of the state, as text of their nodes, by path.
 #
 # Memory does not grow with the checkpoints: each thread has a window of each side, and a tensor's differences are joined as they come.

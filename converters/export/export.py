@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt import settings
-from ckpt import settings as limits
 from ckpt.converters.targets.hf import ModelConfig
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.net.group import current_group
@@ -46,7 +45,7 @@ def export(
     overwrite: bool = False,
     since: str | os.PathLike[str] | None = None,
     anchor_every: int = ANCHOR_EVERY,
-    memory: int = limits.EXPORT_MEMORY,
+    memory: int = settings.EXPORT_MEMORY,
     timeout: float | None = None,
     threads: int | None = None,
     process_group: ProcessGroup | None = None,

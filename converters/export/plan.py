@@ -1,6 +1,7 @@
-"""Who writes which bytes of files that all ranks of a job write together. Every rank computes the same, without talking. Pure.
+"""Who writes which bytes of files that all ranks of a job write together. Every rank computes the same, without talking. Pure. And what an
+export is given and reports.
 
-Where a storage takes any ranges, a rank writes what it has of a tensor at its place, if that is at least ``limits.WORTH_A_CALL``
+Where a storage takes any ranges, a rank writes what it has of a tensor at its place, if that is at least ``settings.WORTH_A_CALL``
 bytes at a time or all in one; other tensors, such as those cut along rows, go through windows. A *window* is a range of a file that one
 rank, its *aggregator*, puts together from what the others send it and writes at once. Where a storage takes whole parts only, all goes
 through windows.
@@ -34,7 +35,7 @@ from ckpt.plan.reads import overlapping_chunks
 from ckpt.plan.tables import Joined
 from ckpt.plan.views import LogicalTensor, ViewPiece, filled, within
 
-# The state of a running job as a catalog: what a save of it would store, and which rank has it. No torch.
+# The state of a running job as a catalog: what a save of it would store, and which rank has it.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -52,7 +52,7 @@ def of_config(config: Mapping[str, Any]) -> Dimensions:
 
 
 def of_arguments(arguments: Mapping[str, Any]) -> Dimensions:
-    """From Megatron-LM's ``args``, as its checkpoints have them (megatron/runs/arguments.py)."""
+    """From Megatron-LM's ``args``, as its checkpoints have them (megatron/training/arguments.py)."""
     heads = arguments.get("num_attention_heads")
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else heads
     numbers = {

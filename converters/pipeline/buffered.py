@@ -189,8 +189,8 @@ def _padded(length: int) -> int:
 #                                              ^ window 2 may use A only once window 0 is written: ``last.result()``
 #
 # So memory is two windows, and what encoded chunks need beside them: CODED bytes for each thread that decodes. Where something is computed
-# (``computing``), half of the memory is for its operands. A buffer keeps the place that a byte has within its page in the file, so that
-# direct I/O can write from it.
+# (:class:`Computing`), half of the memory is for its operands. A buffer keeps the place that a byte has within its page in the file, so
+# that direct I/O can write from it.
 
 
 CODED = 2 * CHUNK_LIMIT

@@ -1,4 +1,4 @@
-"""What a format that can be converted to has to say, and which there are. No torch.
+"""What a format that can be converted to has to say, and which there are; and what a conversion is asked for. No torch.
 
 A target plans before anything is read: which files there will be, how long they are, and where in them every tensor's bytes lie. What
 else is in a file (headers, directories) it gives when the digests of the tensors are known.

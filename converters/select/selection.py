@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# Tensors that are computed from stored ones, box by box, while a conversion writes them: averages, sums with products. No torch here.
+# Tensors that are computed from stored ones, box by box, while a conversion writes them: averages, sums with products.
 #
 # Invariant: ``repr`` of a ``Computed`` says all that the elements depend on besides the stored ones. The journal compares it.
 

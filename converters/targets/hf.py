@@ -30,7 +30,7 @@ from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
 from ckpt.text import parse_json, url_text
 
-# A ``config.json`` for exported weights, from what a Megatron job left of its arguments: every number known, or no file. No torch.
+# A ``config.json`` for exported weights, from what a Megatron job left of its arguments: every number known, or no file.
 
 # transformers computes with what config.json says, and a wrong number changes what a model computes without any error. So nothing is
 # assumed. Three things have to come together:
@@ -298,7 +298,7 @@ TARGET = Target(name="hf", computes=True, choose=choose_weights, plan=plan, one_
 """For ``ckpt.converters.pipeline.target``."""
 
 
-# What lies beside exported weights: ``config.json``, and tokenizer and other small files. No torch.
+# What lies beside exported weights: ``config.json``, and tokenizer and other small files.
 
 
 class ModelConfig(Protocol):

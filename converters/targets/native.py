@@ -29,7 +29,7 @@ from ckpt.plan.reads import group_sizes
 from ckpt.plan.tree_decoding import MISSING, Missing, Node
 from ckpt.plan.views import LogicalTensor, whole
 
-# What of another library's checkpoint a native one takes, under the names that ``ckpt.load`` asks for. No torch.
+# What of another library's checkpoint a native one takes, under the names that ``ckpt.load`` asks for.
 
 # A native checkpoint names the states of an optimizer by the full names of its parameters, and its groups list these names. Other
 # libraries name parameters within their module:

@@ -1,4 +1,5 @@
-"""Import without copying: a virtual checkpoint whose chunks are ranges of somebody else's files. No torch; no tensor is read.
+"""Import without copying: a virtual checkpoint whose chunks are ranges of somebody else's files; and the same in memory, in other names. No
+torch; no tensor is read.
 
 Invariant: what is committed tiles every tensor exactly, and every range lies inside a file that is there.
 """
@@ -301,9 +302,6 @@ def _look(backend: Backend, name: str) -> _FileStamp | None:
     except NotFoundError:
         return None
     return None if stamp is None or modified is None else _FileStamp(size, stamp, modified)
-
-
-# A checkpoint of any format in other names, opened or loaded without a step in between. No torch.
 
 
 def translated(

@@ -202,7 +202,7 @@ def _parts(piece: ViewPiece, chunk: Box, extent: Extent, itemsize: int) -> list[
 
 
 def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
-    """A box in parts that take at most ``limits.CHUNK`` bytes where they lie, along the axis whose elements are farthest apart there."""
+    """A box in parts that take at most ``settings.CHUNK`` bytes where they lie, along the axis whose elements are farthest apart there."""
     axes = [i for i, n in enumerate(box.shape) if n > 1]
     if not axes or reach(box.shape, strides, itemsize) <= settings.CHUNK:
         return [box]

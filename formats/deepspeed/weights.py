@@ -1,4 +1,5 @@
-"""The model's tensors: those in files of modules, layers and experts, frozen parameters of ZeRO-3, and further names of tied ones.
+"""The model's tensors: those in files of modules, layers and experts, frozen parameters of ZeRO-3, further names of tied ones; flat
+partitions and universal checkpoints.
 
 Trained parameters that no file has as weights, such as those of ZeRO-3, are their masters.
 """

@@ -1,4 +1,5 @@
-"""What catalogs of other people's formats have in common. No digests: what is read from them cannot be compared with anything."""
+"""What catalogs of other people's formats have in common, and the backends that they see files through. No digests: what is read from them
+cannot be compared with anything."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.io_backends.retries import read_checked
 from ckpt.plan.layout.geometry import IntArray
 
-# Backends that other ones are seen through, all of them only read: one file of a directory, one file more that is in memory. No torch.
+# Backends that other ones are seen through, all of them only read: one file of a directory, one file more that is in memory.
 
 
 class SingleFile(Backend):

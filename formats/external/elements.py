@@ -1,4 +1,5 @@
-"""Elements of a box of a stored tensor, without torch: for checks that compare tensors, not for loading them."""
+"""Elements of a box of a stored tensor, without torch: strided and flat ones, too. For checks that compare tensors, not for loading
+them."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def cast_bits(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any] |
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-# From a range of a flat buffer to boxes of the tensors in it: what readers of Megatron's and DeepSpeed's states share. Pure.
+# From a range of a flat buffer to boxes of the tensors in it: what readers of Megatron's and DeepSpeed's states share.
 
 # Optimizers that are divided over ranks keep all parameters of a kind one after another in one flat buffer, and each rank has a range of
 # it. The ranges know nothing of tensors: they begin and end in the middle of rows.

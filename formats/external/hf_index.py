@@ -1,4 +1,5 @@
-"""The index of a Hugging Face directory: which file has which tensor. The same for safetensors and for ``.bin`` shards."""
+"""The index of a Hugging Face directory: which file has which tensor. The same for safetensors and for ``.bin`` shards. And many small
+ranges of files, read at once."""
 
 from __future__ import annotations
 

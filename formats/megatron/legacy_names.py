@@ -1,4 +1,5 @@
-"""The parameters in a file of Megatron-LM's format ``torch``: from numbers that count on one rank to those of the whole model. Pure."""
+"""The parameters in a file of Megatron-LM's format ``torch``, from numbers that count on one rank to those of the whole model; and
+optimizers that are not distributed. Pure."""
 
 from __future__ import annotations
 

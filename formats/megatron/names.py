@@ -1,4 +1,5 @@
-"""Names of parameters of Megatron-Core's GPTModel: one convention for all of its formats, and how tensor parallelism cuts each. Pure.
+"""Names of parameters of Megatron-Core's GPTModel: one convention for all of its formats, how tensor parallelism cuts each, and the names
+that a model has on one rank. Pure.
 
 The convention: every layer and every expert is a tensor of its own with its global number, and a norm has the name it has where it is fused
 with the linear layer that follows it. (Sources: Megatron-LM core/models/gpt, core/transformer/{transformer_layer,mlp,attention,
@@ -219,7 +220,7 @@ def _first(heads: Iterable[str], text: str, name: str) -> int:
 
 
 # Names of parameters as a model has them on one rank, from those that ``names`` has for the whole model. Pure: the way back of
-# ``legacy.names``.
+# ``legacy_names``.
 #
 # (Sources: Megatron-LM core/models/gpt/gpt_layer_specs.py, core/transformer/moe/experts.py.)
 

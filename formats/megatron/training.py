@@ -1,4 +1,5 @@
-"""What a Megatron checkpoint says besides tensors: the state of a training job, as ``ckpt.save`` would have kept it."""
+"""What a Megatron checkpoint says besides tensors: the state of a training job, as ``ckpt.save`` would have kept it; and the catalog that
+the readers of both formats share."""
 
 from __future__ import annotations
 

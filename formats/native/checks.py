@@ -1,7 +1,7 @@
-"""What must hold between the rows of an index, whoever wrote it. The same checks serve writers and readers.
+"""What must hold between the rows of an index, whoever wrote it, and in the nodes of a state. The same checks serve writers and readers.
 
-That boxes of an irregular grid do not overlap is proven by whoever plans a save, with ``geometry.find_fault``; here
-their sizes have to add up.
+That boxes of an irregular grid do not overlap is proven by whoever plans a save, with ``geometry.find_fault``; here their sizes have to add
+up.
 """
 
 from __future__ import annotations
@@ -168,8 +168,7 @@ def _boxes_problem(grid: Grid, shape: tuple[int, ...]) -> str | None:
 
 
 # Whether the nodes of state.json are what docs/format.md §8 says, so that nobody who walks or decodes them has to ask again.
-#
-# The same check serves writers and readers. A node of an unknown kind passes: whoever needs its value refuses it.
+# A node of an unknown kind passes: whoever needs its value refuses it.
 
 MAX_DEPTH = 150
 """Nodes may be nested this deep: Python code that walks them recursively must not overflow its stack."""
@@ -276,4 +275,4 @@ _KINDS: dict[str, Callable[[Any], _Below | None]] = {
     "$per_rank": _true,
     "$param_groups": _param_groups,
 }
-"""Kinds whose payload others than ``ckpt.tree.decode`` look into; that one checks the rest by itself."""
+"""Kinds whose payload others than ``ckpt.plan.tree_decoding.decode`` look into; that one checks the rest by itself."""

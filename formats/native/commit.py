@@ -1,4 +1,4 @@
-"""The commit record (docs/format.md §2). Nothing in it is believed before its digest is right."""
+"""The commit record (docs/format.md §2), and the branches in it. Nothing in it is believed before its digest is right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpt.text import parse_object
 
 from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem
 
-# What a checkpoint went on from (docs/format.md §2): a run that goes back to an earlier step begins a branch. No torch.
+# What a checkpoint went on from (docs/format.md §2): a run that goes back to an earlier step begins a branch.
 #
 #     1 ── 2 ── 3 ── 4          branches of 1 to 4: none
 #          └── 3' ── 5'         of 3' and 5': [(b, after 2)]

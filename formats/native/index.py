@@ -242,10 +242,10 @@ def _encode_state(contents: Contents) -> bytes:
     try:
         data = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, TypeError) as err:
-        raise StateError(f"the state is not JSON: {err}", hint="encode it with ckpt.tree first") from err
+        raise StateError(f"the state is not JSON: {err}", hint="encode it with ckpt.plan.tree first") from err
     problem = _state_problem(contents.state, contents.ranks)
     if problem is not None:
-        raise StateError(f"the state cannot be stored: {problem}", hint="flatten the state; nodes come from ckpt.tree")
+        raise StateError(f"the state cannot be stored: {problem}", hint="flatten the state; nodes come from ckpt.plan.tree")
     return data
 
 

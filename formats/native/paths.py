@@ -27,7 +27,7 @@ SPANS = "spans.json"
 PROGRESS = "progress.json"
 """Lies beside the index of a save that goes on (``progress``)."""
 COPIES = "copies.json"
-"""Lies beside the index of a checkpoint in memory of which all second copies were seen on other machines (``spread.copies_seen``)."""
+"""Lies beside the index of a checkpoint in memory of which all second copies were seen on other machines (``nodes.copies``)."""
 CLEARING = "clearing"
 """Lies beside the index while somebody clears away a save that was not committed (``clearing``)."""
 _BESIDE_INDEX = (*INDEX_NAMES, *VIRTUAL_NAMES, *RANK_NAMES, SPANS, PROGRESS, COPIES, CLEARING)
@@ -66,7 +66,7 @@ def data_prefix(id: str) -> str:
 
 
 def parity_prefix(id: str) -> str:
-    """What the paths of all parity files of save ``id`` start with: they lie on nodes beside the data files of others (``ckpt.spread``)."""
+    """What the paths of all parity files of save ``id`` start with: they lie on nodes beside the data files of others (``ckpt.nodes``)."""
     return f"parity/{id}-"
 
 

@@ -70,7 +70,7 @@ def encode_row(tensors: bytes, values: Mapping[str, Any]) -> bytes:
     for path, node in values.items():
         problem = node_problem(node, REFERENCES_OF_RANKS)
         if problem is not None:
-            raise StateError(f"the value {path} of a rank cannot be stored: {problem}", hint="nodes come from ckpt.tree")
+            raise StateError(f"the value {path} of a rank cannot be stored: {problem}", hint="nodes come from ckpt.plan.tree")
     return tensors[:-1] + b',"values":' + json.dumps(dict(values), allow_nan=False, separators=(",", ":")).encode() + b"}\n"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from ckpt import settings as limits
+from ckpt import settings
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
 from ckpt.io_backends.retries import read_checked
@@ -121,7 +121,7 @@ def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     if at < 0 or at + _END.size > len(tail):
         _damaged(window, "no end of its directory: it was cut off, or is no zip archive")
     count, size, offset, end = _extent(window, tail[at:], tail_at + at)
-    if size > limits.FOREIGN_TABLE or offset + size > end or count * _ENTRY.size > size:
+    if size > settings.FOREIGN_TABLE or offset + size > end or count * _ENTRY.size > size:
         _damaged(window, f"a directory of {count:,} records in {size:,} bytes from {offset:,} on")
     data = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else window.read(offset, size)
     return _records(window, data, count, offset)

@@ -1,4 +1,4 @@
-"""Where exceptions of fsspec file systems become ours.
+"""Where exceptions of fsspec file systems become ours, and whether a store keeps the condition of a write.
 
 Invariant: nothing else leaves the generic backend. Implementations raise what their client libraries raise, most of which are no OSErrors,
 so everything that is not known by its type, the name of its class or its HTTP status arrives as a StorageError that names the original.

@@ -1,4 +1,5 @@
-"""A place below a root of an fsspec file system: its keys, its bucket, and whether objects are created there only if they are absent."""
+"""A place below a root of an fsspec file system: its keys, its bucket, whether objects are created there only if they are absent, and
+objects that are gathered because it takes only whole ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writing one new file from any thread, past the page cache where that pays; ``fsync`` of file and directories on commit.
+"""Writing one new file from any thread, past the page cache where that pays, or as a clone of ranges of another file; ``fsync`` of file and
+directories on commit.
 
 Invariant: a descriptor is closed only when no write uses it. A closed number is given to the next file that is opened, by anybody in the
 process, and a late write would go there.

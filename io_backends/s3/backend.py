@@ -365,7 +365,7 @@ class S3Backend(Backend):
         conditional(key)
 
     def abilities(self) -> str:
-        """See ``Backend.abilities``: what ``s3_probing`` tries, of parts too."""
+        """See ``Backend.abilities``: what ``probing`` tries, of parts too."""
         return abilities(self._key("checkpoint"))
 
     def assume(self, abilities: str) -> None:

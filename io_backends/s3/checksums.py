@@ -6,7 +6,7 @@ A checksum is made of the memory that the bytes are sent from. The ways, the che
 ``sha256``  the body's hash is part of the signature: every store that checks signatures in full checks it
 ``md5``     ``Content-MD5``; and where an ETag is the MD5 of the bytes, it is compared, so that it does not take a store that checks
 
-Which of them a store checks is tried (``s3_probing``), since many take headers that they do not know without a word.
+Which of them a store checks is tried (``probing``), since many take headers that they do not know without a word.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .checksums import Checks
 from .options import DEFAULT, S3Options
 from .tries import FAILURES, HALF_ANSWERS, Acquaintance, Tries, TruncatedError, is_refused, is_stale_key, tag_of, translated
 
-# What requests send: memory, piece by piece. No requests.
+# What requests send: memory, piece by piece.
 #
 # The standard library gives a socket one time-out for all that it is handed at once. Handed a whole part, that would end every upload
 # over a slow line, however steadily it goes on; so a body is handed over in pieces, each with a time-out of its own.

@@ -267,7 +267,7 @@ def words_of(err: BaseException) -> str:
     return f"{text} (HTTP {status_of(err)}{f', request {request}' if request else ''})"
 
 
-# How often and how long one request to an object store is tried. No requests.
+# How often and how long one request to an object store is tried.
 
 log = logging.getLogger("ckpt")
 

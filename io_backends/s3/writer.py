@@ -30,7 +30,7 @@ from .reading import Key, head
 from .requests import abort_upload, check_free, delete, mark_of, marked, new_mark, put
 from .tries import ChangedError, Tries, code_of, status_of, tag_of, translated
 
-# How a new object is cut into parts, and parts that are gathered in memory. No requests.
+# How a new object is cut into parts, and parts that are gathered in memory.
 
 PART = 16 << 20
 """Bytes of a part: enough that the request around them costs little, and one that is lost is soon sent again."""

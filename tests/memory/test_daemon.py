@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 TRAINERS = """
 import itertools, os, sys, torch, ckpt
-from ckpt.memory import client
+from ckpt.nodes.memory import client
 
 def train(first, capture):
     state = {"w": torch.empty(1 << 18), "step": 0}
@@ -115,7 +115,7 @@ def test_a_child_that_lives_on_keeps_nothing_borrowed(daemon: MemoryClient) -> N
     """As a worker of a data loader does, whose trainer was killed."""
     code = """
 import os, sys
-from ckpt.memory import client
+from ckpt.nodes.memory import client
 loan = client.connect().lend(5 << 20)
 if os.fork():
     print(os.getpid(), flush=True)
@@ -134,7 +134,8 @@ os._exit(0)
 
 def test_killing_the_process_group_of_its_first_client_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "deep" / ("x" * 90) / "memory"))  # longer than a socket's name may be
-    code = "from ckpt.memory import client; client.connect().put('a/b', b'kept'); print('ready', flush=True); import time; time.sleep(60)"
+    code = "import time; from ckpt.nodes.memory import client; client.connect().put('a/b', b'kept')"
+    code += "; print('ready', flush=True); time.sleep(60)"
     trainer = start(code)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
     os.killpg(trainer.pid, signal.SIGKILL)
@@ -154,7 +155,7 @@ def test_killing_the_process_group_of_its_first_client_leaves_it(tmp_path: Path,
 
 def test_many_start_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
-    code = "from ckpt.memory import client; print(client.connect().status()['pid'])"
+    code = "from ckpt.nodes.memory import client; print(client.connect().status()['pid'])"
     starters = [start(code) for _ in range(4)]
     pids = {starter.communicate(timeout=60)[0] for starter in starters}
     client.connect(start=False).stop()
@@ -290,7 +291,7 @@ print(anonymous() - before)
 def test_what_was_saved_cannot_be_written(daemon: MemoryClient) -> None:
     code = """
 import ctypes
-from ckpt.memory import client
+from ckpt.nodes.memory import client
 loan = client.connect().lend(1 << 20)
 address = loan.data.ctypes.data
 ctypes.memset(address, 1, 8)
@@ -325,7 +326,7 @@ def test_loans_one_after_another_need_one_connection(daemon: MemoryClient) -> No
 def test_memory_that_is_lent_again_is_writable_only_where_it_is_opened(daemon: MemoryClient) -> None:
     code = """
 import ctypes
-from ckpt.memory import client
+from ckpt.nodes.memory import client
 daemon = client.connect()
 daemon.lend(4 << 20).put("run/old")
 daemon.delete("run/old")
@@ -409,7 +410,7 @@ class TestStrangers:
         """A real one: the training loop is refused by name, and the daemon can be ended, which frees its memory."""
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
         code = f"""
-from ckpt.memory import messages
+from ckpt.nodes.memory import messages
 messages.PROTOCOL = 0
 from pathlib import Path
 from ckpt.nodes.memory.running import serve
@@ -518,7 +519,7 @@ def test_a_daemon_that_dies_is_started_again(tmp_path: Path) -> None:
 def test_it_ends_when_nobody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_IDLE", "0.1")
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
-    code = "from ckpt.memory import client; print(client.connect().status()['pid'])"
+    code = "from ckpt.nodes.memory import client; print(client.connect().status()['pid'])"
     pid = int(start(code).communicate(timeout=60)[0])
     end = time.monotonic() + 20
     while (tmp_path / "socket").exists():

@@ -1,6 +1,7 @@
-"""Data files on their way from one storage to another: read in jobs that may run at once, each byte compared with its digest.
+"""Data files on their way from one storage to another: by the storage itself where it can, else read in jobs that may run at once, each
+byte compared with its digest.
 
-A file of up to ``limits.HASH_BUFFER`` bytes is one read. Of a larger one the header is read first, then runs of neighbouring chunks.
+A file of up to ``settings.HASH_BUFFER`` bytes is one read. Of a larger one the header is read first, then runs of neighbouring chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckpt.plan.reads import RangeGroup, group_ranges
 
 from .self_contained import GatheredFile
 
-# What of a copy the storage does by itself, so that nobody reads the bytes and writes them. No torch.
+# What of a copy the storage does by itself, so that nobody reads the bytes and writes them.
 #
 # one file system that shares extents      whole files; the bytes are read and compared all the same, and nothing is written
 # one object store                         whole files, and the parts of gathered files that lie whole in one file of the source;

@@ -1,4 +1,5 @@
-"""What a planned load would read, without reading it: the ranges of every task, in the cuts in which the tasks read.
+"""What a planned load would read, without reading it: the ranges of every task, in the cuts in which the tasks read; and how long that
+takes at the rates of the run so far.
 
 A dry run goes through the phases of a load as far as the plan (``engine/load``). Here each part of the plan is asked for its reads:
 
@@ -236,7 +237,7 @@ def _received(sharing: SharedReads) -> int:
     return sum(len(item.jobs) * item.itemsize * box.numel for item in items for box in item.boxes(sharing.rank))
 
 
-# How fast a run has read and written so far: what a dry run estimates seconds with. No torch.
+# How fast a run has read and written so far: what a dry run estimates seconds with.
 
 _NEWEST = 4
 """Steps of a run that are looked at, from the newest on: that of a save that still goes on has no spans."""

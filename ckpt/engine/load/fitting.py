@@ -1,5 +1,5 @@
 """Whether a checkpoint fits the states of all ranks: the row that each rank gives the leader, and the leader's verdict. All problems of all
-ranks go into one error.
+ranks go into one error. And how a state takes the values that are no tensors.
 """
 
 from __future__ import annotations

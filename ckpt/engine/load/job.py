@@ -1,4 +1,4 @@
-"""What all phases of a load have in common."""
+"""What a caller may ask of a load, what a load reports, and what all of its phases have in common."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.telemetry.spans import Spans
 
 from .reader import Reader
-
-# What a caller may ask of a load, and what a load reports.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ from .reader import Reader, changed
 from .shared_reads import SharedReads, what_is_worth
 from .whole_chunks import TensorLoad, as_if_created
 
-# The values that the phases of a load hand on (``load.py``): each has all that the next phase needs, and none of them ever changes.
+# The values that the phases of a load hand on: each has all that the next phase needs, and none of them ever changes.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,5 @@
-"""Chunks that a target wants just as they are stored: no copy to plan. By far the most chunks of a load into the saved layout.
+"""Chunks that a target wants just as they are stored: no copy to plan. By far the most chunks of a load into the saved layout. And boxes
+out of any chunk's bytes, into tensors.
 
 Small ones are read many at a time and moved to their places from the cache; large ones are read in place.
 """

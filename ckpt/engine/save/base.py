@@ -1,4 +1,5 @@
-"""References to an earlier checkpoint: which chunks of a save are in its base, and how the leader writes them down."""
+"""References to an earlier checkpoint: which chunks of a save are in its base, what differences are made from, and how the leader writes
+both down."""
 
 from __future__ import annotations
 

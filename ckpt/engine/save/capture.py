@@ -10,7 +10,7 @@ only behind a fence (``state/collect.py``): parameters that an optimizer steps, 
 may change at any time, is captured before the call returns.
 
 Invariant: what is captured lazily and changes before fails the save. That shows in three ways: torch has counted it (the version of the
-tensor), the memory has moved, or samples of the bytes differ (``samples.py``). Only a sparse write that torch does not count and no sample
+tensor), the memory has moved, or samples of the bytes differ (:class:`Sample`). Only a sparse write that torch does not count and no sample
 has met may remain unseen: it needs ``fence()``.
 """
 

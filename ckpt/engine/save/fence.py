@@ -1,5 +1,5 @@
 """What keeps a state as it is while it is captured: steps of optimizers, replays of CUDA graphs and ``fence`` wait for all captures of the
-process that go on, whatever they are for.
+process that go on, whatever they are for. And what keeps the background from slowing training down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a save is given, what it leaves for the next one, and what all of its phases on one rank share."""
+"""What a save is given, what it reports and leaves for the next one, what all of its phases on one rank share, and the note of its
+progress."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class RankPlan:
     has_128: bool = False
     """Whether headers have room for digests of 128 bits."""
     mirrored: int = 0
-    """Of ``files`` the last so many are those of other ranks, which this one writes, too (``plan.redundancy.mirrors``)."""
+    """Of ``files`` the last so many are those of other ranks, which this one writes, too (``ckpt.plan.copies``)."""
 
     def whole_number(self, number: int) -> int:
         """The number of a chunk in the whole plan."""

@@ -1,4 +1,4 @@
-"""The bytes of this rank's chunks, from the state's own memory.
+"""The bytes of this rank's chunks, from the state's own memory; and the edges of flat shards, which ranks send each other.
 
 Invariant: nothing here changes the state's memory, and nothing here waits for another rank: what other ranks have of a merged chunk is put
 into it by whoever received it.

@@ -32,7 +32,7 @@ from ckpt.text import url_text
 
 from .structure import FAILURES, UNREAD, Problem, check_index, check_native_files, check_state, check_tiling, file_of
 
-# The chunks of a checkpoint that verify reads, where they lie, and what is said of one that is wrong. No torch.
+# The chunks of a checkpoint that verify reads, where they lie, and what is said of one that is wrong.
 
 
 @dataclass(frozen=True, slots=True)

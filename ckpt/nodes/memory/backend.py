@@ -1,4 +1,5 @@
-"""Objects in the memory of this machine, ``mem://path``, as the memory daemon holds them: they outlive the process.
+"""Objects in the memory of this machine, ``mem://path``, as the memory daemon holds them: they outlive the process. And those of another
+machine, ``mem://host:port/path``, to read.
 
 Reads copy from the object's own pages. The daemon is asked once for each object, and again only when some object was deleted or replaced
 since: it counts these in a page that every client maps.

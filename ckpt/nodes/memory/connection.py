@@ -1,4 +1,4 @@
-"""A connection to the memory daemon of this machine, which is started if none runs. No torch."""
+"""A connection to the memory daemon of this machine, which is started if none runs; and the folder that a daemon is found by. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between the daemon and the processes of its machine: JSON, and open files, in one packet each.
+"""Messages between the daemon and the processes of its machine: JSON, and open files, in one packet each; and what is said of an object.
 
 A packet is whole or not there, so nothing has to be put together. JSON of more than ``_INLINE`` bytes goes in an anonymous file of its own.
 Nothing that comes is unpickled, and every length is compared with a limit before memory is asked for.
@@ -87,7 +87,7 @@ def close_all(files: Sequence[int]) -> None:
             os.close(file)
 
 
-# What the daemon says of an object, and where its files are. Values only.
+# What the daemon says of an object, and where its files are.
 
 ROW = (str, is_count, lambda unused: True, str, is_seconds)
 """What :meth:`MemoryObject.row` gives (``ckpt.net.message_fields``)."""

@@ -1,4 +1,4 @@
-"""Reading from the daemon of another machine. No torch."""
+"""Reading from the daemon of another machine: what a daemon answers over TCP, and who asks it. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh: named parallel dimensions over the ranks of a job."""
+"""A mesh: named parallel dimensions over the ranks of a job; and names whose numbers count along one of them."""
 
 from __future__ import annotations
 
@@ -133,9 +133,6 @@ def coordinates(meshes: Iterable[Mesh], rank: int) -> dict[str, int]:
 @lru_cache(maxsize=256)
 def _numbers(ranks: tuple[int, ...]) -> dict[int, int]:
     return {rank: number for number, rank in enumerate(ranks)}
-
-
-# Names with local numbers: layers of a pipeline stage, experts of an expert-parallel rank.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

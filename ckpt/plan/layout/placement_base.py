@@ -1,4 +1,5 @@
-"""What every placement answers: the questions that layouts, planners and adapters ask, with the answers of one that has nothing to say.
+"""What every placement answers: the questions that layouts, planners and readers of states ask, with the answers of one that has nothing to
+say.
 
 A tensor's splits are applied one after another, each to what the ones before it left::
 
@@ -10,8 +11,8 @@ A tensor's splits are applied one after another, each to what the ones before it
 * A :class:`BlockSplit` cuts the whole block that axis splits leave, and says which pieces of it each coordinate holds.
 * Any other placement says something else about the tensor: its global shape, its mesh, the coordinates that have it.
 
-A new placement is one file with one such class (a frozen dataclass) and, if it is a split, one line in ``registry.py``. Its name and
-fields are its JSON, which ranks send each other.
+A new placement is one such class (a frozen dataclass) and, if it is a split, one entry in ``placements.SPLITS``. Its name and fields are
+its JSON, which ranks send each other.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Placement:
 
     __slots__ = ()
     in_rules: ClassVar[bool] = True
-    """False for what only adapters make, of tensors that know their place."""
+    """False for what only readers of live tensors make, of tensors that know their place."""
 
     def as_split(self) -> Split | None:
         """Itself, if it cuts the tensor."""

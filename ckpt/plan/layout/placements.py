@@ -1,4 +1,4 @@
-"""Placements: how rules and DTensors say that a tensor lies over the ranks. ``base`` has what each of them answers."""
+"""Placements: how rules and DTensors say that a tensor lies over the ranks. ``placement_base`` has what each of them answers."""
 
 from __future__ import annotations
 

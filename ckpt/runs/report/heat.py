@@ -1,4 +1,5 @@
-"""Rank × phase: how long each rank was busy in each phase, as levels against the phase's median rank. Pure.
+"""Rank × phase: how long each rank was busy in each phase, as levels against the phase's median rank; and what a checkpoint consists of.
+Pure.
 
 With many ranks a cell is a block of neighbours, and shows the slowest of them: a mean would hide the one that is looked for.
 """

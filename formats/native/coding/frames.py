@@ -1,4 +1,4 @@
-"""Frames of zstd: the codec ``zstd`` (docs/format.md §10), and what each thread keeps for coding.
+"""What a codec is, and frames of zstd: the codec ``zstd`` (docs/format.md §10), and what each thread keeps for coding.
 
 Invariant: a frame is decoded only if it says itself how long its content is, and that is what belongs there.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 
-# What a codec of chunks is (docs/format.md §10): two functions, and what the rest of the software asks of them. Values only.
+# What a codec of chunks is (docs/format.md §10): two functions, and what the rest of the software asks of them.
 #
 # A new codec is one file with such an object, and its entry in ``codecs.CODECS``. The readers of released versions refuse chunks of a codec
 # that they do not know, by its name.
@@ -46,7 +46,7 @@ class Codec:
     itemsizes: tuple[int, ...] = ITEMSIZES
     """Sizes of the elements that it takes; chunks of other dtypes are stored as they are."""
     anchored: bool = False
-    """Whether what it codes is the chunk XOR the same chunk of an earlier checkpoint, the anchor (``xor_planes``)."""
+    """Whether what it codes is the chunk XOR the same chunk of an earlier checkpoint, the anchor (``encode_xor_planes``)."""
 
 
 WORTH = 97

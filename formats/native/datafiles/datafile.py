@@ -1,4 +1,4 @@
-"""Data files: what their headers say and where their chunks lie (docs/format.md §6, §10).
+"""Data files: what their headers say, how keys name chunks, and where their chunks lie (docs/format.md §6, §10).
 
 Invariants: a data file is a valid safetensors file; its size and all offsets are known before any digest; every uncoded chunk starts at
 a multiple of its item size.
@@ -209,7 +209,8 @@ def plan_data_files(
 
 
 def coded_groups(raw_lengths: Sequence[int]) -> list[slice]:
-    """Which chunks go into one file each, where some may be coded: neighbours, as many as ``limits.CODED_FILE`` and ``CODED_CHUNKS`` allow.
+    """Which chunks go into one file each, where some may be coded: neighbours, as many as ``settings.CODED_FILE`` and ``CODED_CHUNKS``
+    allow.
 
     It depends on the sizes before coding alone, so that every rank can tell where another one's chunks are.
     """
