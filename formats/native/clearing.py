@@ -77,9 +77,7 @@ def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseF
         raise problem
 
 
-def confirm(
-    backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None, base: BaseFiles | None = None
-) -> list[str] | None:
+def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None, base: BaseFiles | None = None) -> list[str] | None:
     """That what was just committed has all of its files, or was replaced by another save since. If it has not, ``previous`` is committed
     again, or nothing is. Gives the paths of everything that is there, if it took a look at everything."""
     try:
@@ -112,9 +110,7 @@ def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[s
     return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}, everything
 
 
-def _problem(
-    backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int], base: BaseFiles | None
-) -> StorageError | None:
+def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int], base: BaseFiles | None) -> StorageError | None:
     lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
     if lost:
         message = (
