@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.clearing import check_no_link, check_there, confirm
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.datafiles.references import is_reference
 from ckpt.formats.native.datafiles.referrers import referred_files
@@ -81,11 +81,11 @@ class CheckpointJournal(WriteJournal):
 
     ``previous`` is the record that it replaces, as ``read_record`` gave it before; None: none was there. ``resumable``: files that are
     durable stay when the commit fails, for another attempt or another process that writes the same ones; nothing is discarded.
-    ``base``: name in the run and id of the checkpoint that has all files which this one refers to, itself or by references.
+    ``base``: see ``BaseFiles``.
     """
 
     def __init__(
-        self, backend: Backend, *, id: str, previous: bytes | None, resumable: bool = False, base: tuple[str, str] | None = None
+        self, backend: Backend, *, id: str, previous: bytes | None, resumable: bool = False, base: BaseFiles | None = None
     ) -> None:
         super().__init__(backend)
         self.base = base

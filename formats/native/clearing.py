@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError
-from ckpt.formats.native.datafiles.references import split_url
+from ckpt.formats.native.datafiles.references import UP, owner_of, split_url
 from ckpt.io_backends.registry import open_backend
 
 from .catalog import read_record
@@ -39,6 +39,15 @@ BATCH = 256
 _HINT = "the URL must be on storage that all ranks share; if it is, `ckpt gc` or somebody else removes files there: try again"
 
 
+class BaseFiles(NamedTuple):
+    """The checkpoint that has all files which a save refers to, itself or by references: its name in the run and its id; and the sizes of
+    these files, by path."""
+
+    name: str
+    id: str
+    sizes: Mapping[str, int]
+
+
 def check_no_link(backend: Backend) -> None:
     """That the root of ``backend`` is where a checkpoint may be written, replaced or tagged."""
     target = backend.link()
@@ -58,17 +67,17 @@ def check_free(backend: Backend, what: str) -> None:
         raise ConflictError(f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=hint)
 
 
-def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: tuple[str, str] | None = None) -> None:
+def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseFiles | None = None) -> None:
     """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away; and that the checkpoint is there
-    whose files it refers to: ``base``, by its name in the run and its id."""
+    whose files it refers to, with these files."""
     problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0], base)
+    if problem is None and base is not None:
+        problem = _reference_problem(backend, base)
     if problem is not None:
         raise problem
 
 
-def confirm(
-    backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None, base: tuple[str, str] | None = None
-) -> list[str] | None:
+def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None, base: BaseFiles | None = None) -> list[str] | None:
     """That what was just committed has all of its files, or was replaced by another save since. If it has not, ``previous`` is committed
     again, or nothing is. Gives the paths of everything that is there, if it took a look at everything."""
     try:
@@ -101,9 +110,7 @@ def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[s
     return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}, everything
 
 
-def _problem(
-    backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int], base: tuple[str, str] | None
-) -> StorageError | None:
+def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int], base: BaseFiles | None) -> StorageError | None:
     lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
     if lost:
         message = (
@@ -114,7 +121,7 @@ def _problem(
     if index_path(id, CLEARING) in there:
         hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
         return StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
-    return None if base is None else _base_problem(backend, *base)
+    return None if base is None else _base_problem(backend, base.name, base.id)
 
 
 def _base_problem(backend: Backend, name: str, id: str) -> StorageError | None:
@@ -129,6 +136,24 @@ def _base_problem(backend: Backend, name: str, id: str) -> StorageError | None:
     return ConflictError(
         f"the base {name}, which has tensors of this save, was {what} meanwhile", where=backend.url, hint="save again, without a base"
     )
+
+
+def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None:
+    """Which of these files are not there, whatever the record of the base says: somebody has deleted a directory by hand, or the base was
+    copied away and back, and has files of its own by now. A process that remembers the base has read nothing of it."""
+    run = open_backend(split_url(backend)[0])
+    # ../step-1/data/<id>-00000.safetensors: one listing for each checkpoint that has some.
+    prefixes = sorted({f"{owner_of(path)}/data/" for path in base.sizes})
+    there = {f"{UP}{e.path}": e.size for prefix in prefixes for e in run.list_prefix(prefix)}
+    lost = sorted(path for path, size in base.sizes.items() if there.get(path) != size)
+    if not lost:
+        return None
+    message = (
+        f"{len(lost)} of {len(base.sizes)} files that have tensors of this save, by way of the base {base.name}, are not there any more, "
+        f"or not whole; the first is {lost[0]}: {there.get(lost[0], 'no')} of {base.sizes[lost[0]]} bytes"
+    )
+    hint = "save again, without a base; `ckpt verify` shows which other checkpoints lack files"
+    return ConflictError(message, where=backend.url, hint=hint)
 
 
 def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:

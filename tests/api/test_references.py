@@ -335,6 +335,39 @@ def test_a_loop_whose_base_is_gone_is_told_once_and_writes_all(run: Path) -> Non
     holds(run / "step-00000003", tuned.tensors())
 
 
+@pytest.mark.parametrize("how", ["deleted", "moved away", "copied away and back"])
+def test_files_that_a_remembered_base_refers_to_are_there(run: Path, how: str) -> None:
+    """The base is there, with its id; the checkpoint that has its frozen tensors is not."""
+    tuned = Tuned()
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, tuned.state)
+            checkpointer.wait()
+        first, second = (Path(checkpointer.url(step)) for step in (1, 2))
+        if how == "moved away":
+            first.rename(run.parent / "moved")
+            first.symlink_to(run.parent / "moved")  # as it is read through the link, so it is referred to
+        elif how == "copied away and back":
+            copy_checkpoint(second, run.parent / "copy")  # which has the frozen tensors itself
+            shutil.rmtree(second)
+            copy_checkpoint(run.parent / "copy", second)
+            assert not references(second)
+        if how != "moved away":
+            shutil.rmtree(first)
+        checkpointer.save(3, tuned.state)
+        if how == "moved away":
+            checkpointer.wait()
+            assert references(run / "step-00000003")
+        else:
+            with pytest.raises(ConflictError, match=f"by way of the base {second.name}, are not there any more"):
+                checkpointer.wait()
+            assert not (run / "step-00000003" / "checkpoint.json").exists()
+        checkpointer.save(4, tuned.state)
+        checkpointer.wait()
+    holds(run / "step-00000004", tuned.tensors())
+    assert verify(str(run / "step-00000004")).problems == ()
+
+
 def test_a_restored_step_is_not_opened_again_to_refer_to_it(run: Path) -> None:
     tuned, again, process = Tuned(), Tuned(seed=1), FaultyProcess()
     ckpt.save(run / "step-1", tuned.state, reusable=True)

@@ -36,7 +36,7 @@ from .plan import Chunk, RankPlan
 #     its index is opened ──────────────► OpenedBase   by one rank for all, if no rank knows the base
 #
 # Nobody looks here whether the base is still what it was. Whoever commits does (``formats.native.clearing``): references are published only
-# where the record of the base is there, with the id by which all ranks know it.
+# where the record of the base is there, with the id by which all ranks know it, and each file that is referred to.
 
 REMEMBERED = 3
 """Saves that a job remembers: two states that are saved in turns need one each, besides the one that was just made."""

@@ -22,7 +22,7 @@ from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, CkptError, ConsistencyError, NamesError
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
-from ckpt.formats.native.clearing import check_no_link, clear
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
@@ -256,8 +256,10 @@ class OpenSave:
             ANCHORS: bool(references.anchors),
         }
         listed: list[str] = []
+        base = self.leader.base if references.files else None
+        referred = None if base is None else BaseFiles(*base, {file.path: file.size for file in references.files})
         record = write_index(
-            CheckpointJournal(backend, id=self.id, previous=self.previous, base=self.leader.base if references.files else None),
+            CheckpointJournal(backend, id=self.id, previous=self.previous, base=referred),
             contents,
             world_size=call.group.size,
             features=tuple(feature for feature, is_needed in needed.items() if is_needed),
