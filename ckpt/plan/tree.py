@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -311,7 +311,9 @@ def leaves(node: Node, *, but: Set[str] = frozenset(), outside: Set[str] = froze
 
 
 def _leaves(path: str, node: Node, but: Set[str], outside: Set[str]) -> Iterator[tuple[str, Node]]:
-    children = pairs_of(node)
+    children: Collection[tuple[Node, Node]] | None
+    # A plain mapping, which may have millions of values, is walked as it is.
+    children = node.items() if type(node) is dict and tag_of(node) is None else pairs_of(node)
     items = items_of(node) if children is None else None
     if items is not None and refers(node):
         children = list(enumerate(items))

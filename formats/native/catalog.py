@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +154,10 @@ class NativeCatalog(CatalogDefaults):
         """Forget a header: whoever reads very many files keeps none."""
         with self._locks[file]:
             self._headers.pop(file, None)
+
+    def drop_state(self) -> None:
+        """Forget the state: whoever only checks chunks needs the memory for them."""
+        self._contents = replace(self._contents, state=None)
 
     def _extent(self, entry: TensorEntry, number: int, box: Box, file: int) -> Extent:
         extent = self._stored(entry, box, file)

@@ -120,12 +120,19 @@ def test_many_chunks_at_once_are_those_of_their_keys() -> None:
 
 
 def test_layouts_that_are_read_directly_are_those_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more digit, or another shape, is another layout: no JSON parser is needed for it, and what it gives is the same."""
+    """One more digit, another shape, or names that begin others: no JSON parser is needed, and what is found is the same."""
     monkeypatch.setattr(header_module, "_layout", lambda *args: pytest.fail("parsed as JSON"))
-    names = ["w", "a.b", "a[7]", "b[", "ä"]
-    for rank, rows in ((0, 2), (1, 2), (49, 2), (7, 1), (3, 5), (4999, 2)):
-        data, file = file_of(rank, names, rows)
-        assert dict(parse_header(data, file, "there").chunks) == by_json(data, file.header)
+    for part, names in (
+        (1 << 20, ["w", "a.b", "a[7]", "b[", "ä"]),
+        (80, ["w", "a.b", "a[7]", "b[", "ä"]),
+        (80, ["w1", "w10", "w1[2]", "ä"]),
+    ):
+        header_layout.forget()
+        monkeypatch.setattr(header_layout, "_PART", part)
+        for rank, rows in ((0, 2), (1, 2), (49, 2), (7, 1), (3, 5), (4999, 2), (0, SHAPE[0])):
+            data, file = file_of(rank, names, rows)
+            assert dict(parse_header(data, file, "there").chunks) == by_json(data, file.header)
+            assert dict(parse_header(data, file, "there").chunks) == by_json(data, file.header)
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,17 @@ class _Structure:
 
 
 def _structure(catalog: Catalog) -> _Structure:
-    problems = [*check_tiling(catalog), *check_state(catalog)]
-    broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
+    problems, broken = _check_structure(catalog)
     return _with_chunks(catalog, broken, problems)
+
+
+def _check_structure(catalog: Catalog) -> tuple[list[Problem], frozenset[int]]:
+    """What is wrong, and the files whose chunks cannot be found. A native catalog has no state afterwards."""
+    problems = [*check_tiling(catalog), *check_state(catalog)]
+    if not isinstance(catalog, NativeCatalog):
+        return problems, frozenset()
+    catalog.drop_state()
+    return problems, check_native_files(catalog, problems)
 
 
 def _agreed_structure(catalog: Catalog, work: DividedWork) -> _Structure:
@@ -216,8 +224,7 @@ def _agreed_structure(catalog: Catalog, work: DividedWork) -> _Structure:
         if len({row["record"] for row in rows.values()}) > 1:
             hint = "give all of them a URL on storage that they share, and verify again"
             raise ConflictError("the processes do not see the same checkpoint, or it was replaced", where=catalog.url, hint=hint)
-        problems = [*check_tiling(catalog), *check_state(catalog)]
-        broken = check_native_files(catalog, problems) if isinstance(catalog, NativeCatalog) else frozenset()
+        problems, broken = _check_structure(catalog)
         looked.append(_with_chunks(catalog, broken, problems))
         return {"broken": sorted(broken), "problems": [p.to_json() for p in looked[0].problems]}
 
@@ -231,6 +238,9 @@ def _agreed_structure(catalog: Catalog, work: DividedWork) -> _Structure:
 
 def _with_chunks(catalog: Catalog, broken: frozenset[int], problems: list[Problem]) -> _Structure:
     chunks = list(stored_chunks(catalog, broken, problems))
+    if isinstance(catalog, NativeCatalog):
+        for row in range(len(catalog.files)):
+            catalog.drop(row)
     return _Structure(
         problems=tuple(problems),
         files=len(catalog.files) if isinstance(catalog, NativeCatalog) else len({c.extent.path for c in chunks}),

@@ -116,7 +116,7 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         start=file.header,
         layout=layout,
         digests=digests,
-        text=layout.text if rest is None else rest,
+        text=rest if known and rest is not None else layout.text,  # whoever keeps a header keeps its text once
         digests128=digests128,
     )
 

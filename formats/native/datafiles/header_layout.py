@@ -12,8 +12,8 @@ a header is compared with those that were read and checked, in three steps:
    up to all of the text. Columns are made of them and checked. Whatever is written otherwise, or does not cover the data, is left to the
    JSON parser of ``header``, which says why.
 
-All this goes only for headers in which no two keys are alike up to their boxes: then keys stay different, and in order, whatever the boxes
-are.
+Headers are compared only if no two of their keys are alike up to their boxes: then keys stay different, and in order, whatever the boxes
+are. Others are read as in step 3, and known again if they are equal.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 
 import numpy as np
@@ -52,6 +53,7 @@ _ENTRY = re.compile(
 _FORM = len(',"":{"dtype":"","shape":[],"data_offsets":[,]}')
 _BOX = re.compile(rb"\[[0-9:,]*\]|")
 _GLANCE, _BLOCK = 8 << 10, 128 << 10
+_PART = 1 << 20
 _MOST_DIGITS = 18
 """Of a number that is read here: it fits into 64 bits."""
 _SIZE = rb"(?:0|[1-9][0-9]{0,%d})" % (_MOST_DIGITS - 1)
@@ -60,10 +62,15 @@ _SHAPE = re.compile(rb"(?:" + _SIZE + rb"(?:," + _SIZE + rb")*)?")
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """The keys of a header without their boxes: ``rows`` has the number of each, ``places`` their order among all keys of the file."""
+    """The keys of a header without their boxes, a line each, and ``places``, their order among all keys of the file."""
 
-    rows: Mapping[bytes, int]
+    lines: bytes
     places: IntArray
+
+    @cached_property
+    def rows(self) -> Mapping[bytes, int]:
+        """The number of each."""
+        return {key: i for i, key in enumerate(self.lines.split(b"\n"))}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,8 +85,6 @@ class Columns:
     places: IntArray
     names: Names | None = None
     """None for columns that files do not share."""
-    between: Sequence[bytes] = ()
-    """The text before the first box, between boxes, and after the last one."""
     stems: IntArray | None = None
     """Bytes of each key without its box."""
 
@@ -100,7 +105,19 @@ class HeaderLayout:
         self._keys = keys
         self._boxes = boxes
         self._bytes = np.frombuffer(text, dtype=np.uint8)
-        self._mask = self._bytes if ends is None or boxes is None else _bits_that_stay(self._bytes, ends, boxes)
+
+    # Made when another header is compared: most files of one rank, whose headers may be long, are never compared.
+
+    @cached_property
+    def _mask(self) -> npt.NDArray[np.uint8]:
+        return self._bytes if self.ends is None or self._boxes is None else _bits_that_stay(self._bytes, self.ends, self._boxes)
+
+    @cached_property
+    def _between(self) -> Sequence[bytes]:
+        """The text before the first box, between boxes, and after the last one."""
+        assert self.ends is not None and self._boxes is not None
+        edges = zip([0, *self.ends.tolist()], [*(self.ends - self._boxes).tolist(), len(self.text)], strict=True)
+        return [self.text[a:b] for a, b in edges]
 
     def keys_in(self, text: bytes | memoryview) -> Sequence[str]:
         """The keys of a header that is alike."""
@@ -131,23 +148,25 @@ class HeaderLayout:
 
     def fitted(self, text: bytes) -> HeaderLayout | None:
         """The layout of a text that differs in boxes alone, whatever their lengths; None if it does not."""
-        columns, at = self.columns, 0
+        at = 0
         if self._boxes is None:
             return None
-        boxes: list[bytes] = []
-        for fixed in columns.between[:-1]:
+        between, boxes = self._between, list[bytes]()
+        for fixed in between[:-1]:
             at += len(fixed)
             end = text.find(b'"', at)
             boxes.append(text[at:end])
             at = end
         if not all(map(_BOX.fullmatch, set(boxes))):
             return None
-        parts = [*chain.from_iterable(zip(columns.between, boxes, strict=False)), columns.between[-1]]
+        parts = [*chain.from_iterable(zip(between, boxes, strict=False)), between[-1]]
         sizes = np.fromiter(map(len, boxes), dtype=np.int64, count=len(boxes))
         if b"".join(parts) != text or ((sizes > 0) != (self._boxes > 0)).any():
             return None
-        fixed_sizes = np.fromiter(map(len, columns.between[:-1]), dtype=np.int64, count=len(boxes))
-        return HeaderLayout(columns, text, ends=np.cumsum(fixed_sizes + sizes), boxes=sizes)
+        fixed_sizes = np.fromiter(map(len, between[:-1]), dtype=np.int64, count=len(boxes))
+        fitted = HeaderLayout(self.columns, text, ends=np.cumsum(fixed_sizes + sizes), boxes=sizes)
+        fitted._between = between
+        return fitted
 
 
 def _bits_that_stay(text: npt.NDArray[np.uint8], ends: IntArray, boxes: IntArray) -> npt.NDArray[np.uint8]:
@@ -175,39 +194,52 @@ def _scratch(size: int) -> npt.NDArray[np.uint8]:
 
 def read_layout(text: bytes, data: int) -> HeaderLayout | None:
     """The layout of a header with this text, of a file with so many bytes of data; None if it is not written as this software writes it,
-    if keys are alike up to their boxes, or if the entries do not cover the data exactly."""
-    entries = _ENTRY.findall(text)
-    # The last byte of a text that ends in this way is in no entry. So if only one byte is in none, nothing lies between entries.
-    if not entries or text[-3:] != b"]}}" or len(b"".join(chain.from_iterable(entries))) + _FORM * len(entries) + 1 != len(text):
-        return None
-    stems, boxes, dtypes, shapes, begins, ends = zip(*entries, strict=True)
-    names = _names([stem + box[:1] for stem, box in zip(stems, boxes, strict=True)], text)
+    if a key is there twice, or if the entries do not cover the data exactly."""
     codes: dict[tuple[bytes, bytes], int] = {}
-    kinds = np.array([codes.setdefault(kind, len(codes)) for kind in zip(dtypes, shapes, strict=True)], dtype=np.int64)
+    stems, boxes, parts = list[bytes](), list[bytes](), list[IntArray]()
+    at = read = 0
+    while at < len(text):  # part by part: the matches take several times the memory of the text
+        end = text.find(b']},"', at + _PART) + 2
+        end = len(text) if end < 2 else end
+        entries = _ENTRY.findall(text, at, end)
+        if not entries:
+            return None
+        read += len(b"".join(chain.from_iterable(entries))) + _FORM * len(entries)
+        fields = list(zip(*entries, strict=True))
+        sizes = [np.fromiter(map(len, column), dtype=np.int64, count=len(entries)) for column in fields]
+        if max(sizes[4].max(), sizes[5].max()) > _MOST_DIGITS:
+            return None
+        numbers = [np.array(column, dtype=f"S{_MOST_DIGITS}").astype(np.int64) for column in fields[4:]]
+        kinds = np.array([codes.setdefault(kind, len(codes)) for kind in zip(*fields[2:4], strict=True)], dtype=np.int64)
+        parts.append(np.array([kinds, *numbers, sizes[0], sizes[1], np.sum(sizes, axis=0) + _FORM]))
+        stems += fields[0]
+        boxes += fields[1]
+        at = end
+    # The last byte of a text that ends in this way is in no entry. So if only one byte is in none, nothing lies between entries.
+    if not stems or text[-3:] != b"]}}" or read + 1 != len(text) or not _is_utf8(text):
+        return None
+    kinds, starts, stops, stem_sizes, box_sizes, entry_sizes = np.concatenate(parts, axis=1)
     kind = [_kind(*code) for code in codes]
-    if names is None or max(map(len, ends)) > _MOST_DIGITS or max(map(len, begins)) > _MOST_DIGITS:
-        return None
-    starts, stops = (np.array(column, dtype=f"S{_MOST_DIGITS}").astype(np.int64) for column in (begins, ends))
-    if not _covers(starts, stops, data) or any(k is None for k in kind):
-        return None
     known = [k for k in kind if k is not None]
+    if not _covers(starts, stops, data) or len(known) < len(kind):
+        return None
     if (np.array([_bits(*k) for k in known], dtype=np.int64)[kinds] != 8 * (stops - starts)).any():
         return None
-    sizes = [np.fromiter(map(len, column), dtype=np.int64, count=len(entries)) for column in (stems, boxes, dtypes, shapes, begins, ends)]
-    reached = np.cumsum(np.sum(sizes, axis=0) + _FORM)
-    key_ends = np.append(0, reached[:-1]) + len(',"') + sizes[0] + sizes[1]
-    edges = zip([0, *key_ends.tolist()], [*(key_ends - sizes[1]).tolist(), len(text)], strict=True)
+    names = _names([stem + box[:1] for stem, box in zip(stems, boxes, strict=True)])
     columns = Columns(
         kind=known,
         kinds=kinds,
         offsets=starts,
         lengths=stops - starts,
-        places=names.places,
+        places=_sorted([stem + box for stem, box in zip(stems, boxes, strict=True)])[1] if names is None else names.places,
         names=names,
-        between=[text[a:b] for a, b in edges],
-        stems=sizes[0],
+        stems=None if names is None else stem_sizes,
     )
-    return HeaderLayout(columns, text, ends=key_ends, boxes=sizes[1])
+    if names is None:
+        keys = [str(stem + box, "utf-8") for stem, box in zip(stems, boxes, strict=True)]
+        return None if METADATA in keys or len(set(keys)) < len(keys) else HeaderLayout(columns, text, keys)
+    key_ends = np.append(0, np.cumsum(entry_sizes)[:-1]) + len(',"') + stem_sizes + box_sizes
+    return HeaderLayout(columns, text, ends=key_ends, boxes=box_sizes)
 
 
 def _covers(starts: IntArray, stops: IntArray, data: int) -> bool:
@@ -228,7 +260,7 @@ def _bits(dtype: str, shape: tuple[int, ...]) -> int:
     return bits if bits < 1 << 62 else -1
 
 
-def _names(bare: Sequence[bytes], text: bytes) -> Names | None:
+def _names(bare: Sequence[bytes]) -> Names | None:
     """What keys are called without what follows the bracket of a box; None if keys are alike up to their boxes, or cannot be names."""
     joined = b"\n".join(bare)  # no key has a control character
     with _lock:
@@ -236,19 +268,25 @@ def _names(bare: Sequence[bytes], text: bytes) -> Names | None:
         if names is not None:
             _known_names.move_to_end(joined)
             return names
-    order = sorted(range(len(bare)), key=bare.__getitem__)
+    order, places = _sorted(bare)
     # What begins others comes right before one of these.
-    if METADATA.encode() in bare or any(bare[b].startswith(bare[a]) for a, b in pairwise(order)) or not _is_utf8(text):
+    if METADATA.encode() in bare or any(bare[b].startswith(bare[a]) for a, b in pairwise(order)):
         return None
-    places = np.empty(len(bare), dtype=np.int64)
-    places[order] = np.arange(len(bare))
-    names = Names({key: i for i, key in enumerate(bare)}, places)
+    names = Names(joined, places)
     if len(joined) <= _TEXT_BYTES:
         with _lock:
             _known_names[joined] = names
             while len(_known_names) > _MOST_NAMES:
                 _known_names.popitem(last=False)
     return names
+
+
+def _sorted(keys: Sequence[bytes]) -> tuple[list[int], IntArray]:
+    """The numbers of keys in their order, and the place of each in it."""
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    places = np.empty(len(keys), dtype=np.int64)
+    places[order] = np.arange(len(keys))
+    return order, places
 
 
 def _is_utf8(text: bytes) -> bool:
