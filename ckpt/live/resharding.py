@@ -35,7 +35,7 @@ from ckpt.engine.load.job import LoadJob, LoadOptions, StateWrites
 from ckpt.engine.load.reader import changed
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.engine.save.background import wait_for_pending_save
-from ckpt.errors import CkptError, MismatchError, NotFoundError
+from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
 from ckpt.net.group import current_group
 from ckpt.net.rows import Row
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
@@ -331,7 +331,11 @@ class _Reshard:
                 alive=self.call.check_failures,
                 spans=options.spans,
             )
-            pulled = pull.run(plan.transfers, offered.holders, filling.place)
+            try:
+                pulled = pull.run(plan.transfers, offered.holders, filling.place)
+            except RankFailedError:
+                self.call.check_failures(at_once=True)  # a holder that goes because another rank failed is not the cause
+                raise
         settle_devices(devices, WHAT)
         changed([part.memory for local in targets for part in local.parts])
         return filling.copied, pulled

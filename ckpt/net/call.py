@@ -220,11 +220,13 @@ class Call:
             signs: dict[int, bytes | None] = {**dict.fromkeys(sorted(awaited)), **channel.signs(awaited - {0})}
         return signs | ({0: self.signed or None} if 0 in awaited else {})
 
-    def check_failures(self) -> None:
-        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call failed elsewhere."""
+    def check_failures(self, *, at_once: bool = False) -> None:
+        """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call failed elsewhere.
+        ``at_once``: look also if the last look was a moment ago.
+        """
         self.heartbeat()
         now = time.monotonic()
-        if self.group.store is None or (now < self._look_at and not self._departed(())):
+        if self.group.store is None or (not at_once and now < self._look_at and not self._departed(())):
             return
         with self._channel() as channel:
             failed = channel.failure()
