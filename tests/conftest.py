@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 
@@ -66,6 +67,12 @@ def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _plain_logging() -> None:
+    """Commands with ``-q``, and benchmarks, quieten the logger of the package for the rest of a process."""
+    logging.getLogger("ckpt").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
