@@ -91,9 +91,11 @@ class _Counting:
 class _Storage(FaultyProcess):
     """Counts requests, and has data files of the ranks that are played, without their bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: list[ObjectMeta]) -> None:
         super().__init__()
         self.files: list[ObjectMeta] = []
+        self.earlier = earlier
+        """Those of all calls of the job: what a save refers to is looked for below the run."""
 
     def wrap(self, inner: Backend) -> FaultyBackend:
         return _Pretending(inner, process=self)
@@ -102,7 +104,11 @@ class _Storage(FaultyProcess):
 class _Pretending(FaultyBackend):
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         yield from super().list_prefix(prefix)
-        yield from (file for file in cast(_Storage, self.process).files if file.path.startswith(prefix))
+        storage = cast(_Storage, self.process)
+        yield from (file for file in storage.files if file.path.startswith(prefix))
+        step, data, _ = prefix.partition("/data/")
+        if data:
+            yield from (ObjectMeta(f"{step}/{file.path}", file.size) for file in storage.earlier)
 
 
 class _Direct:
@@ -135,6 +141,7 @@ class PlayedJob:
         self.blobs: dict[str, bytes] = {}
         """What the two ranks have shared with the leader, by digest."""
         self._spent = 0.0
+        self._pretended: list[ObjectMeta] = []
 
     @staticmethod
     def _store(client: _Counting) -> Store:
@@ -143,7 +150,7 @@ class PlayedJob:
     def play(self, work: Callable[[int], Any], vary: Vary = _alike) -> Played:
         """Run ``work(rank)`` on both, for which ``ckpt`` takes them as ranks of the job."""
         self._vary = vary
-        self._storage = _Storage()
+        self._storage = _Storage(self._pretended)
         for client in self._clients:
             client.begin()
         with (
@@ -200,6 +207,7 @@ class PlayedJob:
 
     def pretend(self, path: str, size: int) -> None:
         self._storage.files.append(ObjectMeta(path, size))
+        self._pretended.append(self._storage.files[-1])
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
