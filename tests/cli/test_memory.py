@@ -106,13 +106,13 @@ def test_the_log_of_a_run_is_no_checkpoint() -> None:
 
 def test_what_others_refer_to_is_not_dropped() -> None:
     # Names that no other test saves: a process does not ask again about a tensor that has changed from save to save.
-    state = {"frozen": torch.arange(300_000.0), "trained": torch.zeros(300_000)}
+    state = {"kept in memory": torch.arange(300_000.0), "moved in memory": torch.zeros(300_000)}
     ckpt.save("mem://runs/b/step-1", state, reusable=True)
-    state["trained"] = torch.ones(300_000)
+    state["moved in memory"] = torch.ones(300_000)
     ckpt.save("mem://runs/b/step-2", state, base="mem://runs/b/step-1")
     refused = command("memory", "drop", "mem://runs/b/step-1")
     assert refused.exit_code == 30 and "mem://runs/b/step-2" in refused.output
-    assert torch.equal(ckpt.open("mem://runs/b/step-2")["frozen"].read(), torch.arange(300_000.0))
+    assert torch.equal(ckpt.open("mem://runs/b/step-2")["kept in memory"].read(), torch.arange(300_000.0))
     assert [command("memory", "drop", f"mem://runs/b/step-{n}").exit_code for n in (2, 1)] == [0, 0]
 
 
