@@ -1,1 +1,1 @@
-"""Translations that come with the package, one TOML file each (docs/translations.md)."""
+"""Translations that come with the package, one TOML file each (docs/formats.md)."""
