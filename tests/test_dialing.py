@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from ckpt.net import dialing, listener
+from ckpt.net.connections import Listener
 from ckpt.net.dialing import Dialer
-from ckpt.net.listener import Listener
 from ckpt.net.sockets import Greeting, Hello, Sending, Views, prepare
 
 SECRET = bytes(range(16))
