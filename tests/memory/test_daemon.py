@@ -410,7 +410,7 @@ class TestStrangers:
         """A real one: the training loop is refused by name, and the daemon can be ended, which frees its memory."""
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
         code = f"""
-from ckpt.nodes.memory import messages
+from ckpt.nodes.memory import connection as messages
 messages.PROTOCOL = 0
 from pathlib import Path
 from ckpt.nodes.memory.daemon import serve
