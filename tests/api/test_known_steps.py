@@ -82,9 +82,9 @@ def test_what_may_have_changed_within_the_same_tick_is_read_again(tmp_path: Path
     assert read(known.list)[1] == {"step-1"}
 
 
-@pytest.mark.parametrize("scheme", ["file://", "memory://"])
+@pytest.mark.parametrize("scheme", ["file://", "inprocess://"])
 def test_storages_of_every_kind_are_listed_as_they_are(tmp_path: Path, scheme: str) -> None:
-    root = f"{scheme}{tmp_path}" if scheme == "file://" else f"memory://{tmp_path.name}"
+    root = f"{scheme}{tmp_path}" if scheme == "file://" else f"inprocess://{tmp_path.name}"
     known = KnownSteps(root)
     for n in (3, 1, 2):
         write_checkpoint(f"{root}/step-{n}", TINY, ranks=1)
