@@ -140,10 +140,13 @@ class Calls:
             self.sources[rank] = Source("tcp://127.0.0.1:0/state", self.states[rank], layout=self.layout, secret="x" * 32, timeout=TIMEOUT)
 
         self.sources: dict[int, Source] = {}
+        self.sinks: list[Sink] = []
         self.job.play(make)
         try:
             yield
         finally:
+            for sink in self.sinks:
+                sink.close()
             self.job.play(lambda rank: self.sources[rank].close())
 
     def sink(self) -> Callable[[], Played]:
@@ -154,6 +157,7 @@ class Calls:
             sinks[rank] = Sink(self.sources[0].address, into[rank], layout=self.layout, secret="x" * 32, timeout=TIMEOUT)
 
         self.job.play(make)
+        self.sinks += sinks.values()
 
         def take() -> Played:
             played = self.job.play(lambda rank: sinks[rank].take(), self._vary)
