@@ -190,7 +190,7 @@ class Loan:
         except OSError as err:
             if isinstance(err, CkptError):
                 raise
-            raise StorageError(f"what was filled cannot be protected: {err}", where=f"mem://{path}", hint="save again") from err
+            raise StorageError(f"what was filled cannot be protected: {err}", where=f"memory://{path}", hint="save again") from err
         finally:
             self.close()
         return MemoryObject.of(answer["object"])
@@ -317,7 +317,9 @@ class MemoryClient:
             connection = self._try_to_connect()
         if connection is None:
             raise NotFoundError(
-                "no memory daemon runs", where=str(self.folder), hint="it starts with the first save to mem://, or by `ckpt memory serve`"
+                "no memory daemon runs",
+                where=str(self.folder),
+                hint="it starts with the first save to memory://, or by `ckpt memory serve`; inprocess:// is this process alone",
             )
         self._mappings.clear()  # of another daemon, perhaps
         self._idle.clear()

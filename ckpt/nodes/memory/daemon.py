@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 
 from ckpt import settings
-from ckpt._version import __version__
 from ckpt.errors import AccessError, BusyError, CkptError, DeadlineError, FormatError, UsageError, error_to_json
+from ckpt.settings import __version__
 
 from . import connection as place
 from .connection import PROTOCOL, Message, close_all, receive, send
