@@ -77,13 +77,60 @@ def test_a_guide_is_short_and_has_what_can_go_wrong() -> None:
     later = {"resume-on-fewer-gpus", "save-in-my-loop", "serve-from-a-training-checkpoint", "when-a-rank-dies"}  # they link to failures.md
     guides = GUIDES[1:]
     assert [g.stem for g in guides if g.stem not in later and "\n## What can go wrong\n" not in g.read_text()] == []
-    assert {g.stem: n for g in guides if (n := len(g.read_text().split())) > 430} == {}
+    assert {g.stem: n for g in guides if (n := len(g.read_text().split())) > 400} == {}
 
 
 def test_the_pages_are_not_too_many_words() -> None:
     assert sum(len(page.read_text().split()) for page in DOCS.rglob("*.md")) <= 45_000
     assert sum(len((DOCS / name).read_text().split()) for name in ("architecture.md", "decisions.md")) <= 7_000
     assert len((ROOT / "README.md").read_text().splitlines()) <= 175
+
+
+RIDDLES = {
+    "of its own": r"of (?:its|their|his|her|your|our|one's) own",
+    "said, told": r"[Ss]aid|[Tt]old|[Ss]ays|[Tt]ells|[Ss]aying|[Tt]elling",
+    "is no": r"(?<![Tt]here )(?:is|are|was|were) no(?! longer)",
+    "take as a noun": r"(?:[Aa]n?|[Tt]he|[Nn]ext|same|another|first|last|its) take",
+    "what without a noun": r"[Ww]hat (?:it|they|is|are|was|were|has|have|had|lies|lie|stands|goes|comes|stays|remains|others?)",
+    "nobody": r"[Ss]omebody|[Nn]obody|[Aa]nybody|[Ww]hoever",
+    "goes on": r"(?:go|goes|going|went|gone) on",
+}
+"""Turns of speech that readers stumbled over. The mark is none."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_is_plain_english(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    found = {name: [m[0] for m in re.finditer(rf".{{0,30}}\b(?:{pattern})\b.{{0,20}}", text)] for name, pattern in RIDDLES.items()}
+    assert {name: places for name, places in found.items() if places} == {}
+
+
+def test_a_riddle_is_noticed() -> None:
+    riddles = (
+        "a state of its own",
+        "the page says so",
+        "It is no child",
+        "until the next take has",
+        "what it is",
+        "nobody waits",
+        "it goes on",
+    )
+    plain = ("there is no gather", "it takes a second", "are no longer used", "its own kind", "what the leader does")
+    heard = [any(re.search(rf"\b(?:{pattern})\b", text) for pattern in RIDDLES.values()) for text in (*riddles, *plain)]
+    assert heard == [True] * len(riddles) + [False] * len(plain)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(DOCS)], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_reads_well_as_a_web_page(page: Path) -> None:
+    """Links have words, not names of files, and lines of code are not cut at the right."""
+    text = page.read_text()
+    assert re.findall(r"\[[\w./-]+\.md\]\(", text) == []
+    assert [
+        line
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if len(line) > 116
+    ] == []
 
 
 def anchor(heading: str) -> str:
