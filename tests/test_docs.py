@@ -129,7 +129,7 @@ def test_a_page_reads_well_as_a_web_page(page: Path) -> None:
         line
         for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         for line in block.splitlines()
-        if len(line) > 116
+        if len(line) > 100
     ] == []
 
 
