@@ -117,7 +117,8 @@ def _conversion(source: str, url: str, to: str, options: ConvertOptions) -> tupl
     format, catalog = target(to), open_catalog(source)
     beside = files_beside(format, url, options)
     chosen, repair = _chosen(format, catalog, options)
-    return Conversion(format, chosen, url, options, repair=repair, beside=beside), repair
+    needed = repair if repair is not None and repair.needed else None
+    return Conversion(format, chosen, url, options, repair=needed, beside=beside), repair
 
 
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt import units
+from ckpt.cli.console.output import Command
 from ckpt.cli.console.parameters import GroupedOption, OneOf
 from ckpt.errors import UsageError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 _MAPPINGS = ("llama", "mixtral", "qwen-moe", "deepseek-v3", "llama-plain", "transformers-moe", "transformers-mixtral")
 _CONVENTIONS = ("huggingface", "megatron", "plain", "transformers")
 _option = partial(click.option, cls=GroupedOption, group="Naming")
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from ckpt.settings import threads as default_threads
 from ckpt.telemetry.callbacks import ProgressCallback
 
 from .journal import ConversionJournal, begin, check_source, digest_of, ended, find, forget_ended
-from .repair import RepairReport
 from .target import ConvertOptions, OutputFile, OutputOptions, OutputPlan, Target, split_url
 
 
@@ -36,7 +35,7 @@ class Conversion:
         url: str,
         options: ConvertOptions,
         *,
-        repair: RepairReport | None = None,
+        repair: object = None,
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
         if options.parallel is not None and not format.parallel:
@@ -61,7 +60,7 @@ class Conversion:
             format.name,
             options.shard_size,
             options.parallel,
-            *([repair] if repair is not None and repair.needed else []),
+            *([] if repair is None else [repair]),
             *([self.beside] if self.beside else []),
         )
         self.digest = digest_of(chosen, *self._options_digested)

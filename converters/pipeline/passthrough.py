@@ -31,13 +31,12 @@ from ckpt.plan.layout.geometry import box_to_flat
 from ckpt.plan.reads import Copy, RangeGroup, group_ranges, group_sizes, overlapping_chunks
 from ckpt.plan.views import ViewPiece, in_order, within
 
-from .target import FileItem
+from .target import PAGE, FileItem
 
 JOB = 32 << 20
 """Bytes that one thread does before the next job is handed out."""
 MANY = 2048
 """Runs that it does at most, unless one item has more."""
-PAGE = 4096
 _AT_ONCE = 256
 
 

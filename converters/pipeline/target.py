@@ -83,6 +83,10 @@ class MegatronParallel:
 # A segment is at most UNIT long, so that several threads can fill one window.
 
 
+PAGE = 4096
+"""Bytes of a page, for direct I/O: where pieces of a file begin and end."""
+
+
 class FileItem(NamedTuple):
     """A box of a tensor in a file, row by row from byte ``offset`` on."""
 
