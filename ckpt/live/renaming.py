@@ -22,7 +22,7 @@ import xxhash
 
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
-from ckpt.converters.select.selection import OutputTensor, SelectOptions, Views, choose
+from ckpt.converters.selection import OutputTensor, SelectOptions, Views, choose
 from ckpt.errors import CkptError, ConsistencyError, UsageError
 from ckpt.net.rows import Row
 from ckpt.plan.match import common_box

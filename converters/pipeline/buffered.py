@@ -17,7 +17,7 @@ import torch
 
 from ckpt.catalog import Catalog
 from ckpt.concurrency import Pending, run_tasks
-from ckpt.converters.select.selection import Computed, OutputSet, seams_of
+from ckpt.converters.selection import Computed, OutputSet, seams_of
 from ckpt.dtypes import DTYPES
 from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad

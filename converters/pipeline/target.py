@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from ckpt import settings
-from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, Views
+from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, Views
 from ckpt.errors import ConflictError, UsageError
 from ckpt.needs import attribute, entry_points
 from ckpt.plan.layout.geometry import Box
@@ -255,7 +255,7 @@ _BUILTIN = {
     "torch": "ckpt.converters.targets.torch_file:TARGET",
     "dcp": "ckpt.converters.targets.dcp:TARGET",
     "torch_dist": "ckpt.converters.targets.torch_dist:TARGET",
-    "megatron": "ckpt.converters.targets.megatron.ranks:TARGET",
+    "megatron": "ckpt.converters.targets.megatron_ranks:TARGET",
 }
 
 
