@@ -414,10 +414,10 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from ckpt.converters.pipeline import journal
+from ckpt.formats.journal import ConversionJournal
 from ckpt import convert
 
-done, left = journal.ConversionJournal.done, int(sys.argv[4])
+done, left = ConversionJournal.done, int(sys.argv[4])
 
 def dies(self, number):
     global left
@@ -426,7 +426,7 @@ def dies(self, number):
     left -= 1
     done(self, number)
 
-journal.ConversionJournal.done = dies
+ConversionJournal.done = dies
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shard_size=20_000)
 """
 
