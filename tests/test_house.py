@@ -320,9 +320,9 @@ FIRST = """
 import sys, torch, ckpt
 state = {"model": torch.nn.Linear(2, 2), "plain": {"a": torch.ones(3)}}
 for _ in range(2):
-    ckpt.save("memory://first", state)
-    ckpt.load("memory://first", state)
-ckpt.save_async("memory://first", state).result()
+    ckpt.save("inprocess://first", state)
+    ckpt.load("inprocess://first", state)
+ckpt.save_async("inprocess://first", state).result()
 print("HEAVY", *{"torch.distributed.tensor", "torch._dynamo", "sympy", "fsspec", "pyarrow.compute", "pyarrow.dataset"} & set(sys.modules))
 
 import torch.distributed as dist
@@ -331,8 +331,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 state["later"] = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), [Shard(0)])
-ckpt.save("memory://later", state)
-print("LATER", ckpt.open("memory://later")["later"].read().tolist(), *scan_state(state).meshes)
+ckpt.save("inprocess://later", state)
+print("LATER", ckpt.open("inprocess://later")["later"].read().tolist(), *scan_state(state).meshes)
 """
 
 
