@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt import settings
-from ckpt._version import __version__
 from ckpt.catalog import Catalog
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.pipeline.conversion import Conversion
@@ -33,6 +32,7 @@ from ckpt.net.divided_work import DividedWork
 from ckpt.net.rows import Row
 from ckpt.plan import tree
 from ckpt.plan.machines import balanced, bytes_of
+from ckpt.settings import __version__
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
 

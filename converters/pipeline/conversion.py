@@ -11,7 +11,6 @@ from contextlib import suppress
 
 import xxhash
 
-from ckpt._version import __version__
 from ckpt.catalog import Catalog
 from ckpt.converters.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
@@ -27,6 +26,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, is_file_system, open_backend, real_url
 from ckpt.plan.machines import balanced
+from ckpt.settings import __version__
 from ckpt.settings import threads as default_threads
 from ckpt.telemetry.callbacks import ProgressCallback
 
