@@ -28,8 +28,8 @@ from ckpt.formats.megatron.stored_buffers import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.training import CONTENT, MARK, STATE, MegatronCatalog
 from ckpt.formats.native.writer import replacement_noticed
 from ckpt.formats.registry import open_catalog
+from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
-from ckpt.net.rows import Row
 from ckpt.plan import tree
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.settings import __version__
