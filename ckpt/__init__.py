@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .engine.load.job import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
-    from .engine.save.job import SaveReport as SaveReport
+    from .engine.save.options import SaveReport as SaveReport
     from .engine.verify.verify import VerifyReport as VerifyReport
     from .engine.verify.verify import verify as verify
     from .errors import CkptError as CkptError
