@@ -196,10 +196,10 @@ def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen: list[int] = []
     commit = ckpt.engine.save.leader.write_index  # type: ignore[attr-defined]
 
-    def slow(begun: Any) -> Any:
+    def slow(*given: Any) -> Any:
         time.sleep(0.8)
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
-        return work(begun)
+        return work(*given)
 
     def committing(*args: Any, **kwargs: Any) -> Any:
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
