@@ -109,7 +109,7 @@ _WHERE = {
     "Numbered": "plan.layout.mesh",
     "pipeline": "plan.layout.mesh",
     "experts": "plan.layout.mesh",
-    "SaveReport": "engine.save.job",
+    "SaveReport": "engine.save.options",
     "LoadReport": "engine.load.job",
     "SaveHandle": "engine.save.background",
     "CopyReport": "engine.copy.copy",
