@@ -10,7 +10,7 @@ from ckpt.engine.save.job import SaveJob
 from ckpt.engine.save.leader import Leader
 from ckpt.engine.save.options import SaveOptions, SaveReport
 from ckpt.engine.save.plan import NO_ID, RankPlan
-from ckpt.engine.save.save import Share, begin_row, prepare
+from ckpt.engine.save.save import RankShare, begin_row, prepare
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.datafiles.datafile import plan_coded_file
 from ckpt.net.group import Group
@@ -77,7 +77,7 @@ def _moved(plan: RankPlan) -> tuple[int, int]:
     return sent, received
 
 
-def _memory(job: SaveJob, share: Share) -> int:
+def _memory(job: SaveJob, share: RankShare) -> int:
     """A block for each thread, the fragments, and with a codec the coded chunks of one file."""
     plan, options = share.plan, job.options
     threads = max(options.threads, share.backend.io_hints.concurrency)

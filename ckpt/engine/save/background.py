@@ -29,7 +29,7 @@ from .capture import Capture
 from .fence import CaptureFence, Outcome, Throttle
 from .job import BlockedTime, Heartbeat, SaveJob
 from .options import SaveOptions, SaveReport
-from .save import OnFailure, Share, begin, prepare, stage, write_and_commit
+from .save import OnFailure, RankShare, begin, prepare, stage, write_and_commit
 
 log = logging.getLogger("ckpt")
 
@@ -55,7 +55,7 @@ class BackgroundRun:
     ``failed`` is called when the handle has said why the save failed."""
 
     job: SaveJob
-    share: Share
+    share: RankShare
     capture: Capture
     then: Callable[[], None] | None
     failed: OnFailure | None

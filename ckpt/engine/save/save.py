@@ -1,6 +1,6 @@
 """A save, from top to bottom: prepare, begin, write, commit.
 
-    every rank   prepare      the state's tensors get names, boxes and places; which chunks does this rank write?   → Share
+    every rank   prepare      the state's tensors get names, boxes and places; which chunks does this rank write?   → RankShare
                    │
                  begin        tables of all ranks ──► leader: do they make one checkpoint? ──► id
                    │
@@ -67,7 +67,7 @@ _INLINE = 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
+class RankShare:
     """What one rank knows of its share before it talks to any other."""
 
     backend: Backend
@@ -121,7 +121,7 @@ def _save_now(job: SaveJob, state: object) -> SaveReport:
         return write_and_commit(job, share, writer, leader).report
 
 
-def write_and_commit(job: SaveJob, share: Share, writer: RankWriter, leader: Leader | None) -> Committed:
+def write_and_commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | None) -> Committed:
     """The second half of a save, the same for one in the background."""
     try:
         with job.call.phase("write"):
@@ -144,7 +144,7 @@ def _is_committed(backend: Backend, id: str) -> bool:
 # ---- prepare: in the caller's thread
 
 
-def prepare(job: SaveJob, state: object, *, background: bool = False) -> Share:
+def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankShare:
     """Collect the state and plan what this rank writes; in the ``background``, from a copy."""
     group, options, spans = job.call.group, job.options, job.spans
     backend = open_backend(job.call.url)
@@ -182,7 +182,7 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> Share:
         extensions.append(ReplicaCheck(replicas, job.call, 0 if background else options.threads))
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
-    return Share(
+    return RankShare(
         backend=backend,
         collected=collected,
         values=values,
@@ -196,7 +196,7 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> Share:
     )
 
 
-def stage(job: SaveJob, share: Share) -> Capture:
+def stage(job: SaveJob, share: RankShare) -> Capture:
     """Make room for a copy of this rank's share, so that the state may change before it is written."""
     shard_table, plan = share.collected.shard_table, share.plan
     with job.spans.span("stage"):
@@ -216,7 +216,7 @@ def stage(job: SaveJob, share: Share) -> Capture:
 # ---- begin: do all ranks' states make one checkpoint?
 
 
-def begin(job: SaveJob, share: Share) -> tuple[RankWriter, Leader | None]:
+def begin(job: SaveJob, share: RankShare) -> tuple[RankWriter, Leader | None]:
     """Agree on what is saved, and get ready to write it; on the leader also with what commits it later."""
     call, backend, options = job.call, share.backend, job.options
     row, leader = begin_row(job, share), None
@@ -233,7 +233,7 @@ def begin(job: SaveJob, share: Share) -> tuple[RankWriter, Leader | None]:
     return _make_writer(job, share, decision["id"]), leader
 
 
-def begin_row(job: SaveJob, share: Share) -> Row:
+def begin_row(job: SaveJob, share: RankShare) -> Row:
     """This rank's tables and values, which stay here until the leader asks for them."""
     call, collected, plan = job.call, share.collected, share.plan
     row: Row = {
@@ -254,7 +254,7 @@ def begin_row(job: SaveJob, share: Share) -> Row:
     return row
 
 
-def _make_writer(job: SaveJob, share: Share, id: str) -> RankWriter:
+def _make_writer(job: SaveJob, share: RankShare, id: str) -> RankWriter:
     group, codec = job.call.group, job.options.codec
     kind = RankWriter if codec is None else partial(EncodedWriter, codec=codec)
     writer = kind(
@@ -279,7 +279,7 @@ def _make_writer(job: SaveJob, share: Share, id: str) -> RankWriter:
 # ---- write: this rank's data files
 
 
-def write(job: SaveJob, share: Share, writer: RankWriter) -> Row:
+def write(job: SaveJob, share: RankShare, writer: RankWriter) -> Row:
     """Write this rank's data files and make them durable; meanwhile exchange the edges of flat shards. Gives what the leader has to know
     of them."""
     exchange = None if share.fragments is None else _start_exchange(job, share.fragments, settled=share.capture is not None)
@@ -316,7 +316,7 @@ def _start_exchange(job: SaveJob, fragments: FragmentExchange, *, settled: bool)
     return Pending(move, "ckpt-exchange")
 
 
-def _row_of_spans(job: SaveJob, share: Share) -> Row:
+def _row_of_spans(job: SaveJob, share: RankShare) -> Row:
     """This rank's spans, and what else of it explains them; empty if they are off."""
     row = job.spans.to_json()
     if row:
@@ -332,7 +332,7 @@ def _row_of_spans(job: SaveJob, share: Share) -> Row:
 # ---- commit: everything is there, so it becomes one checkpoint
 
 
-def commit(job: SaveJob, share: Share, writer: RankWriter, leader: Leader | None, row: Row) -> Committed:
+def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | None, row: Row) -> Committed:
     """Agree that everything is written; the leader commits, and then removes what the checkpoint has replaced."""
     call, cache = job.call, job.cache
     spans: dict[int, Row] = {}
