@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import NamesError, ReplicaError
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.values import StatePart
 from ckpt.state.collect import Collected

@@ -32,7 +32,7 @@ from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
 from ckpt.formats.native.datafiles.references import check_not_replaced, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.state.shard_table import ShardTable
 
 from .base import AnchorChunks, Base, ChunkPlace, Referable, RememberedBase, SaveBase, WrittenChunks, encode_references, find_base
