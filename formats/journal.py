@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.datafiles.references import is_reference
-from ckpt.formats.native.datafiles.referrers import referred_files
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path
+from ckpt.formats.native.references import is_reference
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

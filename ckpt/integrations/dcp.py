@@ -30,7 +30,7 @@ from ckpt.engine.save.staging import SaveMeter
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.save.writer import Alive, EncodedWriter, RankWriter, WriteInput
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
-from ckpt.formats.native.coding.codecs import check_choice
+from ckpt.formats.native.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import Group

@@ -15,13 +15,12 @@ from ckpt._version import __version__
 from ckpt.catalog import Catalog
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
-from ckpt.formats.conversion import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.journal import IntentJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.registry import open_catalog
+from ckpt.formats.registry import CLAIM, ConversionRecord, mark_name, marks_prefix, open_catalog, record_path
 from ckpt.io_backends.protocol import Backend
 from ckpt.text import parse_json
 

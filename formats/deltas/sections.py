@@ -28,7 +28,7 @@ from ckpt import settings
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import CorruptError
 from ckpt.formats.safetensors import FileHeader, parse_header
-from ckpt.io_backends.retries import read_checked
+from ckpt.io_backends.checks import read_checked
 from ckpt.plan.layout.geometry import IntArray
 
 from .changes import WIDTHS

@@ -12,9 +12,9 @@ import numpy as np
 
 from ckpt.catalog import CatalogDefaults, Extent, Grid, Replica, TensorEntry
 from ckpt.errors import AccessError, CorruptError, NotFoundError, UsageError
+from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 from ckpt.io_backends.registry import open_backend
-from ckpt.io_backends.retries import read_checked
 from ckpt.plan.layout.geometry import IntArray
 
 # Backends that other ones are seen through, all of them only read: one file of a directory, one file more that is in memory.

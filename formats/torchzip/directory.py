@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
-from ckpt.io_backends.retries import read_checked
+from ckpt.io_backends.checks import read_checked
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.save.staging import SaveMeter
-from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
+from ckpt.formats.native.runlog import SIZE_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import Group
 from ckpt.net.store import group_store

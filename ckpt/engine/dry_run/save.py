@@ -11,7 +11,7 @@ from ckpt.engine.save.leader import Leader
 from ckpt.engine.save.phases import Prepared
 from ckpt.engine.save.plan import NO_ID, RankPlan
 from ckpt.engine.save.save import begin_row, prepare
-from ckpt.formats.native.datafiles.datafile import plan_coded_file
+from ckpt.formats.native.datafile import plan_coded_file
 from ckpt.net.group import Group
 from ckpt.net.rows import Row
 

@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 from ckpt import settings
 from ckpt.errors import CancelledError, CkptError, UsageError
 from ckpt.formats.native.clearing import check_no_link
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, check_choice
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.formats.native.commit import Branches, new_id
-from ckpt.formats.native.progress import ProgressFile
-from ckpt.io_backends import retries
+from ckpt.formats.native.runlog import ProgressFile
+from ckpt.io_backends import checks
+from ckpt.io_backends.checks import Retries
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
-from ckpt.io_backends.retries import Retries
 from ckpt.net.call import FIRST_SIGN, Call
 from ckpt.net.liveness import Members
 from ckpt.plan.copies import MirrorPlacement
@@ -359,7 +359,7 @@ class SaveJob:
             heartbeat=Heartbeat(call),
             notes=ProgressWriter(call, interval) if call.is_leader else None,
             blocked=blocked,
-            refused_before=retries.total(),
+            refused_before=checks.total(),
             began=time.perf_counter(),
         )
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.catalog import DataFile
+from ckpt.io_backends.checks import Retries
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.retries import Retries
 from ckpt.net.rows import Row
 from ckpt.state.collect import Collected
 

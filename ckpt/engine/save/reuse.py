@@ -34,7 +34,7 @@ from ckpt import units
 from ckpt.catalog import DataFile
 from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, ConsistencyError, MismatchError
-from ckpt.formats.native.datafiles.references import check_not_replaced, split_url
+from ckpt.formats.native.references import check_not_replaced, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.plan.layout.geometry import Box

@@ -29,13 +29,13 @@ from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
-from ckpt.formats.native.datafiles.references import split_url
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR
 from ckpt.formats.native.ranks import encode_row
+from ckpt.formats.native.references import split_url
 from ckpt.formats.native.writer import committed_id
-from ckpt.io_backends import retries
+from ckpt.io_backends import checks
+from ckpt.io_backends.checks import Retries
 from ckpt.io_backends.registry import open_backend
-from ckpt.io_backends.retries import Retries
 from ckpt.net.group import Group
 from ckpt.net.peers import peers_of
 from ckpt.net.rows import Row
@@ -348,7 +348,7 @@ def _row_of_spans(prepared: Prepared) -> Row:
         return row
     layout, meshes = job.options.layout, prepared.collected.shard_table.meshes
     at = coordinates((layout.mesh, *meshes) if layout is not None else meshes, job.call.group.rank)
-    refused = list(retries.total().since(job.refused_before))
+    refused = list(checks.total().since(job.refused_before))
     return {
         **row,
         "host": job.meter.host or None,
