@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .engine.load.job import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
-    from .engine.save.job import SaveReport as SaveReport
+    from .engine.save.options import SaveReport as SaveReport
     from .engine.verify.verify import VerifyReport as VerifyReport
     from .engine.verify.verify import verify as verify
     from .engine.view import View as View
@@ -107,7 +107,7 @@ _WHERE = {
     "Numbered": "plan.layout.mesh",
     "pipeline": "plan.layout.mesh",
     "experts": "plan.layout.mesh",
-    "SaveReport": "engine.save.job",
+    "SaveReport": "engine.save.options",
     "LoadReport": "engine.load.job",
     "SaveHandle": "engine.save.background",
     "CopyReport": "engine.copy.copy",

@@ -180,7 +180,7 @@ def entry_line(entry: LogEntry) -> str:
 
 # The progress of a save that goes on, beside its index (docs/format.md §1): no part of a checkpoint, and gone before one is committed.
 
-_PROGRESS_LIMIT = 16 << 10
+PROGRESS_LIMIT = 16 << 10
 """Bytes that are read; a file has some 3,000 at most, however many ranks there are."""
 
 _PROGRESS_HINT = "the save itself does not need it; it goes when the save ends, or with `ckpt gc` if the save was killed"
@@ -220,7 +220,7 @@ def read_progress(backend: Backend, path: str) -> SaveProgress | None:
     where = f"{backend.url.rstrip('/')}/{path}"
     id = path.rpartition("/index-")[2].partition("/")[0] if "/index-" in path else path.removeprefix("index-").partition("/")[0]
     with suppress(NotFoundError):
-        data = backend.read_whole(path, _PROGRESS_LIMIT)
+        data = backend.read_whole(path, PROGRESS_LIMIT)
         try:
             progress = SaveProgress.from_json(parse_json(data))
             if progress.id != id:
