@@ -151,6 +151,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert fragment in {anchor(h) for h in re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)}, f"{page.name}: {target}"
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("ckpt", "cli", "converters", "formats", "io_backends", "tests", "benchmarks")
+    named = {
+        name for folder in folders for path in (ROOT / folder).rglob("*.py") for name in re.findall(r"docs/[a-z/-]+\.md", path.read_text())
+    }
+    assert len(named) > 15 and sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def test_the_index_has_every_page() -> None:
     index = (DOCS / "README.md").read_text()
     assert [p.name for p in DOCS.rglob("*.md") if f"({p.relative_to(DOCS)})" not in index] == ["README.md"]

@@ -234,7 +234,7 @@ def _twice(name: str, one: LogicalTensor, other: LogicalTensor) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 _BUILTIN = files("ckpt.converters.mapping") / "names"
-"""Translations that come with the package, one TOML file each (docs/translations.md)."""
+"""Translations that come with the package, one TOML file each (docs/formats.md)."""
 
 
 def builtin() -> list[str]:
