@@ -27,7 +27,6 @@ from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.buffered import ViewBox, read_views
 from ckpt.converters.pipeline.target import ConvertOptions, target
 from ckpt.converters.select.selection import OutputSet, OutputTensor, is_floating
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import MismatchError, NamesError, ShapeError, UsageError
 from ckpt.formats.journal import WriteJournal
@@ -140,7 +139,7 @@ def _check_fit(one: OutputSet, other: OutputSet, urls: tuple[str, str]) -> None:
 
 
 def _reader(catalog: Catalog, threads: int | None) -> Reader:
-    return Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=settings.threads(threads), beat=lambda: None)
+    return Reader(catalog=catalog, verify="full", threads=settings.threads(threads))
 
 
 def _read(reader: Reader, wanted: OutputTensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from ckpt.catalog import Catalog
 from ckpt.concurrency import Pending, run_tasks
 from ckpt.converters.select.selection import Computed, OutputSet, seams_of
 from ckpt.dtypes import DTYPES
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.formats.native.coding.frames import CHUNK_LIMIT
 from ckpt.formats.native.commit import CODED as ENCODED
@@ -216,10 +215,7 @@ class WindowFiller:
         whole, memory = memory, memory // 2 if chosen.computes else memory
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
-        self.readers = [
-            Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads, beat=lambda: None)
-            for catalog in chosen.catalogs
-        ]
+        self.readers = [Reader(catalog=catalog, verify="full", threads=threads) for catalog in chosen.catalogs]
         self._computing = Computing(self.readers, memory=whole - memory)
         hints = (*(catalog.backend.io_hints for catalog in chosen.catalogs), backend.io_hints)
         busy = max(4 * h.concurrency * h.read_size for h in hints)  # several calls for each that a storage wants at once

@@ -25,8 +25,7 @@ from typing import NamedTuple, Protocol
 from ckpt import settings
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.converters.select.selection import OutputSet
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.plan.layout.geometry import box_to_flat
 from ckpt.plan.reads import Copy, RangeGroup, group_ranges, group_sizes, overlapping_chunks
 from ckpt.plan.views import ViewPiece, in_order, within

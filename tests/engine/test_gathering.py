@@ -16,7 +16,6 @@ import xxhash
 from benchmarks.flat_files import FlatFiles
 from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
 from ckpt.dtypes import dtype
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
@@ -44,7 +43,7 @@ class Load:
     jobs: list[TensorLoad]
 
     def reader(self) -> Reader:
-        return Reader(catalog=self.catalog, source=source_of(self.catalog), verify="full", threads=1, beat=lambda: None)
+        return Reader(catalog=self.catalog, verify="full", threads=1)
 
     def sweep(self) -> Sweep:
         sweep = self.reader().plan(self.jobs).sweep

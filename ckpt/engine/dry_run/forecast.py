@@ -26,7 +26,7 @@ import xxhash
 from ckpt import settings
 from ckpt.catalog import Extent
 from ckpt.concurrency import run_tasks
-from ckpt.engine.digest_reader import PAGE, DigestReader
+from ckpt.engine.digest_reader import PAGE, SPARE, DigestReader
 from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.reader import CopyStep, Reader, ReadPlan, same_chunk, steps_of
 from ckpt.engine.load.shared_reads import SharedRead, SharedReads
@@ -94,7 +94,8 @@ class ReadForecast:
         forecast.needed = reader.bytes_needed + sharing.needed
         coded = max(coded, exchange.coded if exchange is not None else 0)
         threads = min(reader.threads, max(1, settings.SCRATCH // coded)) if coded else reader.threads
-        forecast.memory = (threads + 1) * sum(map(reader.fetch.scratch_bytes, scratch.values()))  # the caller's thread may read too
+        # The caller's thread may read too.
+        forecast.memory = (threads + 1) * sum(max(size, reader.fetch.piece) + SPARE for size in scratch.values())
         forecast.memory += exchange.pool_bytes + len(sharing.takes) * sharing.piece if exchange is not None else 0
         return forecast
 
@@ -110,7 +111,7 @@ class ReadForecast:
         def take(read: PlannedRead) -> None:
             if time.perf_counter() < ends or not done:
                 memory = memoryview(bytearray(min(read.length, _PROBED)))
-                reader.source.read_into(read.path, read.offset, memory)
+                reader.catalog.backend.read_into(read.path, read.offset, memory)
                 if reader.verify != "off":
                     xxhash.xxh3_64_intdigest(memory)
                 done.append(len(memory))

@@ -22,7 +22,6 @@ import torch
 
 from ckpt import settings
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.digest_reader import Verify
 from ckpt.engine.load.job import LoadJob, LoadOptions, Shares, StateWrites
 from ckpt.engine.load.read_exchange import ReadExchange
@@ -180,7 +179,7 @@ def forecast_on_mesh(
             jobs,
             rank,
             parts=shares == "parts",
-            piece=source_of(catalog).io_hints.read_size,
+            piece=catalog.backend.io_hints.read_size,
             wanted=shares == "all" or verify == "full",
         )
         near = frozenset(range(first := rank // rules.near * rules.near, first + rules.near))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ckpt.catalog import Catalog
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.digest_reader import Verify
 from ckpt.errors import CkptError
 from ckpt.net.call import Call
@@ -123,8 +122,8 @@ class LoadJob:
         )
 
     def reader(self, catalog: Catalog, verify: Verify) -> Reader:
-        options, source = self.options, source_of(catalog)
-        return Reader(catalog=catalog, source=source, verify=verify, threads=options.threads, beat=self.call.heartbeat, spans=options.spans)
+        options = self.options
+        return Reader(catalog=catalog, verify=verify, threads=options.threads, beat=self.call.heartbeat, spans=options.spans)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 from ckpt import settings
 from ckpt.catalog import Catalog
 from ckpt.concurrency import gc_paused
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import ConflictError, ConsistencyError
@@ -187,7 +186,7 @@ def _sharing(job: LoadJob, catalog: Catalog, binding: Binding) -> SharedReads:
     options, group = job.options, job.call.group
     wanted = group.size > 1 and (options.exchange == "all" or (options.exchange == "parts" and options.verify == "full"))
     jobs = map(TensorLoad._make, binding.targets.values()) if wanted else ()
-    return SharedReads.of(jobs, group.rank, parts=options.exchange == "parts", piece=source_of(catalog).io_hints.read_size, wanted=wanted)
+    return SharedReads.of(jobs, group.rank, parts=options.exchange == "parts", piece=catalog.backend.io_hints.read_size, wanted=wanted)
 
 
 # ---- divide: who reads which chunk for whom

@@ -38,8 +38,7 @@ import xxhash
 
 from ckpt.catalog import Catalog, Extent
 from ckpt.concurrency import Pending, run_tasks
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CorruptError
 from ckpt.net.call import Call
 from ckpt.net.framing import Feed, Inlet

@@ -16,14 +16,14 @@ import torch
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency import COUNTS_WAITS, run_tasks
-from ckpt.engine.byte_source import ByteSource, ChunkName, SpanRecorder
-from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, Verify
+from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, ChunkName, DigestReader, Verify
 from ckpt.errors import CorruptError
 from ckpt.formats.native.coding.frames import CHUNK_LIMIT
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import common_box
 from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces
 from ckpt.state.tensors import raw_view, reads_otherwise, writable_bytes
+from ckpt.telemetry.spans import Spans
 
 from .read_exchange import ReadExchange
 from .sweep import FilePlan, Sweep, by_file, cohorts_of
@@ -77,22 +77,20 @@ class ReadPlan:
 
 @dataclass(eq=False)
 class Reader:
-    """Loads tensors of one catalog, whose extents lie in ``source``. ``bytes_needed``, ``bytes_read`` and ``bytes_unverified`` count after
-    :meth:`run`."""
+    """Loads tensors of one catalog. ``bytes_needed``, ``bytes_read`` and ``bytes_unverified`` count after :meth:`run`."""
 
     catalog: Catalog
-    source: ByteSource
     verify: Verify
     threads: int
-    beat: Callable[[], None]
-    spans: SpanRecorder | None = None
+    beat: Callable[[], None] = lambda: None
+    spans: Spans | None = None
     bytes_needed: int = 0
     _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self.fetch = DigestReader(self.source, self.verify, beat=self.beat, spans=self.spans)
-        hints = self.source.io_hints
+        self.fetch = DigestReader(self.catalog.backend, self.verify, beat=self.beat, spans=self.spans)
+        hints = self.catalog.backend.io_hints
         self.threads = max(self.threads, hints.concurrency)
         self.max_gap, self.max_read = max(settings.GAP, hints.coalesce_gap), max(settings.GROUPED_READ, hints.read_size)
         self.probes = not hints.concurrency

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import DigestReader
+from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.formats.native.datafiles.header import Alike, Known, Sought, Stretches
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.reads import Bounds, Copy, common_boxes, group_sorted

@@ -22,8 +22,7 @@ import torch
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import DigestReader
+from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.state.tensors import RAW, LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype, writable_bytes
@@ -122,7 +121,7 @@ def tasks_of(exact: WholeChunks, fetch: DigestReader) -> Iterator[Callable[[], N
 
 def small_and_large(exact: WholeChunks, fetch: DigestReader) -> tuple[Iterator[RangeGroup], Sequence[int]]:
     """Chunks that are read together, and those that are read in place."""
-    hints = fetch.source.io_hints
+    hints = fetch.backend.io_hints
     # Small chunks are read together into a buffer that stays in the cache and copied from there: one system call for
     # hundreds of tensors. For chunks longer than that the extra copy costs more than the calls it saves.
     longest, most = max(settings.WORTH_A_CALL, hints.coalesce_gap), max(settings.CACHE_BLOCK, hints.read_size)
