@@ -225,7 +225,7 @@ def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, 
         "gather_calls": found.calls,
         "gather_read": found.read,
         "gather_needed": found.needed,
-        "read_cpu_per_gb": reading / reader.bytes_read * 1e9,
+        "read_cpu_per_gb": reading / reader.fetch.read * 1e9,
     }
 
 

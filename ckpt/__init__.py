@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .converters.virtual.importer import translated as translated
     from .engine.copy.copy import CopyReport as CopyReport
     from .engine.copy.copy import copy_checkpoint
-    from .engine.load.job import LoadReport as LoadReport
+    from .engine.load.fill import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
     from .engine.save.job import SaveReport as SaveReport

@@ -241,5 +241,5 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     info = TensorSpec(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
     reader = Reader(catalog=catalog, verify="full", threads=threads(None))
     jobs = [TensorLoad(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)]
-    reader.run(reader.plan(jobs))
+    reader.load(jobs)
     return memory

@@ -109,7 +109,7 @@ class CkptReader(StorageReader):
         stored = [item for item in plan.items if item.type is LoadItemType.TENSOR and item.storage_index.fqn in known.tensors]
         targets = [planner.resolve_tensor(item).detach() for item in stored]
         with replacement_noticed(catalog):
-            reading.run(reading.plan([self._job(item, target, known) for item, target in zip(stored, targets, strict=True)]))
+            reading.load([self._job(item, target, known) for item, target in zip(stored, targets, strict=True)])
         for item, target in zip(stored, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:

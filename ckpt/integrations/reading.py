@@ -61,7 +61,7 @@ def read_state(url: str, *, threads: int | None = None) -> Any:
 
     state = filled(view.state())
     reader = Reader(catalog=catalog, verify="full", threads=settings.threads(threads))
-    reader.run(reader.plan(jobs))
+    reader.load(jobs)
     return state
 
 

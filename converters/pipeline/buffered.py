@@ -50,7 +50,7 @@ def read_views(reader: Reader, parts: Iterable[ViewBox]) -> None:
 
     Filling of views becomes zeros.
     """
-    reader.run(reader.plan(job for part in parts for job in _jobs(reader.catalog, part)))
+    reader.load([job for part in parts for job in _jobs(reader.catalog, part)])
 
 
 def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[TensorLoad]:
@@ -227,7 +227,7 @@ class WindowFiller:
     @property
     def bytes_read(self) -> int:
         """So far, of all sources."""
-        return sum(reader.bytes_read for reader in self.readers)
+        return sum(reader.fetch.read for reader in self.readers)
 
     def fill(self, items: Mapping[int, FileItem], size: int, put: Put, on_written: Callable[[], None]) -> None:
         """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``on_written`` is called when

@@ -60,7 +60,7 @@ class Target:
 
 def load(catalog: Catalog, targets: Sequence[Target], verify: Verify = "full", threads: int = 2) -> Reader:
     made = Reader(catalog=catalog, verify=verify, threads=threads)
-    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.load([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets])
     return made
 
 

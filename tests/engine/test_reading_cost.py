@@ -51,7 +51,7 @@ def test_spans(place: str) -> None:
     catalog, spans = open_catalog(place), Spans()
     made = Reader(catalog=catalog, verify="full", threads=1, spans=spans)
     targets = targets_of(stored, "halves")
-    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.load([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets])
     coded = [
         entry.grid.box(i).numel * entry.dtype.itemsize
         for entry in catalog.tensors.values()
@@ -59,7 +59,7 @@ def test_spans(place: str) -> None:
         if extent.codec is not None
     ]
     sums = spans.table().sums
-    assert sums["read"].nbytes == sums["verify"].nbytes == made.bytes_read
+    assert sums["read"].nbytes == sums["verify"].nbytes == made.fetch.read
     assert sums["decode"].nbytes == sum(coded) > 0
     assert sums["copy"].nbytes > 0
 
@@ -72,10 +72,10 @@ def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
     made = Reader(catalog=catalog, verify="full", threads=1, spans=spans)
     targets = targets_of(stored, "whole")
     began = time.perf_counter()
-    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.load([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets])
     seconds = time.perf_counter() - began
     table = spans.table()
-    assert table.sums["read"].nbytes == table.sums["verify"].nbytes == made.bytes_read == 16 << 20
+    assert table.sums["read"].nbytes == table.sums["verify"].nbytes == made.fetch.read == 16 << 20
     assert table.sums["verify"].seconds > 0 and table.seconds <= seconds
     rows = sorted((span.start, span.start + span.duration) for span in table.spans)
     assert all(end <= start for (_, end), (start, _) in pairwise(rows))

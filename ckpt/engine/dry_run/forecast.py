@@ -74,10 +74,14 @@ class ReadForecast:
     sample: list[PlannedRead] = field(default_factory=list)
 
     @classmethod
-    def of(cls, reader: Reader, jobs: Sequence[TensorLoad], sharing: SharedReads, exchange: ReadExchange | None) -> ReadForecast:
+    def of(cls, reader: Reader, jobs: Sequence[TensorLoad], exchange: ReadExchange | None) -> ReadForecast:
         """What ``reader`` would read for ``jobs``, and for other ranks."""
+        sharing = SharedReads(rank=0, piece=0) if exchange is None else exchange.sharing
         plan = reader.plan([job for job in jobs if id(job.target) not in sharing.complete], sharing.left_out)
-        forecast = cls(needed=0, received=_received(sharing))
+        # Bytes that other ranks read for the tensors of this one.
+        items = (item for shared_reads in sharing.takes.values() for shared_read in shared_reads for item in shared_read.items)
+        received = sum(len(item.jobs) * item.itemsize * box.numel for item in items for box in item.boxes(sharing.rank))
+        forecast = cls(needed=0, received=received)
         scratch: dict[str, int] = {}
         coded, stride = plan.coded, 1
         for one in _planned(reader, plan, exchange):
@@ -230,12 +234,6 @@ def _anchors(fetch: DigestReader, extent: Extent, nbytes: int) -> Iterator[Plann
 
 def _is_compared(fetch: DigestReader, extent: Extent) -> bool:
     return fetch.verify != "off" and extent.digest is not None
-
-
-def _received(sharing: SharedReads) -> int:
-    """Bytes that other ranks read for the tensors of this one."""
-    items = (item for shared_reads in sharing.takes.values() for shared_read in shared_reads for item in shared_read.items)
-    return sum(len(item.jobs) * item.itemsize * box.numel for item in items for box in item.boxes(sharing.rank))
 
 
 # How fast a run has read and written so far: what a dry run estimates seconds with.

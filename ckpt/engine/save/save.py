@@ -83,7 +83,7 @@ def _save_now(job: SaveJob, state: object) -> SaveReport:
     with job.noted():
         with job.spans.span("agree"), job.call.phase("begin"):
             prepared = prepare(job, state)
-            settle_devices(devices_of(prepared.collected.shard_table.tensors.values()), job.call.url)
+            settle_devices(prepared.collected.shard_table.tensors.values(), job.call.url)
             begun = begin(prepared)
         return write_and_commit(begun).report
 
@@ -130,7 +130,7 @@ def prepare(job: SaveJob, state: object) -> Prepared:
     if options.reusable:
         with job.spans.span("hash"):
             asked = job.cache.seen.candidates(collected.shard_table)
-            settle_devices(devices_of(collected.shard_table.tensors[name] for name in asked), job.call.url)
+            settle_devices((collected.shard_table.tensors[name] for name in asked), job.call.url)
             seen, trust = job.cache.seen, None
             if options.trust is not None:
                 trust = Trust.of(options.trust, seen.trusted, collected.shard_table, asked, seen.versions)
