@@ -29,7 +29,7 @@ import torch
 from ckpt import settings
 from ckpt.concurrency import gc_paused
 from ckpt.converters.select.selection import Views
-from ckpt.engine.load.fill import LoadJob, LoadOptions, Matched, Transfer, accept, fill, match, nothing, set_all
+from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, accept, fill, match, nothing, set_all
 from ckpt.engine.load.fitting import verdict_of
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
@@ -273,7 +273,9 @@ class _Reshard:
             if self.views is not None:
                 check_alike(rows)
             takers = {rank: rows[rank] for rank in meeting.new}
-            return verdict_of(self.job, catalog, takers) if takers else {"missing": [], "unexpected": []}
+            if not takers:
+                return {"missing": [], "unexpected": []}
+            return verdict_of(self.call, catalog, takers, options.selection, strict=options.strict)
 
         with self.call.phase("fit"), worded(stored=WHAT, state="the new state", layout="new_layout="):
             if self.views is not None:
@@ -310,10 +312,10 @@ class _Reshard:
                 self.call.check_failures(at_once=True)  # a holder that goes because another rank failed is not the cause
                 raise
 
-        def transfer(devices: Collection[torch.device]) -> Transfer:
+        def transfer(devices: Collection[torch.device]) -> ByteTransfer:
             if matched.binding.create:
                 filling.plan = plan.with_memory()
-            return Transfer(padding=filling.plan.padding, run=run, counts=lambda: (filling.placed, plan.transfers.needed))
+            return ByteTransfer(padding=filling.plan.padding, run=run, counts=lambda: (filling.placed, plan.transfers.needed))
 
         with self.call.phase("move"):
             setters = accept(matched)

@@ -21,7 +21,7 @@ import torch
 from ckpt import settings
 from ckpt.concurrency import gc_paused
 from ckpt.converters.select.selection import Views
-from ckpt.engine.load.fill import LoadJob, Transfer, fill, match, set_all
+from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all
 from ckpt.engine.load.fitting import verdict_of
 from ckpt.errors import CorruptError, CoverageError
 from ckpt.net.rows import Row
@@ -114,7 +114,8 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
 
         def decide(rows: dict[int, Row]) -> Row:
             check_alike(rows)
-            return verdict_of(job, catalog, rows) | {"objects": any(row["objects"] for row in rows.values())}
+            verdict = verdict_of(job.call, catalog, rows, job.options.selection, strict=job.options.strict)
+            return verdict | {"objects": any(row["objects"] for row in rows.values())}
 
         def beside(binding: Binding) -> Row:
             return {"objects": bool(binding.objects), "translation": catalog.translation}
@@ -210,7 +211,7 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
     fit, planned = staged.planned.matched.fit, staged.planned.plan
     pulled = staged.pulled
 
-    def transfer(devices: Collection[torch.device]) -> Transfer:
+    def transfer(devices: Collection[torch.device]) -> ByteTransfer:
         plan = planned.with_memory() if fit.binding.create else planned
         filling = Filling(plan)
 
@@ -224,7 +225,7 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
             if staged.left is not None:
                 pulled = puller.pull(staged.planned, staged.left, filling, filling.place)
 
-        return Transfer(padding=plan.padding, run=run)
+        return ByteTransfer(padding=plan.padding, run=run)
 
     fill(fit, transfer)
     set_all(setters, where)

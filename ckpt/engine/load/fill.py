@@ -6,7 +6,7 @@
                  catalog   does not fit         meta tensors; bytes → tensors       optimizers
     leader                 does it fit on all?
 
-Where the bytes come from is a parameter, a :class:`Transfer`: chunks of storage, some of which other ranks read (a load), memory of ranks
+Where the bytes come from is a parameter, a :class:`ByteTransfer`: chunks of storage, some of which other ranks read (a load), memory of ranks
 (a reshard), pieces and segments of a source (a take). A dry run ends before ``fill``.
 
 Invariant: nothing in a state changes before every rank knows that everything fits. All problems of all ranks go into one error.
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,7 +37,7 @@ from ckpt.state.walk import take_all
 from ckpt.telemetry.callbacks import ProgressCallback, reported
 from ckpt.telemetry.spans import Spans
 
-from .fitting import row_of_match, verdict_of
+from .fitting import row_of_match
 from .reader import Reader, note_writes
 
 
@@ -164,14 +163,15 @@ def match(
     state: object,
     shards: ShardCache,
     *,
+    decide: Callable[[dict[int, Row]], Row],
     ranks: tuple[int, ...] | None = None,
     beside: Callable[[Binding], Row] = lambda binding: {},
-    decide: Callable[[dict[int, Row]], Row] | None = None,
 ) -> Matched:
     """Bind this rank's state to a catalog, and see with all other ranks whether it fits everywhere. Within a phase.
 
     ``ranks``: those that have a state, where not all do: the others get an empty binding. ``shards``: what is known of the state's tensors.
-    ``beside`` gives what else the leader is to know, and may add misfits; ``decide`` is what it makes of all rows (``verdict_of``).
+    ``decide`` is what the leader makes of all rows, with ``fitting.verdict_of``; ``beside`` gives what else it is to know, and may add
+    misfits.
     """
     call, options = job.call, job.options
     ranks = call.group.ranks if ranks is None else ranks
@@ -191,14 +191,14 @@ def match(
     row = beside(binding)
     if has_state:
         row |= row_of_match(call, catalog, binding)
-    return Matched(job=job, catalog=catalog, binding=binding, verdict=job.agree(row, decide or partial(verdict_of, job, catalog)))
+    return Matched(job=job, catalog=catalog, binding=binding, verdict=job.agree(row, decide))
 
 
 # ---- fill
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Transfer:
+class ByteTransfer:
     """How the bytes of a catalog come into a state: ``run`` moves them. Memory in ``padding``, which is beyond what is stored, is zeroed
     first. ``counts``: bytes that have come, and in all."""
 
@@ -207,7 +207,7 @@ class Transfer:
     counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
 
-def fill(matched: Matched, plan: Callable[[Collection[torch.device]], Transfer]) -> None:
+def fill(matched: Matched, plan: Callable[[Collection[torch.device]], ByteTransfer]) -> None:
     """Give memory to tensors that have none, and fill all with what the transfer brings. ``plan`` makes it when all have memory; it gets
     the GPUs that they are on."""
     job, binding = matched.job, matched.binding

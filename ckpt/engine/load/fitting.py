@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING
 
 from ckpt.catalog import Catalog, job_tensors
 from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
@@ -20,9 +19,6 @@ from ckpt.plan.tables import ranks_text
 from ckpt.plan.values import LABEL, part_in, renamed_path
 from ckpt.state.targets import Binding
 from ckpt.text import parse_json
-
-if TYPE_CHECKING:
-    from .fill import LoadJob
 
 log = logging.getLogger("ckpt")
 
@@ -44,9 +40,8 @@ def row_of_match(call: Call, catalog: Catalog, binding: Binding) -> Row:
     return row
 
 
-def verdict_of(job: LoadJob, catalog: Catalog, rows: Mapping[int, Row]) -> Row:
+def verdict_of(call: Call, catalog: Catalog, rows: Mapping[int, Row], select: Selection, *, strict: bool) -> Row:
     """Leader: names that are missing and unexpected, as every rank reads them; raises what does not fit, of all ranks."""
-    call, select, strict = job.call, job.options.selection, job.options.strict
     if call.group.size > 1:
         call.fetch_all(row[key] for row in rows.values() for key in ("problems", "used"))
     missing: dict[str, list[int]] = {}

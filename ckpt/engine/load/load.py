@@ -38,7 +38,7 @@ from ckpt.state.targets import Binding
 from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
-from .fill import LoadJob, LoadOptions, LoadReport, Matched, Transfer, accept, fill, match, nothing, set_all
+from .fill import ByteTransfer, LoadJob, LoadOptions, LoadReport, Matched, accept, fill, match, nothing, set_all
 from .fitting import verdict_of
 from .read_exchange import ReadExchange
 from .reader import Reader, note_writes
@@ -174,7 +174,7 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
     def decide(rows: dict[int, Row]) -> Row:
         if len({row["id"] for row in rows.values()}) > 1:
             return {"replaced": True}
-        verdict = verdict_of(job, catalog, rows)
+        verdict = verdict_of(call, catalog, rows, options.selection, strict=options.strict)
         return verdict | what_is_shared(call, rows) if all("shares" in row for row in rows.values()) else verdict
 
     with replacement_noticed(catalog):
@@ -200,7 +200,7 @@ def exchange_of(matched: Matched, sharing: SharedReads, reader: Reader) -> ReadE
     return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), call)
 
 
-def _transfer(matched: Matched, reader: Reader, exchange: ReadExchange | None, devices: Collection[torch.device]) -> Transfer:
+def _transfer(matched: Matched, reader: Reader, exchange: ReadExchange | None, devices: Collection[torch.device]) -> ByteTransfer:
     jobs = list(map(TensorLoad._make, matched.binding.targets.values()))
     if devices:
         reader.fetch.allocate = pinned_bytes
@@ -209,7 +209,9 @@ def _transfer(matched: Matched, reader: Reader, exchange: ReadExchange | None, d
         plan = reader.plan(jobs)
     else:
         plan = reader.plan([job for job in jobs if id(job.target) not in exchange.sharing.complete], exchange.sharing.left_out)
-    return Transfer(padding=plan.padding, run=partial(reader.run, plan, exchange), counts=lambda: (min(reader.fetch.read, total), total))
+    return ByteTransfer(
+        padding=plan.padding, run=partial(reader.run, plan, exchange), counts=lambda: (min(reader.fetch.read, total), total)
+    )
 
 
 def _end_reading(job: LoadJob, spans_of_ranks: dict[int, Row] | None, rows: dict[int, Row]) -> list[tuple[str, int]]:
