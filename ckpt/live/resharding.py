@@ -33,18 +33,17 @@ from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, a
 from ckpt.engine.load.fitting import verdict_of
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
+from ckpt.net.channel import Row
 from ckpt.net.group import current_group
-from ckpt.net.rows import Row
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.state.targets import Binding
 from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of
 from ckpt.telemetry.spans import Spans
 
-from .filling import Filling, FillPlan, plan_filling
+from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, views_of, worded
 from .holdings import Holdings
 from .pull import PiecePull, Pulled
-from .renaming import Target, check_alike, in_other_names, views_of, worded
 from .reshard_offers import Meeting, Offered, ReshardRanks, ReshardReport, Traffic, holdings_of, meet, offer, reshard_ranks
 from .server import PieceServer
 

@@ -24,17 +24,15 @@ from ckpt.converters.select.selection import Views
 from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all
 from ckpt.engine.load.fitting import verdict_of
 from ckpt.errors import CorruptError, CoverageError
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.state.targets import Binding
 
-from .client import Holder
-from .filling import Filling, is_packable, plan_filling, resolved
+from .filling import Filling, check_alike, in_other_names, is_packable, plan_filling, resolved, worded
 from .offered import OfferedVersion
-from .piece_messages import DTYPES, NOT_KEPT
-from .pull import PiecePull, PlaceBoxes, PullBase, Pulled
+from .pieces import DTYPES, NOT_KEPT
+from .pull import Holder, PiecePull, PlaceBoxes, PullBase, Pulled
 from .relay import RelayedVersion
-from .renaming import check_alike, in_other_names, worded
 from .segment_reader import LocalHolder, check_local, copy_local, open_local
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, TakeMeter
 

@@ -196,7 +196,7 @@ class Checkpointer:
         self.handle: SaveHandle | None = None
         """The last save that was begun, until somebody was told how it ended."""
         self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
-        self._closed = False
+        self._closed = self._connected = False
 
     # ---- going on
 
@@ -231,7 +231,7 @@ class Checkpointer:
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
         """
         self._check_open()
-        self._first.check(self.group, self.timeout)
+        self._connect()
         origin: BeginFrom | None = None
 
         def check() -> Row:
@@ -309,7 +309,7 @@ class Checkpointer:
             UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number; or this is closed.
         """
         self._check_open()
-        check_step(n)
+        self._check_step(n)
         # The order of the three things below keeps ranks in step: decide, begin the save that is due, and only then
         # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
         with self._schedule.timed(step=True):
@@ -346,11 +346,28 @@ class Checkpointer:
                 :func:`ckpt.save_async` raises.
         """
         self._check_open()
-        check_step(n)
+        self._check_step(n)
         with self._schedule.timed():
             failed, handle = self._begin(n, state, metrics)
         _raise(failed)
         return handle
+
+    def _check_step(self, n: object) -> None:
+        """Raise UsageError unless ``n`` is a step, and have the save fail with it that the others begin, now or next: a rank that left it
+        out would be one call behind them for ever."""
+        try:
+            check_step(n)
+        except UsageError as err:
+            if self.group.size > 1:
+                self.group.call("save", self.root, self.timeout).fail("begin", err)
+                if self._connected:  # as where any other save fails
+                    self._finish_begin(None, publish=self._memory is None)
+            raise
+
+    def _connect(self) -> None:
+        """Once: see whether the ranks share the local tier. Collective."""
+        self._first.check(self.group, self.timeout)
+        self._connected = True
 
     def _begin(
         self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None, *, publish: bool = True
@@ -358,7 +375,7 @@ class Checkpointer:
         """Begin to save; gives what the save before it failed with, if nobody was told. ``publish``: also to the root."""
         # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
         # keep one of them from a save that the others begin.
-        self._first.check(self.group, self.timeout)
+        self._connect()
         failed = self._ended()
         # What goes wrong on this rank alone, such as in a function that makes the state, has to end the call that the others make: a rank
         # that left it out would be one call behind them for ever.
@@ -389,12 +406,16 @@ class Checkpointer:
             self._reporter.not_begun(n, self._place(n), err)
             raise
         finally:
-            if self._uploader is not None and publish:  # whatever happened: all ranks begin the same rounds
-                self._publish(durable)
-                self._gave_up = False
-            if self._spread is not None:
-                self._spread.add(durable)
+            self._finish_begin(durable, publish=publish)
         return failed, handle
+
+    def _finish_begin(self, durable: Future[Any] | None, *, publish: bool) -> None:
+        """Whatever became of a save: all ranks begin the same rounds of publishing and copying after it."""
+        if self._uploader is not None and publish:
+            self._publish(durable)
+            self._gave_up = False
+        if self._spread is not None:
+            self._spread.add(durable)
 
     def _ready(self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None) -> tuple[State, SaveOptions]:
         """The state and the options of a save that is to begin, of which no other rank knows yet."""

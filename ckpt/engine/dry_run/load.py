@@ -7,8 +7,8 @@ from ckpt.engine.load.fill import LoadJob, LoadOptions, LoadReport
 from ckpt.engine.load.load import exchange_of, open_and_match
 from ckpt.engine.load.whole_chunks import TensorLoad
 from ckpt.formats.native.writer import replacement_noticed
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 
 from .forecast import ReadForecast, rate_of_loads
 

@@ -6,8 +6,8 @@
                  catalog   does not fit         meta tensors; bytes → tensors       optimizers
     leader                 does it fit on all?
 
-Where the bytes come from is a parameter, a :class:`ByteTransfer`: chunks of storage, some of which other ranks read (a load), memory of ranks
-(a reshard), pieces and segments of a source (a take). A dry run ends before ``fill``.
+Where the bytes come from is a parameter, a :class:`ByteTransfer`: chunks of storage, some of which other ranks read (a load), memory of
+ranks (a reshard), pieces and segments of a source (a take). A dry run ends before ``fill``.
 
 Invariant: nothing in a state changes before every rank knows that everything fits. All problems of all ranks go into one error.
 """
@@ -26,7 +26,7 @@ from ckpt.engine.devices import settle_devices
 from ckpt.engine.digest_reader import Verify
 from ckpt.errors import CkptError
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.match import Selection
 from ckpt.state.bind import bind

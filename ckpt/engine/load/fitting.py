@@ -12,7 +12,7 @@ from ckpt.catalog import Catalog, job_tensors
 from ckpt.errors import CorruptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.native.commit import LABELS
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan import tree
 from ckpt.plan.match import Selection, report_names, ways_out
 from ckpt.plan.tables import ranks_text

@@ -32,7 +32,7 @@ from ckpt import settings
 from ckpt.catalog import Catalog, TensorEntry
 from ckpt.engine.digest_reader import Verify
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.net.shm_pool import machine
 from ckpt.plan import machines
 from ckpt.plan.layout.geometry import Box
