@@ -20,7 +20,7 @@ import torch
 
 from ckpt import settings
 from ckpt.concurrency import gc_paused
-from ckpt.converters.select.selection import Views
+from ckpt.converters.selection import Views
 from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all
 from ckpt.engine.load.fitting import verdict_of
 from ckpt.errors import CorruptError, CoverageError
