@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ckpt.catalog import DataFile, Extent, TensorEntry
 from ckpt.engine.digest_reader import ChunkName, DigestReader
-from ckpt.formats.native.datafiles.header import Alike, Known, Sought, Stretches
+from ckpt.formats.native.header import Alike, Known, Sought, Stretches
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.reads import Bounds, Copy, common_boxes, group_sorted
 from ckpt.state.tensors import raw_view, reads_otherwise
