@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
 import click  # noqa: E402
 
 import ckpt  # noqa: E402
-from ckpt import converters, data, ema, errors, formats, io_backends, live, monitors, policies, rng  # noqa: E402
+from ckpt import converters, errors, formats, io_backends, live, monitors, policies, training  # noqa: E402
 from ckpt.cli.main import COMMANDS, cli  # noqa: E402
 from ckpt.integrations import engines  # noqa: E402
 
@@ -52,9 +52,7 @@ MODULES = (
         ("convert", "merge", "export", "translated", "ConvertReport", "MergeReport", "ExportReport", "MegatronParallel"),
     ),
     ("api/policies.md", "ckpt.policies", policies, tuple(name for name in policies.__all__ if name != "Any")),
-    ("api/data.md", "ckpt.data", data, tuple(data.__all__)),
-    ("api/ema.md", "ckpt.ema", ema, tuple(ema.__all__)),
-    ("api/rng.md", "ckpt.rng", rng, tuple(rng.__all__)),
+    ("api/training.md", "ckpt.training", training, tuple(training.__all__)),
     ("api/live.md", "ckpt.live", live, tuple(live.__all__)),
     ("api/monitors.md", "ckpt.monitors", monitors, tuple(monitors.__all__)),
     ("api/io_backends.md", "ckpt.io_backends", io_backends, tuple(io_backends.__all__)),

@@ -124,7 +124,7 @@ def test_an_average_on_a_gpu_is_that_of_host_memory(tmp_path: Path) -> None:
     models = [torch.nn.Linear(65, 33) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     models[1].cuda()
-    averages = [ckpt.ema.Average(m, 0.9) for m in models]
+    averages = [ckpt.training.Average(m, 0.9) for m in models]
     for step in range(3):
         for model in models:
             with torch.no_grad():

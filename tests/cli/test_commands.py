@@ -369,7 +369,7 @@ def test_the_overview_agrees_with_the_commands() -> None:
 
 
 def test_version() -> None:
-    from ckpt._version import __version__
+    from ckpt.settings import __version__
 
     assert ckpt("--version").stdout == f"ckpt {__version__}\n"
 
