@@ -34,9 +34,8 @@ from ckpt.errors import (
 )
 from ckpt.net.channel import Row
 from ckpt.net.connections import ConnectionServer
-from ckpt.net.endpoints import interface_addresses, is_loopback
+from ckpt.net.endpoints import close_when_forked, interface_addresses, is_loopback
 from ckpt.net.message_fields import Either, Kind, checked, is_count, is_seconds
-from ckpt.net.sockets import close_when_forked
 from ckpt.net.wire import Channel, dial, receive, send
 from ckpt.nodes.memory.connection import check_private, write_private
 from ckpt.text import address_text

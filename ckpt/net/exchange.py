@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpt.errors import CkptError, ConsistencyError, DeadlineError
@@ -21,8 +22,8 @@ from .channel import failed_on
 from .connections import Listener, Listening
 from .dialing import Dial, Dialer
 from .endpoints import exhausted, from_here
-from .framing import Feed
-from .sockets import OPENED, READY, REFUSED, Greeting, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
+from .streams import OPENED, PURPOSE, READY, REFUSED, Feed, Greeting, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
+from .wire import Prover
 
 CONNECTIONS = 64
 """Ranks that one rank sends to at the same time, if one can end after another: each takes a file descriptor. Feeds end only all together,
@@ -177,7 +178,7 @@ class Exchange:
             self.dialer.begin(
                 rank,
                 from_here(addresses, same_network=entry["network"] == self.port.network),
-                hello.pack(bytes.fromhex(entry["secret"])),
+                partial(Prover, bytes.fromhex(entry["secret"]), PURPOSE, f"rank {rank}", hello.pack()),
                 self.outgoing[rank],
             )
             self.moved[rank] = time.monotonic()

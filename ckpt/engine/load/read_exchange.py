@@ -42,9 +42,9 @@ from ckpt.engine.byte_source import ChunkName
 from ckpt.engine.digest_reader import ChunkDigest, DigestReader
 from ckpt.errors import CorruptError
 from ckpt.net.call import Call
-from ckpt.net.framing import Feed, Inlet
 from ckpt.net.peers import MoveSlices, Peers
 from ckpt.net.shm_pool import PAUSE, SlotPool
+from ckpt.net.streams import Feed, Inlet
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.plan.shared_reads import MOST
