@@ -263,10 +263,10 @@ def _handshake(secret: bytes) -> Generator[tuple[bytes, int], bytes, str]:
     return str(purpose.rstrip(b"\0").decode("ascii", "replace"))
 
 
-def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:
-    """One message; raises as ``Channel.send``."""
+def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview], *, more: int = 0) -> None:
+    """One message, behind which the caller sends so many ``more`` bytes; raises as ``Channel.send``."""
     text = json.dumps(message).encode()
-    channel.send(_FRAME.pack(len(text), sum(map(len, views))), text, *views)
+    channel.send(_FRAME.pack(len(text), sum(map(len, views)) + more), text, *views)
 
 
 def receive(channel: Channel, most: int) -> tuple[dict[str, Any], bytes]:

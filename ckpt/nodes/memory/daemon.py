@@ -26,11 +26,12 @@ from types import FrameType
 
 from ckpt import settings
 from ckpt.errors import AccessError, BusyError, CkptError, DeadlineError, FormatError, UsageError, error_to_json
+from ckpt.nodes.file_server import NodeServer
 from ckpt.settings import __version__
 
 from . import connection as place
 from .connection import PROTOCOL, Message, close_all, receive, send
-from .remote import MemoryServer
+from .remote import serve_objects
 from .store import Lent, MemoryStore
 
 _TICK = 2.0
@@ -62,7 +63,7 @@ class MemoryDaemon:
         *,
         secret: str,
         idle: float,
-        server: MemoryServer | None,
+        server: NodeServer | None,
     ) -> None:
         """``server``: for other machines, if it listens for them yet."""
         self._folder = folder
@@ -264,7 +265,7 @@ class MemoryDaemon:
 
     def _address(self, connection: ClientConnection, asked: Message) -> Answer:
         if self._server is None:
-            self._server = MemoryServer(self._store, self._secret)
+            self._server = serve_objects(self._store, self._secret)
         return {"addresses": [list(address) for address in self._server.addresses]}, []
 
 
@@ -410,13 +411,13 @@ def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lamb
     _run(folder, listening, store, server)
 
 
-def _server(folder: Path, store: MemoryStore) -> MemoryServer | None:
+def _server(folder: Path, store: MemoryStore) -> NodeServer | None:
     """What listens for other machines from the start on, if ``CKPT_MEMORY_PORT`` says where."""
     port = settings.memory_port()
-    return MemoryServer(store, place.secret_of(folder), port) if port else None
+    return serve_objects(store, place.secret_of(folder), port) if port else None
 
 
-def _run(folder: Path, listening: socket.socket, store: MemoryStore, server: MemoryServer | None) -> None:
+def _run(folder: Path, listening: socket.socket, store: MemoryStore, server: NodeServer | None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft != hard else (soft, hard))
