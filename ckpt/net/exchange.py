@@ -128,7 +128,8 @@ class Exchange:
     def turn(self, timeout: float) -> None:
         """Move what can be moved; wait at most ``timeout`` seconds until something can."""
         self._connect_more()
-        self._dial()
+        for dial in self.dialer.advance():
+            raise self._unreachable(dial)
         if self.awake:
             self._look()
         timeout = self.dialer.wait(timeout)
@@ -187,15 +188,6 @@ class Exchange:
         self.looked = time.monotonic()
         self.pause = min(2 * self.pause, max(0.05, self.port.ranks / 4096))
 
-    def _dial(self) -> None:
-        for dial in self.dialer.advance():
-            raise self._unreachable(dial)
-
-    def _accept(self, port: Listening) -> None:
-        assert self.port.listener is not None
-        for hello, sock in self.port.listener.accept(port):
-            self._meet(hello, sock)
-
     def _meet(self, hello: Hello, sock: socket.socket) -> None:
         """A rank has said what it has for this one."""
         rank, key = hello.rank, (hello.number, hello.rank)
@@ -231,22 +223,22 @@ class Exchange:
     # ---- streams
 
     def _step(self, stream: Sending | Receiving | Greeting | Listening | socket.socket) -> None:
-        if isinstance(stream, Listening):
-            self._accept(stream)
+        listener = self.port.listener
+        if isinstance(stream, Listening) and listener is not None:
+            for hello, sock in listener.accept(stream):
+                self._meet(hello, sock)
         elif isinstance(stream, socket.socket):
-            self._woke()
-        elif isinstance(stream, Greeting):
-            self._greet(stream)
+            with suppress(BlockingIOError):
+                self.woken.recv(4096)
+            if self.awake:
+                self._look()
+        elif isinstance(stream, Greeting) and listener is not None:
+            if (greeted := listener.greet(stream)) is not None:
+                self._meet(greeted, stream.sock)
         elif isinstance(stream, Receiving):
             self._move(stream, self.incoming)
-        else:
+        elif isinstance(stream, Sending):
             self._send(stream)
-
-    def _woke(self) -> None:
-        with suppress(BlockingIOError):
-            self.woken.recv(4096)
-        if self.awake:
-            self._look()
 
     def _look(self) -> None:
         """Send what there is now, as far as it goes; the rest when there is room again."""
@@ -257,11 +249,6 @@ class Exchange:
         for stream in list(self.sending):
             if stream.ready and stream.writes:
                 self._send(stream)
-
-    def _greet(self, stream: Greeting) -> None:
-        assert self.port.listener is not None
-        if (hello := self.port.listener.greet(stream)) is not None:
-            self._meet(hello, stream.sock)
 
     def _send(self, stream: Sending) -> None:
         if stream.sock.fileno() < 0:  # another connection to that rank was answered in this turn

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from ckpt.errors import FormatError, StorageError, UsageError
-from ckpt.net.wire import receive, send
+from ckpt.net.wire import receive_head, send
 from ckpt.nodes.file_server import RemoteNode
 from ckpt.nodes.memory import remote
 from ckpt.nodes.memory.remote import MemoryConnections, serve_objects
@@ -28,7 +28,7 @@ def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.Mo
     server = serve_objects(store, "secret")
     peer = MemoryConnections(f"127.0.0.1:{server.addresses[-1][1]}", "secret").dial()
     send(peer, {"op": "read", "path": "run/f", "offset": 0, "length": 32 * MIB}, ())
-    receive(peer, MIB)
+    receive_head(peer, 64 * MIB)
     time.sleep(1.0)
     got = bytearray()
     with suppress(ConnectionError):
