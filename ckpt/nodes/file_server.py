@@ -75,7 +75,7 @@ def receive(channel: Channel, into: memoryview | None = None, most: int = MOST_B
     return head, data
 
 
-class FileRange(NamedTuple):
+class OpenRange(NamedTuple):
     """Bytes of an open file, which whoever sends them closes."""
 
     file: int
@@ -87,7 +87,7 @@ class RangedFiles(Backend):
     """Files whose bytes the kernel moves into the connection."""
 
     @abstractmethod
-    def open_range(self, path: str, offset: int, length: int | None) -> FileRange:
+    def open_range(self, path: str, offset: int, length: int | None) -> OpenRange:
         """So many bytes of a file, or all from ``offset`` on; raises as ``Backend.read``."""
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -107,7 +107,7 @@ class RangedFiles(Backend):
 _STRETCH = 4 << 20
 
 
-def _send_range(channel: Channel, span: FileRange) -> None:
+def _send_range(channel: Channel, span: OpenRange) -> None:
     wire.send(channel, {"unhashed": True}, (), more=span.length)
     file, offset, length = span
     end, moved = offset + length, time.monotonic()
@@ -127,7 +127,7 @@ def _send_range(channel: Channel, span: FileRange) -> None:
         offset, moved = offset + sent, time.monotonic()
 
 
-Answer = tuple[Head, bytes | FileRange]
+Answer = tuple[Head, bytes | OpenRange]
 
 
 class NodeServer:
@@ -174,7 +174,7 @@ class NodeServer:
                 except ExchangeError as err:  # after any other error nobody knows where the next question begins
                     send(channel, {"error": error_to_json(err)})
                     continue
-                content: bytes | FileRange = b""
+                content: bytes | OpenRange = b""
                 try:
                     answer, content = self._answer(head, data, coming)
                 except CkptError as err:
@@ -231,7 +231,7 @@ class NodeServer:
                 raise UsageError(f"{other!r} is nothing that a node does", hint="use the same release of ckpt on all nodes")
         return {}, b""
 
-    def _read(self, head: Head) -> bytes | FileRange:
+    def _read(self, head: Head) -> bytes | OpenRange:
         length = head["length"]
         if (self._backend.size(head["path"]) if length is None else length) > MOST_BYTES:
             raise UsageError("too many bytes for one answer", where=head["path"], hint=f"ask for at most {MOST_BYTES} at once")

@@ -14,7 +14,7 @@ from ckpt.io_backends.checks import check_path, check_prefix, past_end
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 from ckpt.net.message_fields import Either, is_seconds
 from ckpt.net.wire import Channel, dial
-from ckpt.nodes.file_server import FileRange, NodeConnections, NodeServer, RangedFiles, RemoteNode
+from ckpt.nodes.file_server import NodeConnections, NodeServer, OpenRange, RangedFiles, RemoteNode
 
 from .connection import MemoryObject
 from .store import MemoryStore
@@ -114,13 +114,13 @@ class StoredObjects(ReadOnlyFiles, ObjectsBackend, RangedFiles):
     def _list(self, prefix: str) -> Sequence[MemoryObject]:
         return self._store.list(prefix)
 
-    def open_range(self, path: str, offset: int, length: int | None) -> FileRange:
+    def open_range(self, path: str, offset: int, length: int | None) -> OpenRange:
         known, file = self._store.open(self._key(path))
         wanted = max(known.size - offset, 0) if length is None else length
         if offset < 0 or wanted < 0 or offset + wanted > known.size:
             os.close(file)
             raise past_end(f"memory://{path}", offset, wanted, known.size)
-        return FileRange(file, offset, wanted)
+        return OpenRange(file, offset, wanted)
 
 
 def serve_objects(store: MemoryStore, secret: str, port: int = 0) -> NodeServer:
