@@ -155,7 +155,7 @@ def check_no_password(url: str) -> None:
 def canonical(url: str) -> str:
     """A URL with one name for its scheme, and without a slash at its end."""
     if not isinstance(url, str):
-        raise UsageError(f"a URL is a str, not {type(url).__name__}", where=str(url), hint="pass str(path)")
+        raise UsageError(f"a URL is a str, not {type(url).__name__}", hint="pass str(path)")
     scheme, separator, rest = url.partition("://")
     if not separator:
         return f"://{url}"
@@ -284,20 +284,19 @@ def check_url(url: str) -> None:
     _scheme(url)
 
 
-def _as_text(url: object) -> str:
+def _no_text(url: object) -> UsageError:
+    what = f"a URL is a str, not {type(url).__name__}"
     if hasattr(url, "storage_options"):  # universal_pathlib: str() alone would lose its options
-        return "pass str(url), and once before ckpt.configure_storage(str(url), url.storage_options)"
-    return "pass a URL or path as text, or a pathlib.Path"
+        hint = "pass str(url), and once before ckpt.configure_storage(str(url), url.storage_options)"
+        return UsageError(what, where=str(url), hint=hint)
+    # Not the value itself: who swaps the arguments gives the whole state, whose text may be many megabytes.
+    return UsageError(what, hint="pass a URL or path as text, or a pathlib.Path; it comes first: save(url, state), load(url, state)")
 
 
 def _scheme(url: str) -> str:
     """The scheme in lower case; empty for plain paths."""
     if not isinstance(url, str):
-        raise UsageError(
-            f"a URL is a str, not {type(url).__name__}",
-            where=str(url),
-            hint=_as_text(url),
-        )
+        raise _no_text(url)
     if not url:
         raise UsageError("the URL is empty", hint="give the directory of a checkpoint or of a run")
     scheme, separator, _ = url.partition("://")

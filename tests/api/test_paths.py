@@ -127,3 +127,22 @@ def test_a_path_that_was_a_url_is_refused(use: Callable[[Any], object]) -> None:
         use(Path("s3://bucket/run"))
     with pytest.raises(UsageError, match="a URL is a str"):
         use(7)
+
+
+SWAPPED: dict[str, Callable[[Any, str], object]] = {
+    "save": ckpt.save,
+    "save_async": ckpt.save_async,
+    "load": ckpt.load,
+    "open": lambda state, url: ckpt.open(state),
+    "verify": lambda state, url: ckpt.verify(state),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_an_error_of_swapped_arguments_is_short(name: str, tmp_path: Path) -> None:
+    """It does not hold the state's text, which may be many megabytes."""
+    state = {"w": torch.ones(3), "notes": "x" * 100_000}
+    with pytest.raises(UsageError, match="it comes first") as caught:
+        SWAPPED[name](state, str(tmp_path / "x"))
+    assert "a URL is a str, not dict" in str(caught.value) and len(str(caught.value)) < 300
+    assert not (tmp_path / "x").exists()
