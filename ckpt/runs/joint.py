@@ -52,7 +52,7 @@ from ckpt.text import parse_object
 
 from .lineage import branches_after
 from .removal import infos, remove_steps
-from .step_listing import MARKS, Step, directory_name, list_steps, step_url
+from .step_listing import MARKS, Step, directory_name, list_steps, step_name, step_url
 
 log = logging.getLogger("ckpt")
 
@@ -185,11 +185,6 @@ def check_members(member: object, members: Iterable[object]) -> tuple[str, ...]:
     return texts
 
 
-def step_name(n: int) -> str:
-    """The directory of step ``n``, in the run and in those of its members."""
-    return step_url("", n).strip("/")
-
-
 def member_path(member: str, n: int) -> str:
     """Where a member has its checkpoint of step ``n``, relative to the root of the run."""
     return f"{member}/{step_name(n)}"
@@ -206,6 +201,8 @@ class JointRun:
         self._backend = open_backend(root)
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Outcome]] = {}
+        self._over: ConflictError | None = None
+        """Another member has restarted: nothing that this process saves counts any more."""
 
     # ---- restoring
 
@@ -243,8 +240,9 @@ class JointRun:
                 return seen
         raise self._disagreement(asked)
 
-    def loaded(self, generation: Generation) -> bool:
+    def loaded(self) -> bool:
         """Say that this member has loaded what was decided, and wait until all have. False: something else is decided now."""
+        generation = self.check_present()
         end = time.monotonic() + self.timeout
         seen: Generation | None = None
         for _ in _polls(end):
@@ -268,8 +266,9 @@ class JointRun:
             hint="start all members of the run; members_timeout= says how long they wait for each other",
         )
 
-    def refuse(self, generation: Generation, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Say that this member cannot load what was decided: a step below it is decided for all."""
+        generation = self.check_present()
         for _ in _polls(time.monotonic() + self.timeout):
             data, seen = self._read()
             if seen is None or seen.id != generation.id or not seen.decided or seen.step != generation.step or seen.step is None:
@@ -304,8 +303,10 @@ class JointRun:
 
     def _give_up_unfinished(self, seen: Generation) -> None:
         for s in list_steps(self.root):
-            if s.prepared and not s.committed and s.number is not None and s.reason is not None:
-                self._give_up(s.number, seen, f"the members restarted before all had saved it, as generation {seen.id}")
+            if s.prepared and not s.committed and s.number is not None:
+                for old in self._backend.list_dir(f"{step_name(s.number)}/{MARKS}"):
+                    if (id := old.rstrip("/")) < seen.id:
+                        self._give_up(s.number, replace(seen, id=id), "the members restarted before all had saved it")
 
     def _problem(self, members: Mapping[str, MemberCheckpoint]) -> str | None:
         """Why a joint step cannot be loaded, as far as the records of its members say."""
@@ -361,12 +362,17 @@ class JointRun:
     def begin(self, n: int) -> None:
         """Step ``n`` is about to be saved, in place of one that an earlier generation has left behind: that is hidden first."""
         generation = self.check_present()
+        if self._over is not None:
+            raise self._over
         if n == generation.step:
             raise UsageError(f"step {n} is what the members of this run went on from", where=self.root, hint="save a later step")
-        before = read_record(self._backend, f"{step_name(n)}/")
-        left = None if before is None else CommitRecord.from_bytes(before, step_url(self.root, n)).generation
-        if left is not None and left != generation.id:
-            self._put(n, self._new_record(replace(generation, id=left), {}, n, f"generation {generation.id} saves this step again"), before)
+        data = read_record(self._backend, f"{step_name(n)}/")
+        left = None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
+        if left is not None and left.given_up is None and left.generation != generation.id:
+            reason = f"generation {generation.id} saves this step again"
+            gone = self._new_record(replace(generation, id=left.generation or ""), {}, n, reason)
+            with suppress(ConflictError):  # another member was first
+                self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", gone.to_bytes(), expected=data)
 
     def prepared(self, n: int, id: str, ranks: int, nbytes: int) -> Future[Outcome]:
         """This member has committed its checkpoint ``id`` of step ``n``, of so many ranks and bytes of tensors. Gives what becomes of the
@@ -421,32 +427,34 @@ class JointRun:
     def _outcome(self, n: int, mark: Mark, generation: Generation) -> Outcome:
         end = time.monotonic() + self.timeout
         marks = f"{step_name(n)}/{MARKS}/{generation.id}"
-        before = read_record(self._backend, f"{step_name(n)}/")
         if (record := self._record(n)) is None or record.generation != generation.id:
             self._backend.put_if(f"{marks}/{mark}", b"", expected=None)
             there = self._marks(marks)
             if set(there) == set(generation.members):
-                self._commit(n, there, generation, before)
+                self._commit(n, there, generation)
         for _ in _polls(end):
-            record = self._record(n)
+            names = self._backend.list_dir(step_name(n))
+            if f"{MARKS}/" not in names:  # they go when a later step has come, and this one with them or before
+                return Outcome(step=n, url=step_url(self.root, n))
+            record = self._record(n) if COMMIT_PATH in names else None
             if record is not None and record.generation == generation.id:
                 return Outcome(step=n, url=step_url(self.root, n), given_up=record.given_up)
             if (seen := self._read()[1]) is None or seen.id != generation.id:
                 raise self._restarted(seen)
         there = self._marks(marks)
         awaited = [name for name in generation.members if name not in there]
-        self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it within {self.timeout:g} s", instead_of=before)
+        self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it within {self.timeout:g} s")
         record = self._record(n)
         return Outcome(step=n, url=step_url(self.root, n), given_up=record.given_up if record is not None else "it was removed")
 
-    def _commit(self, n: int, marks: Mapping[str, Mark], generation: Generation, before: bytes | None) -> None:
+    def _commit(self, n: int, marks: Mapping[str, Mark], generation: Generation) -> None:
         seen = self._read()[1]
         if seen is None or seen.id != generation.id:
             raise self._restarted(seen)
-        self._put(n, self._new_record(generation, marks, n), before)
+        self._put(n, self._new_record(generation, marks, n))
 
-    def _give_up(self, n: int, generation: Generation, reason: str, *, instead_of: bytes | None = None) -> None:
-        self._put(n, self._new_record(generation, {}, n, reason), instead_of)
+    def _give_up(self, n: int, generation: Generation, reason: str) -> None:
+        self._put(n, self._new_record(generation, {}, n, reason))
 
     def _new_record(self, generation: Generation, marks: Mapping[str, Mark], n: int, given_up: str | None = None) -> CommitRecord:
         return CommitRecord(
@@ -458,24 +466,32 @@ class JointRun:
             index={},
             tensor_bytes=sum(mark.nbytes for mark in marks.values()),
             branches=generation.branches,
-            members={name: MemberCheckpoint(member_path(name, n), mark.id) for name, mark in marks.items()},
+            members={
+                name: MemberCheckpoint(member_path(name, n), mark.id)
+                for name, mark in sorted(marks.items(), key=lambda m: generation.members.index(m[0]))
+            },
             generation=generation.id,
             given_up=given_up,
         )
 
-    def _put(self, n: int, record: CommitRecord, expected: bytes | None) -> None:
-        try:
-            self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", record.to_bytes(), expected=expected)
-        except ConflictError:  # another member was first, whatever it put
-            return
+    def _put(self, n: int, record: CommitRecord) -> None:
+        """The record of step ``n``, unless there is one of the same generation: exactly one of those who try succeeds."""
+        while True:
+            data = read_record(self._backend, f"{step_name(n)}/")
+            if data is not None and CommitRecord.from_bytes(data, step_url(self.root, n)).generation == record.generation:
+                return
+            with suppress(ConflictError):  # another member was first, or hid one of an earlier generation
+                self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", record.to_bytes(), expected=data)
 
     def _restarted(self, seen: Generation | None) -> ConflictError:
+        """That this process takes part in no generation any more."""
         who = ", ".join(seen.joined) if seen is not None else "somebody"
-        return ConflictError(
-            f"{who} restarted, and the run went back to step {seen.step if seen is not None else None}",
+        self._over = ConflictError(
+            f"{who} restarted, and the members of this run restore again",
             where=self.root,
-            hint="end this job and start it again, so that all members go on from the same step",
+            hint="end this job and start it again, so that all go on from the same step",
         )
+        return self._over
 
     # ---- removing
 
@@ -512,7 +528,7 @@ class JointRun:
 
     def _marks(self, path: str) -> dict[str, Mark]:
         """By member; of several the one with the highest id."""
-        names = sorted(name for name in self._backend.list_dir(path) if name.count("-") == 3)
+        names = sorted(name for name in self._backend.list_dir(path) if name.count("-") == 3 and not name.startswith("."))
         return {mark.member: mark for mark in map(Mark.of, names)}
 
     def _read(self) -> tuple[bytes | None, Generation | None]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, raised
@@ -69,25 +70,22 @@ class Membership:
                     result = load(number, None if path is None else join_url(self.root, path), id)
                 except CkptError as err:
                     unusable = raised(err, *_UNUSABLE)
-                    if step is not None or number is None or not self._agree("damaged", unusable):
+                    if step is not None or number is None or not self._agree(unusable):
                         raise
-                    reason = err.message
-                    self._call("refuse", lambda: self._run.refuse(self._present(), reason))
+                    self._call("refuse", partial(self._run.refuse, err.message))
                     loaded = None
                     continue
                 loaded = number, id
-            if self._call("loaded", lambda: self._run.loaded(self._present())):
+            if self._call("loaded", self._run.loaded):
                 if self._on_leader:
                     self._tidy(None)
                 return result if path is not None or number is None else number
-
-    def _present(self) -> Generation:
-        return self._run.check_present()
 
     # ---- saving
 
     def begin(self, n: int) -> None:
         """Step ``n`` is about to be saved by this member. On the leading rank it asks the other members, if this one leads."""
+        self._saved = max(self._saved, n)
         if not self._on_leader:
             return
         self._run.begin(n)
@@ -118,10 +116,6 @@ class Membership:
         n: int | None = self._call("requested", look)
         return n
 
-    def note_begun(self, n: int) -> None:
-        """Step ``n`` is being saved: nobody has to ask for it."""
-        self._saved = max(self._saved, n)
-
     def _ended(self, n: int, future: Future[Outcome]) -> None:
         error = future.exception()
         given_up = str(error) if error is not None else future.result().given_up
@@ -148,9 +142,9 @@ class Membership:
         call = self._group.call("joint", self.root, self._timeout)
         return call.map_reduce(phase, dict, lambda rows: call.alive_while(on_leader, 3 * self._timeout))
 
-    def _agree(self, phase: str, mine: bool) -> bool:
+    def _agree(self, mine: bool) -> bool:  # noqa: FBT001
         call = self._group.call("joint", self.root, self._timeout)
-        return bool(call.map_reduce(phase, lambda: {"mine": mine}, lambda rows: any(row["mine"] for row in rows.values())))
+        return bool(call.map_reduce("damaged", lambda: {"mine": mine}, lambda rows: any(row["mine"] for row in rows.values())))
 
 
 def _words(generation: Generation, member: str) -> dict[str, Any]:

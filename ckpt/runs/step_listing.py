@@ -82,7 +82,12 @@ class Step:
 
 def step_url(root: str, number: int) -> str:
     """Where a run has the checkpoint of this step."""
-    return join_url(root, f"step-{number:08d}")
+    return join_url(root, step_name(number))
+
+
+def step_name(number: int) -> str:
+    """The directory of a step, below the root of a run."""
+    return f"step-{number:08d}"
 
 
 def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
@@ -216,7 +221,9 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         marks = f"{prefix}{MARKS}"
         if record is not None or f"{MARKS}/" in backend.list_dir(prefix):
             latest = max(backend.list_dir(marks), default="")
-            there = ", ".join(sorted({mark.partition("-")[0] for mark in backend.list_dir(f"{marks}/{latest}")}))
+            there = ", ".join(
+                sorted({name.partition("-")[0] for name in backend.list_dir(f"{marks}/{latest}") if not name.startswith(".")})
+            )
             reason = f"given up: {record.given_up}" if record is not None else f"saved by {there}: the other members are awaited"
             return Step(number=number, url=url, committed=False, prepared=True, reason=reason, link=link)
         if not has_orphans(backend, prefix):
