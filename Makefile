@@ -2,7 +2,7 @@
 # make quick  the tests that take minutes: formats, states, plans, storage, two ranks
 # make matrix the quick tests on the oldest torch and dependencies, then on the newest
 # make demo   a job is killed in the middle of a save and resumes on another mesh
-# make api    docs/api.md from the docstrings
+# make site   the documentation as a site, in build/site
 #
 # They make .venv first if it is missing or older than pyproject.toml. Another interpreter: make test PYTHON=python3.12
 
@@ -22,7 +22,7 @@ WORKERS ?= 4
 # pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
 NONE := [ $$? = 5 ]
 
-.PHONY: venv demo test quick matrix oldest newest trainers coverage lint format bench api pictures site peers clean s3-server machines
+.PHONY: venv demo test quick matrix oldest newest trainers coverage lint format bench pictures site peers clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -94,9 +94,6 @@ format: venv
 demo: venv
 	$(BIN)/python examples/demo/run.py
 
-api: venv
-	$(BIN)/python docs/build_api.py
-
 # the drawing and the recording in the README; runs the demo
 pictures: venv
 	$(BIN)/python docs/pictures/draw.py
@@ -105,7 +102,7 @@ pictures: venv
 
 # the documentation with search, in build/site; ends with 1 if a page, link or anchor is missing
 site: venv
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # tests of other projects on ckpt, fetched into .peers; takes half an hour. make peers PEERS_ARGS='dcp-storage --only fsdp'
 peers: venv

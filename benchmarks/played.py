@@ -203,7 +203,11 @@ class PlayedJob:
             yield
 
     def close(self) -> None:
+        """End the threads of both ranks, and their connections to each other; the others end with the job."""
         self._pool.shutdown()
+        for group in self._groups:
+            if group.links is not None:
+                group.links.close()
 
     def pretend(self, path: str, size: int) -> None:
         self._storage.files.append(ObjectMeta(path, size))

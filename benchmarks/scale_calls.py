@@ -55,8 +55,16 @@ class Calls:
         self._urls = 0
         self.base: str | None = None
         self.tiers: dict[int, SpreadTier] = {}
+        self.checkpointers: dict[int, ckpt.Checkpointer] = {}
         self.made: set[object] = set()
         """The calls that were made already, for who wants to know."""
+
+    def close(self) -> None:
+        if self.checkpointers:
+            self.job.play(lambda rank: self.checkpointers[rank].close())
+        for tier in self.tiers.values():
+            tier.close()
+        self.job.close()
 
     def _state(self, rank: int, value: float = -1.0) -> dict[str, Any]:
         model = {f"layers.{i}.weight": torch.full((1, 8), value) for i in range(TENSORS)}
@@ -132,10 +140,13 @@ class Calls:
             self.sources[rank] = Source("tcp://127.0.0.1:0/state", self.states[rank], layout=self.layout, secret="x" * 32, timeout=TIMEOUT)
 
         self.sources: dict[int, Source] = {}
+        self.sinks: list[Sink] = []
         self.job.play(make)
         try:
             yield
         finally:
+            for sink in self.sinks:
+                sink.close()
             self.job.play(lambda rank: self.sources[rank].close())
 
     def sink(self) -> Callable[[], Played]:
@@ -146,6 +157,7 @@ class Calls:
             sinks[rank] = Sink(self.sources[0].address, into[rank], layout=self.layout, secret="x" * 32, timeout=TIMEOUT)
 
         self.job.play(make)
+        self.sinks += sinks.values()
 
         def take() -> Played:
             played = self.job.play(lambda rank: sinks[rank].take(), self._vary)
@@ -158,7 +170,6 @@ class Calls:
 
     def checkpointer(self, **options: Any) -> None:
         root = self._fresh()
-        self.checkpointers: dict[int, ckpt.Checkpointer] = {}
 
         def make(rank: int) -> None:
             self.checkpointers[rank] = ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(2), **options)

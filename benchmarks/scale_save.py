@@ -24,7 +24,7 @@ from ckpt.engine.save.plan import APART, Plans
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RANK_ROWS, SPANS, index_path
 from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.protocol import ObjectMeta
 from ckpt.net.call import Call
 from ckpt.net.rows import Row
@@ -68,7 +68,7 @@ def plan(job: Job) -> dict[str, float]:
     return {"tensors": len(tensors), "first": first - began, "second": again - first, "table": table, "chunks": len(made.chunks)}
 
 
-class Storage(MemoryBackend):
+class Storage(InProcessBackend):
     """Has data files of any size without their bytes."""
 
     def __init__(self, url: str) -> None:
@@ -93,7 +93,7 @@ class Followers:
                 fetch=self.blobs.__getitem__,
                 fetch_all=lambda digests: [self.blobs[digest] for digest in digests],
                 heartbeat=lambda: None,
-                url="memory://scale",
+                url="inprocess://scale",
             ),
         )
         self.own = own
@@ -159,8 +159,8 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
     followers, known = Followers(job, own=own), cast("list[Tables]", [])
     found: dict[str, float] = {"tables": sum(len(data) for data in followers.blobs.values())}
     for save in range(2):
-        MemoryBackend.reset()
-        storage = Storage("memory://scale")
+        InProcessBackend.reset()
+        storage = Storage("inprocess://scale")
         leader = Leader(call=followers.call, backend=storage, known=known, merge_flat_shards=True)
         with gc_paused():  # as a save does
             began = cpu_seconds()
@@ -174,12 +174,12 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
             began = cpu_seconds()
             recorded.keep_spans({rank: row["spans"] for rank, row in rows.items()})
             found[f"spans_{save}"] = cpu_seconds() - began
-            found["spans_bytes"] = MemoryBackend("memory://scale").size(index_path(opened.id, SPANS))
+            found["spans_bytes"] = InProcessBackend("inprocess://scale").size(index_path(opened.id, SPANS))
         found[f"all_{save}"] = sum(found[f"{what}_{save}"] for what in ("check", "commit", "spans"))
-        record = CommitRecord.from_bytes(MemoryBackend("memory://scale").read(COMMIT_PATH), COMMIT_PATH)
+        record = CommitRecord.from_bytes(InProcessBackend("inprocess://scale").read(COMMIT_PATH), COMMIT_PATH)
         found["index"] = sum(f.size for name, f in record.index.items() if name != RANK_ROWS)
         found["rows"] = record.index[RANK_ROWS].size if RANK_ROWS in record.index else 0
-    MemoryBackend.reset()
+    InProcessBackend.reset()
     return found
 
 

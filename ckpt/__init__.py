@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._version import __version__
 from .needs import late_names
+from .settings import __version__
 
 if TYPE_CHECKING:
     from . import converters as converters
-    from . import data as data
-    from . import ema as ema
     from . import errors as errors
     from . import formats as formats
     from . import integrations as integrations
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from . import live as live
     from . import monitors as monitors
     from . import policies as policies
-    from . import rng as rng
+    from . import training as training
     from .api import load as load
     from .api import open as open
     from .api import save as save
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from .engine.save.job import SaveReport as SaveReport
     from .engine.verify.verify import VerifyReport as VerifyReport
     from .engine.verify.verify import verify as verify
+    from .engine.view import View as View
     from .errors import CkptError as CkptError
     from .io_backends.registry import configure_storage as configure_storage
     from .plan.layout.layout import Layout as Layout
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
     from .runs.node_tier import NodeLocal as NodeLocal
     from .runs.step_listing import list_steps as list_steps
     from .state.walk import PerRank as PerRank
-    from .view import View as View
 
     copy = copy_checkpoint
 
@@ -118,12 +116,12 @@ _WHERE = {
     "MergeReport": "converters.merge",
     "ExportReport": "converters.export.plan",
     "MegatronParallel": "converters.pipeline.target",
-    "View": "view",
+    "View": "engine.view",
     "CkptError": "errors",
 }
 """Public name → the module that has it, and after a colon its name there, if that is another one."""
 
-FACES = ("converters", "data", "ema", "errors", "formats", "integrations", "io_backends", "live", "monitors", "policies", "rng")
+FACES = ("converters", "errors", "formats", "integrations", "io_backends", "live", "monitors", "policies", "training")
 """The public modules. Of ``integrations``, each module has its own names and needs its library."""
 
 __all__ = ["__version__", *FACES, *_WHERE]

@@ -14,10 +14,10 @@ from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of
 
 from . import settings
+from .engine.view import View
 from .errors import CkptError, UsageError
 from .settings import check_flags
 from .text import url_text
-from .view import View
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

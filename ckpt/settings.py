@@ -53,6 +53,9 @@ from .text import close_names, url_text
 
 # Reading environment variables, and a warning about those that look like one of ours and are none.
 
+__version__ = "0.1.0"
+"""The version, in one place."""
+
 PREFIX = "CKPT_"
 NAMES = (
     "CKPT_CONDITIONAL_PUT",

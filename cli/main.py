@@ -18,11 +18,11 @@ from typing import Any
 
 import click
 
-from ckpt._version import __version__
 from ckpt.cli.console.dividing import ARGUMENTS
 from ckpt.cli.console.interrupts import INTERRUPTED, quit_at_once
 from ckpt.cli.console.output import Output, logging_to_stderr, unwritable, verbose
 from ckpt.errors import CkptError, StorageError
+from ckpt.settings import __version__
 from ckpt.text import did_you_mean, printable
 
 COMMANDS = {

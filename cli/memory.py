@@ -48,21 +48,21 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Run, show or end the daemon that holds the checkpoints of mem:// on this machine, for this account.
+    """Run, show or end the daemon that holds the checkpoints of memory:// on this machine, for this account.
 
-    It starts by itself with the first save to mem://. serve runs it in the foreground, as a sidecar or a service. status shows what it
+    It starts by itself with the first save to memory://. serve runs it in the foreground, as a sidecar or a service. status shows what it
     holds: the size of each checkpoint, and whether its copies on other machines are complete. drop deletes what lies below URL. stop ends
     the daemon; if it holds runs, it names them and needs --all, since they may be those of other jobs. CKPT_MEMORY_DIR chooses the daemon.
 
     \b
     Example:
       ckpt memory status
-      ckpt memory drop mem://runs/a/step-00000100
+      ckpt memory drop memory://runs/a/step-00000100
       ckpt memory serve --budget 64GiB
     """
     output = Output(json=as_json, quiet=quiet)
     if (url is not None) != (what == "drop" and not everything):
-        raise UsageError("drop takes a URL or --all, the others no URL", hint="ckpt memory drop mem://runs/a")
+        raise UsageError("drop takes a URL or --all, the others no URL", hint="ckpt memory drop memory://runs/a")
     given = {"--budget": budget is not None, "--listen": listen, "--all": everything}
     for option, of in _OPTIONS.items():
         if given[option] and what not in of:
@@ -94,7 +94,7 @@ def _status(output: Output, *, listen: bool) -> None:
     if listen:
         daemon.address()
     status = daemon.status()
-    copies = {path: copies_seen(f"mem://{path}") for path in status["by_checkpoint"]}
+    copies = {path: copies_seen(f"memory://{path}") for path in status["by_checkpoint"]}
     if output.json:
         output.document({**status, "copies": copies})
         return
@@ -107,7 +107,7 @@ def _status(output: Output, *, listen: bool) -> None:
         listens = ", ".join(address_text(host, port) for host, port in status["addresses"])
         output.line(f"listens at {listens}; {status['peers']} peers")
     words = {True: "complete", False: "incomplete", None: ""}
-    rows = [(units.size(size), words[copies[path]], f"mem://{path}") for path, size in sorted(status["by_checkpoint"].items())]
+    rows = [(units.size(size), words[copies[path]], f"memory://{path}") for path, size in sorted(status["by_checkpoint"].items())]
     for kind, meaning in _KINDS.items():
         if status.get(kind):  # a daemon of an earlier release has fewer
             rows.append((units.size(status[kind]), "", meaning))
@@ -117,25 +117,25 @@ def _status(output: Output, *, listen: bool) -> None:
 
 def _drop(output: Output, url: str | None) -> None:
     from ckpt.nodes.memory import client
-    from ckpt.nodes.memory.backend import MemBackend, is_remote
+    from ckpt.nodes.memory.backend import MemoryBackend, is_remote
 
     if url is not None and is_remote(url):
         raise UsageError("this is the memory of another machine", where=url, hint="run `ckpt memory drop` there")
-    prefix = "" if url is None else MemBackend(url).url.removeprefix("mem://")
+    prefix = "" if url is None else MemoryBackend(url).url.removeprefix("memory://")
     if url is not None and not prefix:
         raise UsageError("this URL is everything", where=url, hint="give --all if that is meant")
     daemon = client.connect(start=False)
     if users := _users_outside(prefix, daemon.status()["by_checkpoint"]):
         raise ConflictError(
             f"other checkpoints refer to what would be dropped: {', '.join(users[:_NAMED])}{' and others' if len(users) > _NAMED else ''}",
-            where=f"mem://{prefix}",
+            where=f"memory://{prefix}",
             hint="drop these first, or the run with all its steps; `ckpt cp` makes copies of them that need no other",
         )
     freed = daemon.drop(prefix)
     if output.json:
-        output.document({"dropped": f"mem://{prefix}", "bytes": freed})
+        output.document({"dropped": f"memory://{prefix}", "bytes": freed})
     else:
-        output.line(f"dropped {units.size(freed)}" if freed else f"nothing lies below mem://{prefix}: dropped 0 B")
+        output.line(f"dropped {units.size(freed)}" if freed else f"nothing lies below memory://{prefix}: dropped 0 B")
 
 
 def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:
@@ -144,12 +144,12 @@ def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:
 
     if not prefix:
         return []
-    dropped = f"mem://{prefix}/"
-    runs = {path.rpartition("/")[0] for path in checkpoints if not f"mem://{path}/".startswith(dropped)}
+    dropped = f"memory://{prefix}/"
+    runs = {path.rpartition("/")[0] for path in checkpoints if not f"memory://{path}/".startswith(dropped)}
     return sorted(
         step.url
         for run in runs
-        for step in list_steps(f"mem://{run}")
+        for step in list_steps(f"memory://{run}")
         if not f"{step.url}/".startswith(dropped) and any(f"{used}/".startswith(dropped) for used in step.sources)
     )
 
@@ -167,12 +167,12 @@ def _stop(output: Output, *, everything: bool) -> None:
         return
     runs = _runs(daemon.list())
     if runs and not everything:
-        named = [f"mem://{run} ({units.size(size)}, last saved {units.duration(age)} ago)" for run, size, age in runs[:_NAMED]]
+        named = [f"memory://{run} ({units.size(size)}, last saved {units.duration(age)} ago)" for run, size, age in runs[:_NAMED]]
         more = [f"{len(runs) - _NAMED} more"] if len(runs) > _NAMED else []
         raise UsageError(
             f"it holds {', '.join([*named, *more])}: this is lost when it ends",
             where=str(daemon.folder),
-            hint=f"end one run with `ckpt memory drop mem://{runs[0][0]}`; or give --all, if nobody needs any of them",
+            hint=f"end one run with `ckpt memory drop memory://{runs[0][0]}`; or give --all, if nobody needs any of them",
         )
     pid = daemon.status()["pid"]
     daemon.stop()

@@ -1,4 +1,4 @@
-"""For mkdocs: a link from a page to a file outside of docs/ becomes a link to that file in the repository.
+"""For mkdocs: adds the generated pages, and makes links that leave docs/ lead to the repository.
 
 The pages are written to be read in the repository, where ``../examples/README.md`` leads somewhere; on the site it would not. The
 repository's address stands in pyproject.toml and nowhere else.
@@ -12,12 +12,19 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import Any
 
+from mkdocs.structure.files import File
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generated_pages  # noqa: E402
+
+import ckpt  # noqa: E402
 
 
 def repository() -> str:
@@ -37,6 +44,22 @@ def outward(markdown: str, page: str, base: str) -> str:
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else re.sub(r"\]\(([^)\s]+)\)", link, part) for part in parts)
+
+
+def on_config(config: Any) -> Any:
+    """Fill what only the code knows into mkdocs.yml: the pages of the API, the version, the repository."""
+    api = [path for path in generated_pages.pages() if path.startswith("api/")]
+    config.nav = [
+        {"API": api} if "API" in entry else {"Repository": repository()} if "Repository" in entry else entry for entry in config.nav
+    ]
+    config.copyright = f"ckpt {ckpt.__version__} · Apache-2.0"
+    return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    for path, text in generated_pages.pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

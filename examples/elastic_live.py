@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-import ckpt.rng
+import ckpt.training
 
 SIZES = (4, 3, 6)
 """How many ranks train, one after another. Ranks beyond wait, as spare machines do."""
@@ -46,7 +46,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         # A rank that is new draws from a stream derived of those that there were.
-        noise = ckpt.rng.Generators({"noise": self.noise})
+        noise = ckpt.training.Generators({"noise": self.noise})
         return {"model": self.model, "optimizer": self.optimizer, "noise": noise, "taught": self.taught}
 
     def step(self, mesh: DeviceMesh) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
-from ckpt.ema import Average
 from ckpt.io_backends.registry import join_url
 from ckpt.policies import EverySteps, Latest
+from ckpt.training import Average
 
 
 class LoraLinear(nn.Module):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-import ckpt.rng
+import ckpt.training
 from ckpt.policies import EverySteps, Latest
 
 BATCH = 48  # of all ranks together, so that a sample is the same whatever the number of ranks
@@ -45,7 +45,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         # A rank that is new draws from a stream derived of those that there were.
-        noise = ckpt.rng.Generators({"noise": self.noise})
+        noise = ckpt.training.Generators({"noise": self.noise})
         return {"model": self.model, "optimizer": self.optimizer, "noise": noise, "taught": self.taught}
 
     def step(self) -> str:

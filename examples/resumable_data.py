@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import ckpt
-from ckpt.data import Batches, ResumableLoader
 from ckpt.policies import EverySteps
-from ckpt.rng import Generators
+from ckpt.training import Batches, Generators, ResumableLoader
 
 
 class Points(Dataset[tuple[int, Tensor, Tensor]]):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
-from .memory import MemoryBackend
+from .inprocess import InProcessBackend
 from .posix.backend import PosixBackend
 from .protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
 from .registry import join_url, open_backend, wrap_backends
@@ -17,7 +17,7 @@ __all__ = [
     "FaultyBackend",
     "FaultyProcess",
     "IOHints",
-    "MemoryBackend",
+    "InProcessBackend",
     "ObjectMeta",
     "PendingUpload",
     "PosixBackend",

@@ -26,7 +26,7 @@ from ckpt.needs import entry_points
 from ckpt.text import parse_json, url_text
 
 from .checks import check_path
-from .memory import MemoryBackend
+from .inprocess import InProcessBackend
 from .protocol import Backend
 
 # What a program has said about the storage below a URL: options of its file system, or the file system itself.
@@ -37,7 +37,7 @@ from .protocol import Backend
 #
 # Invariant: values of options are in no ``repr``, and nothing here is logged or stored.
 
-LOCAL = ("", "file", "mem", "memory")
+LOCAL = ("", "file", "inprocess", "memory")
 """Schemes whose backends take no options."""
 ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 """Scheme → the one that means the same storage."""
@@ -78,7 +78,8 @@ def configure_storage(url: str | os.PathLike[str], storage_options: Mapping[str,
         filesystem: an existing fsspec file system, which then does all the work.
 
     Raises:
-        UsageError: ``url`` is a path or ``memory://``, which have no options; or both are given; or the file system is one for coroutines.
+        UsageError: ``url`` is a path, ``inprocess://`` or ``memory://``, which have no options; or both are given; or the file system is
+            one for coroutines.
     """
     url = url_text(url)
     if storage_options is not None and filesystem is not None:
@@ -97,7 +98,9 @@ def _checked(url: str, configured: Configured) -> str:
     check_no_password(url)
     scheme = key.partition("://")[0]
     if scheme in LOCAL and (configured.options or (configured.filesystem is not None and scheme != "memory")):
-        raise UsageError("paths, file:// and memory:// have no storage options", where=url, hint="give them for a URL, such as s3://bucket")
+        raise UsageError(
+            "paths, file://, inprocess:// and memory:// have no storage options", where=url, hint="give them for a URL, such as s3://bucket"
+        )
     if getattr(configured.filesystem, "asynchronous", False) or configured.options.get("asynchronous"):
         raise UsageError("asynchronous: a file system for coroutines cannot be used", where=url, hint="make it without asynchronous=True")
     return key
@@ -197,19 +200,20 @@ def _s3(url: str, options: Mapping[str, Any]) -> Backend:
     return S3Backend(url, options=s3_options(options))
 
 
-def _mem(url: str) -> Backend:
+def _memory(url: str) -> Backend:
     # By its name, as an entry point is: few need it, and the daemon of a machine lies above this room.
     factory: Callable[[str], Backend] = resolve_name("ckpt.nodes.memory.backend:open_memory")
     return factory(url)
 
 
-_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "memory": MemoryBackend, "mem": _mem}
+_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "inprocess": InProcessBackend, "memory": _memory}
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
+_MEMORIES = "write memory:// for the memory of this machine, which a daemon keeps, or inprocess:// for that of this process alone"
 _wrappers: list[Callable[[Backend], Backend]] = []
 _wrappers_lock = threading.Lock()
 _in_process: dict[str, Callable[[str], Backend]] = {}
 """Schemes whose URLs mean something in this process alone."""
-_URLS_ALONE = frozenset({"mem", "memory", "s3", "gs"})
+_URLS_ALONE = frozenset({"inprocess", "mem", "memory", "s3", "gs"})
 """Schemes of which nobody means a directory, ``s3:bucket``."""
 _through_s3fs: set[str] = set()
 """Options that the log was told of."""
@@ -330,7 +334,8 @@ def _opened(scheme: str, url: str) -> Backend:
     if known_to_fsspec(scheme):
         return FsspecBackend(url, configured.options)
     known = ", ".join(sorted({*_BUILT_IN, "s3", *points} - {""}))
-    raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=_EXTRAS)
+    hint = _MEMORIES if scheme == "mem" else _EXTRAS
+    raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=hint)
 
 
 def _of_another_package(point: Any, url: str, configured: Configured) -> Backend:

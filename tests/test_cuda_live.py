@@ -97,12 +97,12 @@ def test_the_memory_tier_has_the_state_of_the_call(daemon: MemoryClient) -> None
     for step in range(2):
         before = {name: t.clone() for name, t in model.state_dict().items()}
         busy()
-        handle = ckpt.save_async(f"mem://gpu/step-{step}", {"model": model, "optimizer": optimizer})
+        handle = ckpt.save_async(f"memory://gpu/step-{step}", {"model": model, "optimizer": optimizer})
         model(torch.randn(8, 33, device="cuda")).square().mean().backward()
         optimizer.step()
         handle.result()
         loaded, again = trained("cuda", seed=1)
-        ckpt.load(f"mem://gpu/step-{step}", {"model": loaded, "optimizer": again})
+        ckpt.load(f"memory://gpu/step-{step}", {"model": loaded, "optimizer": again})
         assert all(torch.equal(t, before[name]) for name, t in loaded.state_dict().items())
 
 
@@ -124,7 +124,7 @@ def test_an_average_on_a_gpu_is_that_of_host_memory(tmp_path: Path) -> None:
     models = [torch.nn.Linear(65, 33) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     models[1].cuda()
-    averages = [ckpt.ema.Average(m, 0.9) for m in models]
+    averages = [ckpt.training.Average(m, 0.9) for m in models]
     for step in range(3):
         for model in models:
             with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.rng import Generators
+from ckpt.training import Generators
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

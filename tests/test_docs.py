@@ -1,4 +1,4 @@
-"""The documentation: guides run, links lead somewhere, quoted messages are in the code, docs/api.md is that of the docstrings."""
+"""The documentation: guides run, links lead somewhere, quoted messages are in the code, the API's pages have all names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import ckpt
-from ckpt.cli.main import cli
+from ckpt.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -219,9 +220,20 @@ def test_classes_in_troubleshooting_exist() -> None:
 # --------------------------------------------------------------------------------------------------------------------- API
 
 
-def test_the_api_page_is_up_to_date() -> None:
-    module = load_script("build_api", DOCS / "build_api.py")
-    text = module.page()
-    assert (DOCS / "api.md").read_text(encoding="utf-8") == text, "run `make api`"
-    listed = {name for _, _, names in module.SECTIONS for name in names}
+def test_the_pages_of_the_api_have_every_public_name() -> None:
+    module = load_script("generated_pages", DOCS / "generated_pages.py")
+    listed = {name for _, _, _, names in module.MODULES for name in names}
     assert set(ckpt.__all__) - listed - {*ckpt.FACES, "CkptError", "__version__"} == set()
+    for path, _, _, names in module.MODULES:
+        assert [name for name in names if f"\n## {name}\n" not in module.pages()[path]] == []
+
+
+def test_the_page_of_commands_has_every_option() -> None:
+    page = load_script("generated_pages", DOCS / "generated_pages.py").pages()["commands.md"]
+    for name in COMMANDS:
+        section = page.partition(f"\n## ckpt {name}\n")[2].partition("\n## ")[0]
+        command = cli.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        options = {option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts}
+        general = {"--json", "-q", "--quiet", "-v", "--verbose"}
+        assert "```sh\n" in section and [option for option in options - general if option not in section] == []

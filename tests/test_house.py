@@ -19,15 +19,15 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 FLOORS = (
-    ("_version", "concurrency", "needs", "text"),
+    ("concurrency", "needs", "text"),
     ("errors",),
     ("dtypes", "plan.layout", "policies", "runs.events", "settings", "telemetry", "units"),
     ("io_backends", "plan.tree_decoding", "runs.alerts"),
     ("catalog", "plan.tree"),
     ("plan",),
     ("formats", "net", "state"),
-    ("data", "engine", "monitors", "rng", "runs.step_listing"),
-    ("ema", "nodes", "runs.reporter", "view"),
+    ("engine", "monitors", "runs.step_listing"),
+    ("nodes", "runs.reporter", "training"),
     ("api", "converters"),
     ("live", "runs"),
     ("cli", "integrations"),
@@ -38,7 +38,7 @@ FLOORS = (
 PURE = tuple(
     f"ckpt.{name}"
     for name in (
-        *("_version", "catalog", "concurrency", "dtypes", "errors", "needs", "plan", "policies", "settings", "text", "units"),
+        *("catalog", "concurrency", "dtypes", "errors", "needs", "plan", "policies", "settings", "text", "units"),
         *("telemetry.progress", "telemetry.spans"),
     )
 )
@@ -76,7 +76,7 @@ TWICE = {"CheckpointManager", "Config"}
 
 WIDEST = 25
 """Files of one folder at most; cli/ has one for each command."""
-LOOSE = 17
+LOOSE = 12
 """Files beside the rooms at most."""
 
 
@@ -180,7 +180,7 @@ def test_imports_point_down() -> None:
 
 def test_trainers_are_imported_by_their_integrations_alone() -> None:
     found = [i for i in imports() if f"{i.target}.".startswith("ckpt.integrations.")]
-    assert [str(i) for i in found if not i.module.startswith("ckpt.integrations.")] == ["ckpt.__init__:25 imports ckpt.integrations"]
+    assert [str(i) for i in found if not i.module.startswith("ckpt.integrations.")] == ["ckpt.__init__:23 imports ckpt.integrations"]
     foreign = {i.module for i in imports() if i.target.partition(".")[0] in ("transformers", "lightning", "torchtitan")}
     assert foreign == {f"ckpt.integrations.{name}" for name in ("transformers", "lightning", "torchtitan")}
 
@@ -320,9 +320,9 @@ FIRST = """
 import sys, torch, ckpt
 state = {"model": torch.nn.Linear(2, 2), "plain": {"a": torch.ones(3)}}
 for _ in range(2):
-    ckpt.save("memory://first", state)
-    ckpt.load("memory://first", state)
-ckpt.save_async("memory://first", state).result()
+    ckpt.save("inprocess://first", state)
+    ckpt.load("inprocess://first", state)
+ckpt.save_async("inprocess://first", state).result()
 print("HEAVY", *{"torch.distributed.tensor", "torch._dynamo", "sympy", "fsspec", "pyarrow.compute", "pyarrow.dataset"} & set(sys.modules))
 
 import torch.distributed as dist
@@ -331,8 +331,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 state["later"] = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), [Shard(0)])
-ckpt.save("memory://later", state)
-print("LATER", ckpt.open("memory://later")["later"].read().tolist(), *scan_state(state).meshes)
+ckpt.save("inprocess://later", state)
+print("LATER", ckpt.open("inprocess://later")["later"].read().tolist(), *scan_state(state).meshes)
 """
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckpt.formats.native.commit import began, new_id
-from ckpt.io_backends import Backend, MemoryBackend, open_backend
+from ckpt.io_backends import Backend, InProcessBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.protocol import PendingUpload
 from ckpt.runs.orphans import SETTLED, find_orphans, remove_orphans
@@ -24,14 +24,14 @@ HOUR = 3600.0
 
 @pytest.fixture(autouse=True)
 def _storages() -> Iterator[None]:
-    MemoryBackend.reset()
+    InProcessBackend.reset()
     with buckets():
         yield
 
 
 @pytest.fixture(params=["posix", "memory", "fsspec"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return {"posix": str(tmp_path / "run"), "memory": "memory://m/run", "fsspec": "testbucket://b/run"}[request.param]
+    return {"posix": str(tmp_path / "run"), "memory": "inprocess://m/run", "fsspec": "testbucket://b/run"}[request.param]
 
 
 def unfinished(url: str) -> str:
@@ -139,7 +139,7 @@ def test_temporary_files(tmp_path: Path) -> None:
 
 
 def test_where_no_time_is_kept_only_an_age_of_0_removes(tmp_path: Path) -> None:
-    backend = open_backend("memory://m/run")
+    backend = open_backend("inprocess://m/run")
     put(backend, f".prepare-{'a' * 16}.tmp")
     (found,) = find_orphans(backend, older_than=1, now=time.time() + 9 * HOUR)
     assert (found.removable, "age of 0" in found.reason) == (False, True)
@@ -147,7 +147,7 @@ def test_where_no_time_is_kept_only_an_age_of_0_removes(tmp_path: Path) -> None:
     assert everything(backend) == {}
 
 
-class WithUploads(MemoryBackend):
+class WithUploads(InProcessBackend):
     def __init__(self, url: str, uploads: list[PendingUpload]) -> None:
         super().__init__(url)
         self.uploads = uploads
@@ -163,7 +163,7 @@ def test_uploads_that_nobody_ends() -> None:
     now = time.time()
     path = "step-1/data/0mwpsxo3h46af2rm-00000.safetensors"
     old, young = (PendingUpload(path=path, started=now - hours * HOUR, token=str(hours)) for hours in (30, 2))
-    backend: Backend = WithUploads("memory://m/run", [old, young])
+    backend: Backend = WithUploads("inprocess://m/run", [old, young])
     found = find_orphans(backend, older_than=24 * HOUR, now=now)
     assert [(d.path, d.id, d.removable) for d in found] == [(path, "0mwpsxo3h46af2rm", True), (path, "0mwpsxo3h46af2rm", False)]
     remove_orphans(backend, found)

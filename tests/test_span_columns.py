@@ -12,7 +12,7 @@ import pytest
 from ckpt.errors import UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.spans import MANY, SLOWEST, decode_about, decode_groups, encode_about, encode_groups, read_spans, write_spans
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.telemetry.spans import Row, Spans, SpanTable, limit_for
 from tests.test_spans import signed
 
@@ -46,7 +46,7 @@ def rows_of(ranks: int, seed: int = 1) -> dict[int, Row]:
 
 
 def test_what_is_read_is_what_was_given() -> None:
-    backend = MemoryBackend("memory://columns")
+    backend = InProcessBackend("inprocess://columns")
     record = record_of(300)
     rows = rows_of(300)
     seconds = write_spans(backend, record.id, rows)
@@ -62,7 +62,7 @@ def test_what_is_read_is_what_was_given() -> None:
 
 
 def test_no_spans_are_written_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, record, rows = MemoryBackend("memory://many-sums"), record_of(300), rows_of(300)
+    backend, record, rows = InProcessBackend("inprocess://many-sums"), record_of(300), rows_of(300)
     sums = sum(len(SpanTable.from_row(row).sums) for row in rows.values())
     monkeypatch.setattr("ckpt.formats.native.spans.MOST_SUMS", sums - 1)
     with pytest.raises(UsageError, match=f"{sums:,} phases of ranks; at most {sums - 1:,}"):
@@ -75,7 +75,7 @@ def test_no_spans_are_written_that_cannot_be_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_16_384_ranks_stay_small_and_cheap() -> None:
-    backend = MemoryBackend("memory://many")
+    backend = InProcessBackend("inprocess://many")
     record = record_of(16_384)
     rows = rows_of(1024)
     began = time.process_time()
@@ -171,7 +171,7 @@ def test_what_a_rank_cannot_send(change: dict[str, Any]) -> None:
 
 
 def test_a_file_of_version_1_is_still_read() -> None:
-    backend, record = MemoryBackend("memory://old"), record_of(1)
+    backend, record = InProcessBackend("inprocess://old"), record_of(1)
     table = SpanTable.from_row(ROWS[0])
     data = signed({"id": record.id, "version": 1, "ranks": {"0": table.to_row()}})
     with backend.create(f"index-{record.id}/spans.json", len(data)) as writer:

@@ -22,7 +22,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import read_spans, write_spans
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.telemetry.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for
 from ckpt.telemetry.trace_events import trace_events, trace_lines
@@ -252,19 +252,19 @@ def test_something_that_is_no_row(row: object) -> None:
 
 
 @pytest.fixture
-def backend() -> MemoryBackend:
-    MemoryBackend.reset()
-    write_checkpoint("memory://s", sample(), ranks=3)
-    found = open_backend("memory://s")
-    assert isinstance(found, MemoryBackend)
+def backend() -> InProcessBackend:
+    InProcessBackend.reset()
+    write_checkpoint("inprocess://s", sample(), ranks=3)
+    found = open_backend("inprocess://s")
+    assert isinstance(found, InProcessBackend)
     return found
 
 
-def record_of(backend: MemoryBackend) -> CommitRecord:
+def record_of(backend: InProcessBackend) -> CommitRecord:
     return NativeCatalog(backend).record
 
 
-def replace_file(backend: MemoryBackend, data: bytes) -> None:
+def replace_file(backend: InProcessBackend, data: bytes) -> None:
     path = f"index-{record_of(backend).id}/spans.json"
     backend.delete(path)
     with backend.create(path, len(data)) as writer:
@@ -278,7 +278,7 @@ def signed(members: dict[str, Any]) -> bytes:
     return text.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
-def test_the_file(backend: MemoryBackend) -> None:
+def test_the_file(backend: InProcessBackend) -> None:
     tables = {rank: table_of(("write", 0, 1 + rank, 10), ("sync", 2, 3, 0), began=rank) for rank in range(3)}
     record = record_of(backend)
     write_spans(backend, record.id, {rank: table.to_row() for rank, table in tables.items()})
@@ -293,7 +293,7 @@ def test_the_file(backend: MemoryBackend) -> None:
     assert NativeCatalog(backend).record == record
 
 
-def test_ranks_that_kept_nothing_are_left_out(backend: MemoryBackend) -> None:
+def test_ranks_that_kept_nothing_are_left_out(backend: InProcessBackend) -> None:
     record = record_of(backend)
     write_spans(backend, record.id, {0: {}, 1: {}, 2: {}})
     with pytest.raises(NotFoundError, match="no spans"):
@@ -303,7 +303,7 @@ def test_ranks_that_kept_nothing_are_left_out(backend: MemoryBackend) -> None:
     assert list(read_spans(backend, record)) == [1]
 
 
-def test_a_wrong_row_or_a_second_file_is_not_written(backend: MemoryBackend) -> None:
+def test_a_wrong_row_or_a_second_file_is_not_written(backend: InProcessBackend) -> None:
     record = record_of(backend)
     with pytest.raises(CorruptError, match="rank 1"):
         write_spans(backend, record.id, {0: ROW, 1: {**ROW, "began": -1}})
@@ -313,7 +313,7 @@ def test_a_wrong_row_or_a_second_file_is_not_written(backend: MemoryBackend) -> 
     assert list(read_spans(backend, record)) == [0]
 
 
-def test_every_flipped_byte_is_found(backend: MemoryBackend) -> None:
+def test_every_flipped_byte_is_found(backend: InProcessBackend) -> None:
     record = record_of(backend)
     write_spans(backend, record.id, {0: ROW, 2: ROW})
     data = backend.read(f"index-{record.id}/spans.json")
@@ -348,7 +348,7 @@ def test_every_flipped_byte_is_found(backend: MemoryBackend) -> None:
     ],
     ids=str,
 )
-def test_a_file_that_somebody_made_up(backend: MemoryBackend, change: dict[str, Any]) -> None:
+def test_a_file_that_somebody_made_up(backend: InProcessBackend, change: dict[str, Any]) -> None:
     record = record_of(backend)
     right = {"id": record.id, "version": 1, "ranks": {"0": ROW}}
     replace_file(backend, signed(right))
@@ -359,14 +359,14 @@ def test_a_file_that_somebody_made_up(backend: MemoryBackend, change: dict[str, 
 
 
 @pytest.mark.parametrize("rest", [b"[" * 100_000, b'"\xff"}', b'"x":' + b"9" * 5000 + b"}", b"}", b""])
-def test_a_file_that_is_not_json(backend: MemoryBackend, rest: bytes) -> None:
+def test_a_file_that_is_not_json(backend: InProcessBackend, rest: bytes) -> None:
     text = b'{"digest":"' + b"0" * 32 + b'",' + rest
     replace_file(backend, text.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(text).encode(), 1))
     with pytest.raises(CorruptError, match="file of spans"):
         read_spans(backend, record_of(backend))
 
 
-def test_a_file_too_long_is_not_read(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_too_long_is_not_read(backend: InProcessBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     record = record_of(backend)
     monkeypatch.setattr(kept, "SIZE_LIMIT", 100)
     with pytest.raises(UsageError, match="at most 100"):
@@ -376,13 +376,13 @@ def test_a_file_too_long_is_not_read(backend: MemoryBackend, monkeypatch: pytest
         read_spans(backend, record)
 
 
-def test_a_record_with_an_id_that_leads_elsewhere(backend: MemoryBackend) -> None:
+def test_a_record_with_an_id_that_leads_elsewhere(backend: InProcessBackend) -> None:
     record = replace(record_of(backend), id="../x")
     with pytest.raises(CorruptError, match="cannot have the id"):
         read_spans(backend, record)
 
 
-def test_of_many_ranks_the_slowest_and_the_leader_are_kept_whole(backend: MemoryBackend) -> None:
+def test_of_many_ranks_the_slowest_and_the_leader_are_kept_whole(backend: InProcessBackend) -> None:
     ranks = list(range(100))
     random.Random(3).shuffle(ranks)
     pace = dict(enumerate(ranks))
@@ -412,14 +412,14 @@ SUMS = [[0, 1, 5, 2_000_000, 0, 2_000_000]]
     ],
     ids=str,
 )
-def test_the_sums_of_one_of_many_ranks_cannot_be(backend: MemoryBackend, change: dict[str, object]) -> None:
+def test_the_sums_of_one_of_many_ranks_cannot_be(backend: InProcessBackend, change: dict[str, object]) -> None:
     row = {**table_of(("write", 0, 2, 5)).to_row(), "sums": SUMS}
     with pytest.raises(CorruptError, match="rank 7"):
         write_spans(backend, record_of(backend).id, {r: row | (change if r == 7 else {}) for r in range(100)})
     write_spans(backend, record_of(backend).id, dict.fromkeys(range(100), row))
 
 
-def test_ranks_send_the_sums_that_a_leader_of_many_keeps(backend: MemoryBackend) -> None:
+def test_ranks_send_the_sums_that_a_leader_of_many_keeps(backend: InProcessBackend) -> None:
     """Those that were folded, and phases that do not count as work, among them."""
     rows, tables = {}, {}
     for rank in range(100):

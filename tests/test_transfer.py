@@ -15,7 +15,7 @@ from ckpt.concurrency import Rounds, imap_unordered, map_tasks, patience
 from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
-from ckpt.io_backends import Fault, FaultyProcess, MemoryBackend, SimulatedCrash, join_url, open_backend, wrap_backends
+from ckpt.io_backends import Fault, FaultyProcess, InProcessBackend, SimulatedCrash, join_url, open_backend, wrap_backends
 from ckpt.io_backends.conformance.reading import everything
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 from tests.formats import oracle
@@ -26,13 +26,13 @@ PLACES = ["posix", "memory", "fsspec"]
 
 @pytest.fixture(autouse=True)
 def _storages() -> Iterator[None]:
-    MemoryBackend.reset()
+    InProcessBackend.reset()
     with buckets():
         yield
 
 
 def place(kind: str, tmp_path: Path, name: str) -> str:
-    return {"posix": str(tmp_path / name), "memory": f"memory://m/{name}", "fsspec": f"testbucket://b/{name}"}[kind]
+    return {"posix": str(tmp_path / name), "memory": f"inprocess://m/{name}", "fsspec": f"testbucket://b/{name}"}[kind]
 
 
 def files(url: str) -> dict[str, bytes]:

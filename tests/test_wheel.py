@@ -59,7 +59,7 @@ def test_the_wheel_has_every_module_once_and_no_link(wheel: Path) -> None:
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as archive:
-        version = archive.read("ckpt/_version.py").decode().partition('__version__ = "')[2].partition('"')[0]
+        version = archive.read("ckpt/settings.py").decode().partition('__version__ = "')[2].partition('"')[0]
         folder = f"ckpt_toolkit-{version}.dist-info"
         metadata = archive.read(f"{folder}/METADATA").decode()
         scripts = archive.read(f"{folder}/entry_points.txt").decode()

@@ -25,13 +25,13 @@ from ckpt.catalog import Catalog, identity
 from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader as Reading
 from ckpt.engine.load.reader import TensorLoad
+from ckpt.engine.view import StoredPerRank, StoredTensor, View
 from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
 from ckpt.formats.native.writer import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.plan.layout.geometry import Box
 from ckpt.state.tensors import dtype_of
 from ckpt.text import url_text
-from ckpt.view import StoredPerRank, StoredTensor, View
 
 from .reading import job
 

@@ -14,6 +14,7 @@ from ckpt.api import open as open_view
 from ckpt.catalog import TensorEntry
 from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
+from ckpt.engine.view import StoredPerRank, StoredTensor
 from ckpt.net.endpoints import own_addresses
 from ckpt.net.group import current_group
 from ckpt.plan.layout.geometry import Box
@@ -21,7 +22,6 @@ from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 from ckpt.runs.checkpointer import Checkpointer
 from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
-from ckpt.view import StoredPerRank, StoredTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -48,7 +48,7 @@ log = logging.getLogger("ckpt")
 
 def surviving_nodes(directory: str, known: Collection[str]) -> Sequence[StorageNode]:
     """Those that answer of the daemons that ``CKPT_MEMORY`` names, without the ones whose ids are ``known``: these are the job's own.
-    ``directory``: ``mem://name`` of the run."""
+    ``directory``: ``memory://name`` of the run."""
     addresses = settings.memory_machines()
     if not addresses:
         return ()
@@ -72,7 +72,7 @@ def _greet(address: str) -> tuple[str, str] | None:
 
 
 def _node(address: str, host: str, directory: str) -> StorageNode:
-    root = f"mem://{address}/{directory.removeprefix('mem://')}"
+    root = f"memory://{address}/{directory.removeprefix('memory://')}"
     return StorageNode(name=f"{host}:{root}", domain=host, below=partial(_below, root), host=host, in_memory=True)
 
 
@@ -80,7 +80,7 @@ def _below(root: str, prefix: str) -> Backend:
     return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)
 
 
-SCHEME = "mem://"
+SCHEME = "memory://"
 _PATIENCE = 30.0
 """Seconds without a byte after which a node counts as away: others may have what it has."""
 

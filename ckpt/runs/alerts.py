@@ -24,7 +24,8 @@ _NOTABLE_STALL = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alerts:
-    """When to alert. Each alert is given once, and again when what it told of has ended and comes back.
+    """When to alert. Each alert is given once for its cause, and again when that has ended and comes back, or another error is the cause.
+    Publishing has caught up when nothing waits any more.
 
     Args:
         slower: a save takes so many times the median of the last 20, and more than a second.
@@ -60,7 +61,8 @@ class AlertRules:
     """A rank, and how many saves in a row it was the last of."""
     _waiting: dict[int, float] = field(default_factory=dict)
     """Steps that are committed and not published, and since when."""
-    _raised: set[Topic] = field(default_factory=set)
+    _raised: dict[str, object] = field(default_factory=dict)
+    """What goes wrong → what is known of the cause, for which there was an alert."""
 
     def follow(self, event: Event, *, tiers: bool = False) -> list[Event]:
         """The alerts that this event gives rise to. ``tiers``: what is durable has still to be published."""
@@ -73,8 +75,8 @@ class AlertRules:
         elif event.kind == "save.published" and event.step is not None:
             for step in [s for s in self._waiting if s <= event.step]:  # older ones are not published any more
                 del self._waiting[step]
+            self._raised.pop("publish.failed", None)
             alerts = [self._late(event)]
-            self._raised.discard("storage")
         else:
             alerts = []
         return [alert for alert in alerts if alert is not None]
@@ -134,10 +136,13 @@ class AlertRules:
             "storage",
             event.kind == "publish.failed" or _is_of_storage(event),
             lambda: f"{what}: {event.error}: {event.reason}; until that ends, a restart goes on from an older checkpoint",
+            of=event.kind,
+            cause=event.error,
         )
 
     def _refused(self, event: Event) -> Event | None:
         """Of a save that got through all the same."""
+        self._raised.pop("save.failed", None)
         slow = f", of these {event.throttled} since the storage asked to slow down" if event.throttled else ""
         return self._alert(
             event,
@@ -150,6 +155,8 @@ class AlertRules:
         )
 
     def _late(self, event: Event) -> Event | None:
+        if self._waiting and "publishing" in self._raised:  # fewer wait for a moment whenever one is published
+            return None
         oldest = min(self._waiting, default=None)
         return self._alert(
             event,
@@ -161,13 +168,23 @@ class AlertRules:
             ),
         )
 
-    def _alert(self, event: Event, topic: Topic, wrong: bool, words: Callable[[], str]) -> Event | None:  # noqa: FBT001  of a rule
+    def _alert(
+        self,
+        event: Event,
+        topic: Topic,
+        wrong: bool,  # noqa: FBT001  of a rule
+        words: Callable[[], str],
+        of: str | None = None,
+        cause: object = None,
+    ) -> Event | None:
+        """``of``: what goes wrong, if the topic has several; ``cause``: of which there is one alert."""
+        of = of or topic
         if not wrong:
-            self._raised.discard(topic)
+            self._raised.pop(of, None)
             return None
-        if topic in self._raised:
+        if of in self._raised and self._raised[of] == cause:
             return None
-        self._raised.add(topic)
+        self._raised[of] = cause
         return replace(event, kind="alert", topic=topic, reason=words())
 
 

@@ -210,7 +210,7 @@ class Checkpointer:
         self.handle: SaveHandle | None = None
         """The last save that was begun, until somebody was told how it ended."""
         self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
-        self._closed = False
+        self._closed = self._connected = False
 
     # ---- going on
 
@@ -251,9 +251,7 @@ class Checkpointer:
             return self._restore(state, step, begin_from, options)
 
         def load_own(n: int | None, url: str | None, id: str | None) -> int | None:
-            if n is None:  # the run has no step, whatever this member has saved alone
-                return self._restore(state, None, begin_from, options, id="")
-            if url is None:  # this member is new
+            if n is None or url is None:  # the run has no step, whatever this member has saved alone; or the member is new
                 return self._restore(state, None, begin_from, options, id="")
             if url != self.url(n):  # it had another name
                 return self._restore(state, None, BeginFrom(url, step=n), options, id="")
@@ -272,7 +270,7 @@ class Checkpointer:
         id: str | None = None,
     ) -> int | None:
         """As :meth:`restore`, of this job alone; ``id``: of the save that is to be loaded, or empty for none."""
-        self._first.check(self.group, self.timeout)
+        self._connect()
         origin: BeginFrom | None = None
 
         def check() -> Row:
@@ -350,7 +348,7 @@ class Checkpointer:
             UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number; or this is closed.
         """
         self._check_open()
-        check_step(n)
+        self._check_step(n)
         # The order of the three things below keeps ranks in step: decide, begin the save that is due, and only then
         # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
         with self._schedule.timed(step=True):
@@ -389,11 +387,28 @@ class Checkpointer:
                 :func:`ckpt.save_async` raises.
         """
         self._check_open()
-        check_step(n)
+        self._check_step(n)
         with self._schedule.timed():
             failed, handle = self._begin(n, state, metrics)
         _raise(failed)
         return handle
+
+    def _check_step(self, n: object) -> None:
+        """Raise UsageError unless ``n`` is a step, and have the save fail with it that the others begin, now or next: a rank that left it
+        out would be one call behind them for ever."""
+        try:
+            check_step(n)
+        except UsageError as err:
+            if self.group.size > 1:
+                self.group.call("save", self.root, self.timeout).fail("begin", err)
+                if self._connected:  # as where any other save fails
+                    self._finish_begin(None, publish=self._memory is None)
+            raise
+
+    def _connect(self) -> None:
+        """Once: see whether the ranks share the local tier. Collective."""
+        self._first.check(self.group, self.timeout)
+        self._connected = True
 
     def _begin(
         self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None, *, publish: bool = True
@@ -401,7 +416,7 @@ class Checkpointer:
         """Begin to save; gives what the save before it failed with, if nobody was told. ``publish``: also to the root."""
         # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
         # keep one of them from a save that the others begin.
-        self._first.check(self.group, self.timeout)
+        self._connect()
         failed = self._ended()
         # What goes wrong on this rank alone, such as in a function that makes the state, has to end the call that the others make: a rank
         # that left it out would be one call behind them for ever.
@@ -434,12 +449,16 @@ class Checkpointer:
             self._reporter.not_begun(n, self._place(n), err)
             raise
         finally:
-            if self._uploader is not None and publish:  # whatever happened: all ranks begin the same rounds
-                self._publish(durable)
-                self._gave_up = False
-            if self._spread is not None:
-                self._spread.add(durable)
+            self._finish_begin(durable, publish=publish)
         return failed, handle
+
+    def _finish_begin(self, durable: Future[Any] | None, *, publish: bool) -> None:
+        """Whatever became of a save: all ranks begin the same rounds of publishing and copying after it."""
+        if self._uploader is not None and publish:
+            self._publish(durable)
+            self._gave_up = False
+        if self._spread is not None:
+            self._spread.add(durable)
 
     def _ready(self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None) -> tuple[State, SaveOptions]:
         """The state and the options of a save that is to begin, of which no other rank knows yet."""

@@ -144,7 +144,7 @@ class MemberChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JointOutcome:
     """What became of a joint step. ``given_up`` says why it does not exist."""
 
     step: int
@@ -200,7 +200,7 @@ class JointRun:
         self._life = secrets.token_hex(8)
         self._backend = open_backend(root)
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Outcome]] = {}
+        self._waiting: dict[int, Future[JointOutcome]] = {}
         self._over: ConflictError | None = None
         """Another member has restarted: nothing that this process saves counts any more."""
 
@@ -374,10 +374,10 @@ class JointRun:
             with suppress(ConflictError):  # another member was first
                 self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", gone.to_bytes(), expected=data)
 
-    def prepared(self, n: int, id: str, ranks: int, nbytes: int) -> Future[Outcome]:
+    def prepared(self, n: int, id: str, ranks: int, nbytes: int) -> Future[JointOutcome]:
         """This member has committed its checkpoint ``id`` of step ``n``, of so many ranks and bytes of tensors. Gives what becomes of the
         joint step; does not wait for it."""
-        generation, future = self.check_present(), Future[Outcome]()
+        generation, future = self.check_present(), Future[JointOutcome]()
         with self._lock:
             self._waiting[n] = future
 
@@ -418,13 +418,13 @@ class JointRun:
         with self._lock:
             return tuple(sorted(n for n, future in self._waiting.items() if not future.done()))
 
-    def wait(self, seconds: float) -> list[Outcome]:
+    def wait(self, seconds: float) -> list[JointOutcome]:
         """What became of the steps that were prepared since the last call. An error of one is raised."""
         with self._lock:
             futures, self._waiting = list(self._waiting.values()), {}
         return [future.result(seconds) for future in futures]
 
-    def _outcome(self, n: int, mark: Mark, generation: Generation) -> Outcome:
+    def _outcome(self, n: int, mark: Mark, generation: Generation) -> JointOutcome:
         end = time.monotonic() + self.timeout
         marks = f"{step_name(n)}/{MARKS}/{generation.id}"
         if (record := self._record(n)) is None or record.generation != generation.id:
@@ -435,17 +435,17 @@ class JointRun:
         for _ in _polls(end):
             names = self._backend.list_dir(step_name(n))
             if f"{MARKS}/" not in names:  # they go when a later step has come, and this one with them or before
-                return Outcome(step=n, url=step_url(self.root, n))
+                return JointOutcome(step=n, url=step_url(self.root, n))
             record = self._record(n) if COMMIT_PATH in names else None
             if record is not None and record.generation == generation.id:
-                return Outcome(step=n, url=step_url(self.root, n), given_up=record.given_up)
+                return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up)
             if (seen := self._read()[1]) is None or seen.id != generation.id:
                 raise self._restarted(seen)
         there = self._marks(marks)
         awaited = [name for name in generation.members if name not in there]
         self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it within {self.timeout:g} s")
         record = self._record(n)
-        return Outcome(step=n, url=step_url(self.root, n), given_up=record.given_up if record is not None else "it was removed")
+        return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up if record is not None else "it was removed")
 
     def _commit(self, n: int, marks: Mapping[str, Mark], generation: Generation) -> None:
         seen = self._read()[1]

@@ -14,7 +14,7 @@ from ckpt.io_backends.registry import join_url
 from ckpt.net.group import Group
 from ckpt.policies import KeepPolicy
 
-from .joint import Generation, JointRun, MemberChanges, Outcome, check_members
+from .joint import Generation, JointRun, MemberChanges, JointOutcome, check_members
 from .reporter import Reporter
 from .step_listing import Step, list_steps
 
@@ -116,7 +116,7 @@ class Membership:
         n: int | None = self._call("requested", look)
         return n
 
-    def _ended(self, n: int, future: Future[Outcome]) -> None:
+    def _ended(self, n: int, future: Future[JointOutcome]) -> None:
         error = future.exception()
         given_up = str(error) if error is not None else future.result().given_up
         if given_up is not None:

@@ -37,7 +37,7 @@ class NodeLocal:
     get them in the background, or ``parity`` of them. Small files, such as the index, are on every node.
 
     Args:
-        directory: a path that is on another disk on each node; or ``mem://name``, the memory of each machine, where checkpoints outlive
+        directory: a path that is on another disk on each node; or ``memory://name``, the memory of each machine, where checkpoints outlive
             the processes that saved them.
         copies: how many nodes may be lost without losing a checkpoint, if their copies are complete. Copies go to other failure domains:
             machines, or what ``CKPT_DOMAIN`` says. 0: none. By default 1, or none with ``parity``.
@@ -57,7 +57,7 @@ class NodeLocal:
 
     def __post_init__(self) -> None:
         if not is_file_system(url_text(self.directory)) and not is_memory(url_text(self.directory)):
-            hint = 'give a path or "mem://name"; root= takes the URL of an object store'
+            hint = 'give a path or "memory://name"; root= takes the URL of an object store'
             raise UsageError(f"NodeLocal takes a directory or this machine's memory, not {self.directory!r}", hint=hint)
         if self.copies is not None and (type(self.copies) is not int or self.copies < 0):
             raise UsageError(f"copies is a number of other nodes, not {self.copies!r}", hint="1 survives the loss of any one node")
@@ -103,7 +103,7 @@ class Memory:
 
     def on_nodes(self, root: str) -> NodeLocal:
         """Where the checkpoints of the run at ``root`` lie in each machine's memory."""
-        return NodeLocal(f"mem://{_name(root)}", self.copies, self.parity, self.pace)
+        return NodeLocal(f"memory://{_name(root)}", self.copies, self.parity, self.pace)
 
 
 def _name(root: str) -> str:

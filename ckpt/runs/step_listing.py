@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ckpt.catalog import DataFile
 from ckpt.concurrency import map_tasks
@@ -17,7 +16,7 @@ from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, Branches, CommitRecord, MemberCheckpoint, begun_last, left_at
 from ckpt.formats.native.datafiles.references import RunBackend
-from ckpt.formats.native.datafiles.referrers import references_of, remaining_files, remaining_references
+from ckpt.formats.native.datafiles.referrers import KnownRecords, references_of, remaining_files, remaining_references
 from ckpt.formats.native.paths import SOURCES, has_orphans, step_number
 from ckpt.formats.native.virtual import decode_sources
 from ckpt.io_backends.protocol import Backend
@@ -283,24 +282,8 @@ def _roots(sources: bytes, url: str) -> tuple[str, ...]:
     return tuple({source.root: None for source in decode_sources(sources, url)})
 
 
-# The steps of a run for a job that asks again and again.
-#
-# A run may have ten thousand steps, and each has a record of its own, so a save must not read them all to remove one. What a process has
-# read it keeps, and believes as long as the storage shows, in a listing that costs little, that the record is still the same object
-# (``Backend.version_tokens``). Nothing is concluded from a name alone: another job, or ``ckpt tag``, may have replaced what is behind it.
-#
-# Invariants: a token is older than the record that is kept with it, so that a record replaced in between is read again. Only checkpoints
-# that are committed and that no link leads to are kept.
-
-_APART = "/data/"
-"""Paths with this in them are no commit records: most of the objects of a run have it."""
 _FEW = 4000
 """Steps of a run that is looked at after each save."""
-
-
-class _Kept(NamedTuple):
-    token: str
-    step: Step
 
 
 class KnownSteps:
@@ -308,7 +291,7 @@ class KnownSteps:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._kept: dict[str, _Kept] = {}
+        self._records: KnownRecords[Step] = KnownRecords()
         self._count = 0
         """Directories of the run, when it was listed last."""
         self.waiting = self._most_waiting = 0
@@ -330,12 +313,7 @@ class KnownSteps:
         self._count = len(names)
         if itself is not None:
             return [itself]
-        tokens = backend.version_tokens(names, COMMIT_PATH, skip=_APART)  # before any record is read
-        if tokens is None:
-            return in_order(read_steps(backend, self._root, names).values())
-        before = self._kept
-        same = {n: before[n] for n in names if n in before and tokens.get(n) == before[n].token and backend.link(n) is None}
-        new = read_steps(backend, self._root, [n for n in names if n not in same])
-        kept = {n: _Kept(tokens[n], s) for n, s in new.items() if n in tokens and s.committed and s.link is None}
-        self._kept = {**same, **kept}
-        return in_order([*(kept.step for kept in same.values()), *new.values()])
+        steps = self._records.read(
+            backend, names, lambda new: read_steps(backend, self._root, new), lambda s: s.committed and s.link is None
+        )
+        return in_order(steps.values())

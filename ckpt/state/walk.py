@@ -218,7 +218,7 @@ class PerRank:
     ``value`` is anything that a state may hold without sharding: JSON values, tensors, nested containers, or objects with
     ``state_dict`` and ``load_state_dict``, but no modules and optimizers. Loading on as many ranks as saved gives each rank its own value
     back: objects take theirs, dicts and lists stay the same objects, tensors are new ones. Loading on another number of ranks calls
-    ``reshard``, and is an error without it. :class:`ckpt.rng.Generators` and :class:`ckpt.data.LoaderState` know better what is to
+    ``reshard``, and is an error without it. :class:`ckpt.training.Generators` and :class:`ckpt.training.LoaderState` know better what is to
     happen then for random number generators and data loaders.
 
     Example::

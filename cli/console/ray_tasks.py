@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt import settings
-from ckpt._version import __version__
 from ckpt.errors import CkptError, CorruptError, DeadlineError, RankFailedError, UsageError
 from ckpt.needs import attribute, needed
 from ckpt.net.rows import Row
 from ckpt.net.tasked_work import PartOrder
+from ckpt.settings import __version__
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import parse_json
 

@@ -10,11 +10,11 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt._version import __version__
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, RankFailedError, UsageError, error_to_json
 from ckpt.net.rows import Row
 from ckpt.net.tasked_work import PartEnded, PartOrder, TaskPart
+from ckpt.settings import __version__
 from ckpt.text import parse_json
 
 from .dividing import task_part

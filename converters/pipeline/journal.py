@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import xxhash
 
-from ckpt._version import __version__
 from ckpt.catalog import Catalog
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
@@ -23,6 +22,7 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
+from ckpt.settings import __version__
 from ckpt.text import parse_json
 
 # A conversion in the storage, from its begin to its end

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ckpt._version import __version__
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import FormatError, UsageError
@@ -17,6 +16,7 @@ from ckpt.formats.megatron.names import EMBEDDING
 from ckpt.formats.megatron.repair import RepairedTensor, repaired_catalog, repaired_states
 from ckpt.formats.megatron.training import CONTENT, MARK, STATE, MegatronCatalog
 from ckpt.plan import tree
+from ckpt.settings import __version__
 
 HINT = "say how the job put parameters into buckets: --job ddp_bucket_size=N, --job data_parallel_size=N, or another of its arguments"
 

@@ -231,7 +231,7 @@ def check_readable(backend: Backend, file: OutputFile) -> None:
     from safetensors import SafetensorError, safe_open
 
     path = f"{real_url(backend.url)}/{file.path}"
-    if not os.path.isfile(path):  # a memory:// URL counts as a file system, too
+    if not os.path.isfile(path):  # a inprocess:// URL counts as a file system, too
         return
     try:
         with safe_open(path, framework="np") as opened:

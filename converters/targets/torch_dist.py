@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from ckpt._version import __version__
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, publish_once
 from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose
@@ -29,6 +28,7 @@ from ckpt.formats.megatron.training import COMMON, CONTENT, KEPT, MARK
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
+from ckpt.settings import __version__
 from ckpt.state.tensors import torch_dtype
 
 from .dcp import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, index_of, metadata, saved

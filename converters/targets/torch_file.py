@@ -20,12 +20,12 @@ from ckpt.catalog import Grid
 from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.converters.select.selection import OutputSet, OutputTensor, choose
 from ckpt.dtypes import DType
+from ckpt.engine.view import StoredPerRank, StoredTensor, View
 from ckpt.errors import UsageError
 from ckpt.formats.external.base import ExternalCatalog, ExternalContents
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.tree_decoding import child_path
 from ckpt.state.tensors import torch_dtype
-from ckpt.view import StoredPerRank, StoredTensor, View
 
 # Archives as ``torch.save`` writes them, laid out before their tensors are read: zip files whose records are stored as they are.
 #

@@ -159,7 +159,7 @@ def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[
     catalog = _opened(source)
     contents = _point(catalog, SelectOptions(views=views, only=several(only), skip=several(skip))).contents()
     id = _id_of(contents)
-    backend = open_backend(f"memory://imported/{id}")
+    backend = open_backend(f"inprocess://imported/{id}")
     if read_record(backend) is None:
         write_index(
             CheckpointJournal(backend, id=id, previous=None),

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import xxhash
 
-from ckpt._version import __version__
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.settings import __version__
 from ckpt.text import parse_object
 
 from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem

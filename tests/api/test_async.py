@@ -472,7 +472,7 @@ def test_inference_tensors_have_no_version_and_are_set_aside(url: str, gate: Gat
 def test_a_change_that_is_going_on_while_the_state_is_captured() -> None:
     """torch counts a change only when the operation is over: what is captured meanwhile is neither the old nor the new."""
     for turn in range(8):
-        state, url = stepped("a", "b"), f"memory://going-on/{turn}"
+        state, url = stepped("a", "b"), f"inprocess://going-on/{turn}"
         handle = ckpt.save_async(url, state)
         by_hand(state, "b")
         handle.wait()

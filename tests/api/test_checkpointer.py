@@ -269,7 +269,7 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
         ({"memory": ckpt.Memory(), "local_keep": Latest(2)}, "local_keep= is for a local tier, and there is none", "ckpt.Memory(keep=2)"),
         ({"local_keep": Latest(2)}, "local_keep= is for a local tier, and there is none", "keep= says what stays at the root"),
         (
-            {"memory": ckpt.Memory(), "local": ckpt.NodeLocal("mem://fast")},
+            {"memory": ckpt.Memory(), "local": ckpt.NodeLocal("memory://fast")},
             "local= is in the memory of the machines, and so is memory=",
             "leave one of them out",
         ),

@@ -184,6 +184,25 @@ def test_publishing_that_falls_behind() -> None:
     assert alerts([*events, published, *(durable(n) for n in (5, 6, 7))], tiers=True) == [("publishing", 3), ("publishing", 7)]
 
 
+def test_publishing_that_stays_behind_is_said_once() -> None:
+    """Whenever one is published fewer wait for a moment, and the next save makes them as many again."""
+    events = [durable(n) for n in range(1, 4)]
+    for n in range(4, 20, 2):
+        events += [Event(kind="save.published", at=450.0, rank=0, ranks=4, root="r", step=n - 2, url="r/4"), durable(n), durable(n + 1)]
+    assert alerts(events, tiers=True) == [("publishing", 3)]
+
+
+def test_a_root_that_cannot_be_reached_is_said_once_while_local_saves_go_well() -> None:
+    def failed(error: str) -> Event:
+        return Event(kind="publish.failed", at=1.0, rank=0, ranks=4, root="r", step=None, error=error, reason="no answer")
+
+    published = Event(kind="save.published", at=450.0, rank=0, ranks=4, root="r", step=9, url="r/9")
+    down, full, limits = failed("StorageError"), failed("NoSpaceError"), Alerts(behind=99)
+    events = [event for n in range(1, 9) for event in (durable(n), down)]
+    assert alerts(events, limits, tiers=True) == [("storage", None)]
+    assert alerts([*events, full, full, published, full], limits, tiers=True) == [("storage", None)] * 3
+
+
 def test_storage_that_fails_is_said_once_until_it_works() -> None:
     failed = Event(
         kind="save.failed", at=1.0, rank=0, ranks=4, root="r", step=1, error="RankFailedError", reason="rank 2 raised NoSpaceError: full"

@@ -82,9 +82,9 @@ def test_what_may_have_changed_within_the_same_tick_is_read_again(tmp_path: Path
     assert read(known.list)[1] == {"step-1"}
 
 
-@pytest.mark.parametrize("scheme", ["file://", "memory://"])
+@pytest.mark.parametrize("scheme", ["file://", "inprocess://"])
 def test_storages_of_every_kind_are_listed_as_they_are(tmp_path: Path, scheme: str) -> None:
-    root = f"{scheme}{tmp_path}" if scheme == "file://" else f"memory://{tmp_path.name}"
+    root = f"{scheme}{tmp_path}" if scheme == "file://" else f"inprocess://{tmp_path.name}"
     known = KnownSteps(root)
     for n in (3, 1, 2):
         write_checkpoint(f"{root}/step-{n}", TINY, ranks=1)
@@ -261,3 +261,24 @@ def copied(root: Path, number: int) -> None:
     record = CommitRecord.from_bytes((root / "step-0" / "checkpoint.json").read_bytes(), "")
     (root / f"step-{number}").mkdir(exist_ok=True)
     (root / f"step-{number}" / "checkpoint.json").write_bytes(replace(record, id=f"{number:016d}").to_bytes())
+
+
+def test_a_save_that_replaces_a_step_reads_the_records_of_others_once(run: Path) -> None:
+    """Any of them may point into the files of the step that is replaced; what was read of a record is true while it is the same."""
+    others = {f"step-{n}" for n in range(8)} - {"step-3"}
+
+    def replace_step(number: int) -> set[str]:
+        url = str(run / "step-3")
+        _, records = read(lambda: ckpt.save(url, {"w": torch.full((4,), float(number))}))
+        assert torch.equal(ckpt.open(url)["w"][:], torch.full((4,), float(number)))
+        return records & others
+
+    assert replace_step(1) == others
+    assert replace_step(2) == set()
+    shutil.rmtree(run / "step-5")
+    import_checkpoint(str(run / "step-3"), str(run / "step-5"))
+    set_tags(open_backend(str(run / "step-1")), ["mine"])
+    assert replace_step(3) == {"step-1", "step-5"}
+    assert torch.equal(ckpt.open(str(run / "step-5"))["w"][:], torch.full((4,), 2.0))
+    shutil.rmtree(run / "step-5")
+    assert replace_step(4) == set()

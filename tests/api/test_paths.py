@@ -24,7 +24,7 @@ NOT_PLACES = {
     ("ckpt.export", "root"): "a key of the state",
     ("ckpt.monitors.Event", "url"): "a value that listeners get",
     ("ckpt.monitors.Event", "root"): "a value that listeners get",
-    ("ckpt.io_backends.MemoryBackend", "url"): "open_backend gives a backend text",
+    ("ckpt.io_backends.InProcessBackend", "url"): "open_backend gives a backend text",
     ("ckpt.io_backends.PosixBackend", "url"): "open_backend gives a backend text",
 }
 

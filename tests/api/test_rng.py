@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.errors import LayoutError, MismatchError, StateError, UsageError
-from ckpt.rng import Generators, derived, stream_of
+from ckpt.training.rng import Generators, derived, stream_of
 
 
 @pytest.fixture

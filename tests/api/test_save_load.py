@@ -29,7 +29,7 @@ from ckpt.errors import (
     StorageError,
     UsageError,
 )
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from tests.api.checked import data_files, described, files_below, raw, same, save
 from tests.formats import oracle
 
@@ -204,14 +204,14 @@ def test_urls_of_the_same_place(root: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_is_a_place() -> None:
-    MemoryBackend.reset()
-    ckpt.save("memory://a/b", {"a": torch.arange(5), "step": 3})
+    InProcessBackend.reset()
+    ckpt.save("inprocess://a/b", {"a": torch.arange(5), "step": 3})
     state: dict[str, Any] = {"a": torch.zeros(5, dtype=torch.int64), "step": 0}
-    ckpt.load("memory://a/b", state)
+    ckpt.load("inprocess://a/b", state)
     assert (state["a"].tolist(), state["step"]) == ([0, 1, 2, 3, 4], 3)
-    MemoryBackend.reset()
+    InProcessBackend.reset()
     with pytest.raises(NotFoundError):
-        ckpt.load("memory://a/b", {})
+        ckpt.load("inprocess://a/b", {})
 
 
 def _empty(url: str) -> None:

@@ -1,4 +1,4 @@
-"""``ckpt memory``, against a real daemon; and the commands that read and copy, on ``mem://``."""
+"""``ckpt memory``, against a real daemon; and the commands that read and copy, on ``memory://``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A run of two checkpoints in memory; ``CKPT_MEMORY_DIR`` of its daemon."""
     with daemon_in(tmp_path_factory.mktemp("memory")) as daemon:
         for step in (1, 2):
-            ckpt.save(f"mem://runs/a/step-{step:08d}", {"w": torch.arange(1000) * step})
+            ckpt.save(f"memory://runs/a/step-{step:08d}", {"w": torch.arange(1000) * step})
         yield str(daemon.folder)
 
 
@@ -49,32 +49,32 @@ def document(*args: object) -> Any:
 
 
 def test_commands_work_on_memory(tmp_path: Path) -> None:
-    assert "step-00000002" in command("ls", "mem://runs/a").stdout
-    assert command("verify", "mem://runs/a/step-00000001").exit_code == 0
-    assert command("diff", "mem://runs/a/step-00000001", "mem://runs/a/step-00000002").exit_code == 3
-    assert command("cp", "mem://runs/a/step-00000002", tmp_path / "out").exit_code == 0
-    assert command("diff", tmp_path / "out", "mem://runs/a/step-00000002").exit_code == 0
-    assert command("cp", tmp_path / "out", "mem://copies/2").exit_code == 0
-    assert torch.equal(ckpt.open("mem://copies/2")["w"].read(), torch.arange(1000) * 2)
-    assert document("memory", "--json", "drop", "mem://copies")["bytes"] > 8000
-    assert command("memory", "drop", "mem://copies").stdout == "nothing lies below mem://copies: dropped 0 B\n"
+    assert "step-00000002" in command("ls", "memory://runs/a").stdout
+    assert command("verify", "memory://runs/a/step-00000001").exit_code == 0
+    assert command("diff", "memory://runs/a/step-00000001", "memory://runs/a/step-00000002").exit_code == 3
+    assert command("cp", "memory://runs/a/step-00000002", tmp_path / "out").exit_code == 0
+    assert command("diff", tmp_path / "out", "memory://runs/a/step-00000002").exit_code == 0
+    assert command("cp", tmp_path / "out", "memory://copies/2").exit_code == 0
+    assert torch.equal(ckpt.open("memory://copies/2")["w"].read(), torch.arange(1000) * 2)
+    assert document("memory", "--json", "drop", "memory://copies")["bytes"] > 8000
+    assert command("memory", "drop", "memory://copies").stdout == "nothing lies below memory://copies: dropped 0 B\n"
 
 
 def test_status(run: str) -> None:
     status = document("memory", "status", "--json", "--listen")
     assert (status["folder"], list(status["by_checkpoint"])) == (run, ["runs/a/step-00000001", "runs/a/step-00000002"])
     text = command("memory", "status").stdout
-    assert "mem://runs/a/step-00000002" in text and f"{status['addresses'][0][0]}:{status['addresses'][0][1]}" in text
+    assert "memory://runs/a/step-00000002" in text and f"{status['addresses'][0][0]}:{status['addresses'][0][1]}" in text
 
 
 @pytest.mark.parametrize(
     "args",
     [
         ["drop"],
-        ["drop", "mem://"],
-        ["drop", "mem://a", "--all"],
-        ["drop", "mem://other:4000/runs/a"],
-        ["status", "mem://a"],
+        ["drop", "memory://"],
+        ["drop", "memory://a", "--all"],
+        ["drop", "memory://other:4000/runs/a"],
+        ["status", "memory://a"],
         ["stop"],
         ["sleep"],
         *(["status", "--budget", "1GiB"], ["stop", "--all", "--listen"], ["status", "--all"]),
@@ -86,34 +86,34 @@ def test_nothing_is_lost_by_mistake(args: list[str]) -> None:
 
 
 def test_stop_names_the_runs_that_would_be_lost() -> None:
-    ckpt.save("mem://runs/of-another-job/step-1", {"w": torch.ones(3)})
+    ckpt.save("memory://runs/of-another-job/step-1", {"w": torch.ones(3)})
     refused = command("memory", "stop")
     assert refused.exit_code == 2
-    assert re.search(r"mem://runs/of-another-job \(.* KiB, last saved .* s ago\), mem://runs/a \(", refused.output)
-    assert "ckpt memory drop mem://runs/of-another-job" in refused.output and "--all" in refused.output
-    assert command("memory", "drop", "mem://runs/of-another-job").exit_code == 0
+    assert re.search(r"memory://runs/of-another-job \(.* KiB, last saved .* s ago\), memory://runs/a \(", refused.output)
+    assert "ckpt memory drop memory://runs/of-another-job" in refused.output and "--all" in refused.output
+    assert command("memory", "drop", "memory://runs/of-another-job").exit_code == 0
 
 
 def test_the_log_of_a_run_is_no_checkpoint() -> None:
-    with ckpt.Checkpointer("mem://runs/logged", save=EverySteps(1)) as c:
+    with ckpt.Checkpointer("memory://runs/logged", save=EverySteps(1)) as c:
         c.step(1, {"w": torch.ones(3)})
-    with ckpt.Checkpointer("mem://runs/logged", save=EverySteps(1)) as c:
+    with ckpt.Checkpointer("memory://runs/logged", save=EverySteps(1)) as c:
         c.restore({"w": torch.ones(3)})
     assert "runs/logged/ckpt-log.json" in [each.path for each in client.connect().list("runs/logged")]
     assert [path for path in document("memory", "status", "--json")["by_checkpoint"] if "logged" in path] == ["runs/logged/step-00000001"]
-    assert command("memory", "drop", "mem://runs/logged").exit_code == 0
+    assert command("memory", "drop", "memory://runs/logged").exit_code == 0
 
 
 def test_what_others_refer_to_is_not_dropped() -> None:
     # Names that no other test saves: a process does not ask again about a tensor that has changed from save to save.
     state = {"kept in memory": torch.arange(300_000.0), "moved in memory": torch.zeros(300_000)}
-    ckpt.save("mem://runs/b/step-1", state, reusable=True)
+    ckpt.save("memory://runs/b/step-1", state, reusable=True)
     state["moved in memory"] = torch.ones(300_000)
-    ckpt.save("mem://runs/b/step-2", state, base="mem://runs/b/step-1")
-    refused = command("memory", "drop", "mem://runs/b/step-1")
-    assert refused.exit_code == 30 and "mem://runs/b/step-2" in refused.output
-    assert torch.equal(ckpt.open("mem://runs/b/step-2")["kept in memory"].read(), torch.arange(300_000.0))
-    assert [command("memory", "drop", f"mem://runs/b/step-{n}").exit_code for n in (2, 1)] == [0, 0]
+    ckpt.save("memory://runs/b/step-2", state, base="memory://runs/b/step-1")
+    refused = command("memory", "drop", "memory://runs/b/step-1")
+    assert refused.exit_code == 30 and "memory://runs/b/step-2" in refused.output
+    assert torch.equal(ckpt.open("memory://runs/b/step-2")["kept in memory"].read(), torch.arange(300_000.0))
+    assert [command("memory", "drop", f"memory://runs/b/step-{n}").exit_code for n in (2, 1)] == [0, 0]
 
 
 def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             time.sleep(0.05)
         assert document("memory", "status", "--json")["budget"] == 5 << 20
         assert command("memory", "serve").exit_code == 32  # there is one
-        ckpt.save("mem://a", {"w": torch.ones(3)})
+        ckpt.save("memory://a", {"w": torch.ones(3)})
         assert command("memory", "stop").exit_code == 2
         assert document("memory", "stop", "--all", "--json") == {"pid": daemon.pid}
         assert daemon.wait(10) == 0

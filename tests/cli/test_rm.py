@@ -17,7 +17,7 @@ from ckpt import units
 from ckpt.cli.main import cli
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.formats.native.writer import set_tags
-from ckpt.io_backends import MemoryBackend, open_backend
+from ckpt.io_backends import InProcessBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 
 FROZEN = torch.arange(20_000, dtype=torch.float32)
@@ -36,10 +36,10 @@ def refused(url: str, code: int, *texts: str) -> None:
     assert everything(open_backend(url)) == before
 
 
-@pytest.mark.parametrize("scheme", ["", "local://", "memory://"])
+@pytest.mark.parametrize("scheme", ["", "local://", "inprocess://"])
 def test_one_goes_and_nothing_else(tmp_path: Path, scheme: str) -> None:
-    MemoryBackend.reset()
-    root = f"memory://{tmp_path.name}/run" if scheme == "memory://" else f"{scheme}{tmp_path}/run"
+    InProcessBackend.reset()
+    root = f"inprocess://{tmp_path.name}/run" if scheme == "inprocess://" else f"{scheme}{tmp_path}/run"
     for n in (1, 2):
         ckpt.save(f"{root}/step-{n}", {"x": torch.full((10,), float(n))})
     url, before = f"{root}/step-1", everything(open_backend(root))

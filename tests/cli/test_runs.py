@@ -45,7 +45,7 @@ def test_step_numbers(name: str, number: int | None) -> None:
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_run_is_listed_by_step(tmp_path: Path, scheme: str) -> None:
-    root = str(tmp_path) if scheme == "file" else f"memory://{tmp_path.name}"
+    root = str(tmp_path) if scheme == "file" else f"inprocess://{tmp_path.name}"
     for name, ranks in (("step-10", 1), ("step-9", 3), ("final", 2)):
         write_checkpoint(f"{root}/{name}", sample(), ranks=ranks)
     steps = list_steps(root)

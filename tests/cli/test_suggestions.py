@@ -55,7 +55,7 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_checkpoint(str(tmp_path / "final"), sample())
     monkeypatch.chdir(tmp_path)
     assert "did you mean final?" in run("inspect", "finl")[1]
-    assert run("inspect", "memory://nothing")[0] == 10
+    assert run("inspect", "inprocess://nothing")[0] == 10
 
 
 def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:

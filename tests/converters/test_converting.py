@@ -265,7 +265,7 @@ def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("to", ["native", "hf", "torch", "dcp"])
 def test_storage_that_is_no_file_system(tmp_path: Path, to: str) -> None:
-    url, made = str(tmp_path / "s"), f"memory://convert-{to}/made"
+    url, made = str(tmp_path / "s"), f"inprocess://convert-{to}/made"
     ckpt.save(url, tensors())
     convert(url, made, to=to, verify=True)
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())

@@ -21,7 +21,7 @@ from ckpt.converters.pipeline.target import OutputFile, OutputOptions
 from ckpt.converters.select.selection import SelectOptions, choose_weights
 from ckpt.converters.targets.hf import plan
 from ckpt.dtypes import DTYPES
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.plan import views
 from ckpt.plan.views import LogicalTensor
 from tests.box_strategies import grids
@@ -40,7 +40,9 @@ def catalogs(draw: st.DrawFn) -> StateCatalog:
         entries[name] = TensorEntry(name=name, dtype=KIND, shape=shape, grid=grid)
         owners[name] = np.array([draw(st.sampled_from(RANKS)) for _ in range(len(grid))], dtype=np.int64)
     nodes = {name: {"$tensor": name} for name in entries}
-    return StateCatalog(url="memory://x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=nodes, world_size=4)
+    return StateCatalog(
+        url="inprocess://x", backend=InProcessBackend("inprocess://x"), tensors=entries, owners=owners, state=nodes, world_size=4
+    )
 
 
 def respelled(shapes: Any) -> dict[str, LogicalTensor]:
@@ -163,7 +165,7 @@ def test_tensors_cut_by_rows_need_no_windows_and_aggregators_share_the_rest() ->
     entries = {n: TensorEntry(name=n, dtype=KIND, shape=shape, grid=g) for n, g in {"rows": rows, "columns": columns}.items()}
     owners = dict.fromkeys(entries, np.array(RANKS))
     state = {n: {"$tensor": n} for n in entries}
-    catalog = StateCatalog(url="x", backend=MemoryBackend("memory://x"), tensors=entries, owners=owners, state=state, world_size=4)
+    catalog = StateCatalog(url="x", backend=InProcessBackend("inprocess://x"), tensors=entries, owners=owners, state=state, world_size=4)
     chosen = choose_weights(catalog, SelectOptions())
     files = plan(chosen, OutputOptions(id="", url="x", shard_size=None, name="x", previous=None)).files
     found = WritePlanner(catalog, chosen.tensors, files, RANKS).plan("ranges", [0], 64 << 20)

@@ -432,10 +432,10 @@ def test_coded_source_and_storage_that_is_no_file_system(files: Path, tmp_path: 
     weights = {n: ckpt.open(str(source))[n].read() for n in read_all(source) if n.startswith("model.")}
     ckpt.save(str(tmp_path / "coded"), {"model": {n.removeprefix("model."): t for n, t in weights.items()}}, codec="zstd")
     arguments = {"num_attention_heads": 4, "padded_vocab_size": 48, "transformer_impl": "local"}
-    convert(tmp_path / "coded", "memory://megatron/coded", tensor=2, arguments=arguments)
-    convert(source, "memory://megatron/whole", tensor=2)
+    convert(tmp_path / "coded", "inprocess://megatron/coded", tensor=2, arguments=arguments)
+    convert(source, "inprocess://megatron/whole", tensor=2)
     for made in ("coded", "whole"):
-        view = ckpt.open(f"memory://megatron/{made}")
+        view = ckpt.open(f"inprocess://megatron/{made}")
         for name, tensor in weights.items():
             assert torch.equal(view[name].read(), tensor), name
         assert view["model.embedding.word_embeddings.weight"].shape == (42, 24)

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from ckpt.data import Batches, LoaderState, ResumableLoader
 from ckpt.errors import ConsistencyError, MismatchError, StateError, UsageError
+from ckpt.training import Batches, LoaderState, ResumableLoader
 from tests.data.datasets import Buffered, Counting, Numbers, Queue
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.data import Batches, Position, share, shuffled
 from ckpt.errors import StateError, UsageError
+from ckpt.training.data import Batches, Position, share, shuffled
 
 
 @st.composite

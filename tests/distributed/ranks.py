@@ -54,7 +54,7 @@ PRELOAD = (
     "zstandard",
     "encodings.idna",
     "ckpt.api",
-    "ckpt.data",
+    "ckpt.training.data",
     "ckpt.engine.dry_run.load",
     "ckpt.engine.dry_run.save",
     "ckpt.engine.load.load",

@@ -297,6 +297,36 @@ def test_no_step_and_no_save_waits_for_deletes(ranks: Ranks, tmp_path: Path) -> 
         time.sleep(0.05)
 
 
+def wrong_steps(root: str, wrong: object, method: str, local: bool) -> list[tuple[int, str, str]]:
+    """Rank 1 gives a wrong number of the step once, at step 3; every rank goes on. What each was told, and at which step."""
+    told = []
+    more = {"local": f"{root}-local"} if local else {}
+    with ckpt.Checkpointer(f"{root}/run", save=EverySteps(1), timeout=20, **more) as c:
+        for n in range(1, 6):
+            given = wrong if n == 3 and dist.get_rank() == 1 else n
+            state = {"x": torch.full((3,), float(n))}
+            for call in (lambda: getattr(c, method)(given, state), c.wait):  # noqa: B023  called at once
+                try:
+                    call()
+                except CkptError as err:
+                    told.append((n, type(err).__name__, str(err)))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "method", "local"), [(-1, "save", False), ("3", "step", False), (None, "step", True), (7, "save", True)], ids=str
+)
+def test_a_wrong_step_on_one_rank_fails_that_save_on_all(ranks: Ranks, tmp_path: Path, wrong: object, method: str, local: bool) -> None:
+    of_others, own = ranks.run(2, wrong_steps, str(tmp_path), wrong, method, local)
+    names = ("ConsistencyError", "ConsistencyError") if wrong == 7 else ("RankFailedError", "UsageError")
+    assert [(n, name) for n, name, _ in (*of_others, *own)] == [(3, names[0]), (3, names[1])]
+    assert all(("step-00000007" if wrong == 7 else repr(wrong)) in text for _, _, text in (*of_others, *own))
+    assert wrong == 7 or "rank 1 raised UsageError" in of_others[0][2]
+    for folder in ("run", *(["-local"] if local else ())):
+        steps = [s.number for s in ckpt.list_steps(f"{tmp_path}{folder if folder != 'run' else '/run'}") if s.committed]
+        assert steps == ([1, 2, 4, 5] if folder == "run" else [5])
+
+
 def hiccups(root: str, where: str) -> list[tuple[int, str]]:
     """On rank 1 something of its own raises once, at step 2, and once when it restores; every rank catches it, and trains on."""
     who, told = dist.get_rank() == 1, []

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -29,6 +28,7 @@ from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.net.group import LaunchedProcesses, first_host, launched
 from tests.distributed.ranks import Lost, Ranks
+from tests.ports import free_ports
 
 TENSORS = 6
 
@@ -50,14 +50,6 @@ def name(i: int) -> str:
 def state(shift: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5 + shift)
     return {"model": {name(i): torch.randn(40 + 10 * i, 100, generator=generator) for i in range(TENSORS)}, "step": 7}
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def torchrun_like(port: int, rank: int, size: int) -> dict[str, str]:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckpt
-from ckpt.ema import Average
 from ckpt.errors import StateError, UsageError
+from ckpt.training import Average
 from tests.distributed.models import mesh_of
 from tests.distributed.ranks import Ranks
 

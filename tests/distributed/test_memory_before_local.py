@@ -59,7 +59,7 @@ def test_each_range_comes_from_the_nearest_place(ranks: Ranks, tmp_path: Path, m
         assert ranks.run(2, train, run, [0, 1], range(1, 6), 0, shared) == [(None, "None")] * 2
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(first.folder))
         name = first.list()[0].path.partition("/")[0]
-        assert steps_at(f"mem://{name}") == [4, 5]
+        assert steps_at(f"memory://{name}") == [4, 5]
         assert steps_at(tmp_path / ("shared" if shared else "disk0"))[-1] == steps_at(tmp_path / "root")[-1] == 5
         second.stop()
         results = ranks.run(2, train, run, [0, 1], range(0), 1, shared)

@@ -17,7 +17,7 @@ from ckpt.nodes.memory.client import MemoryClient
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
 
-URL = "mem://run/step-00000001"
+URL = "memory://run/step-00000001"
 
 
 def state(placement: Placement, factor: int) -> dict[str, object]:

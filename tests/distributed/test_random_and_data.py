@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import ckpt
-from ckpt.data import Batches, LoaderState, ResumableLoader
-from ckpt.rng import Generators
+from ckpt.training import Batches, Generators, LoaderState, ResumableLoader
 from tests.data.datasets import Buffered, Counting, Elastic, Numbers, Queue, Splitting
 from tests.distributed.ranks import Ranks, RanksFailedError
 

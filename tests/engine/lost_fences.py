@@ -231,7 +231,7 @@ def campaign(name: str, saves: int, width: int = WIDTH) -> Counter[str]:
     for turn in range(saves):
         loop = Loop(width)
         change = CASES[name].start(loop)
-        outcomes[outcome(f"memory://lost-fences/{turn % 2}", loop.state(), change)] += 1
+        outcomes[outcome(f"inprocess://lost-fences/{turn % 2}", loop.state(), change)] += 1
     return outcomes
 
 

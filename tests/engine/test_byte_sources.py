@@ -20,7 +20,7 @@ from ckpt.engine.digest_reader import DigestReader, Verify
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.mesh import Mesh
@@ -76,7 +76,7 @@ class LiveCatalog(CatalogDefaults):
     tensors: dict[str, TensorEntry]
     url: str = "a live state"
     format: str = "a live state"
-    backend: Backend = field(default_factory=partial(MemoryBackend, "memory://nothing"))
+    backend: Backend = field(default_factory=partial(InProcessBackend, "inprocess://nothing"))
     state: Any = None
     world_size: int = 4
 

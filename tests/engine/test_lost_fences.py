@@ -16,7 +16,7 @@ from ckpt.engine.save.capture import Capture
 from ckpt.errors import ConsistencyError
 from tests.engine.lost_fences import CASES, Loop, outcome
 
-URL = "memory://lost-fences/test"
+URL = "inprocess://lost-fences/test"
 
 
 @pytest.mark.parametrize("staging", [None, 4 << 20])

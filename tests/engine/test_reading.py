@@ -17,7 +17,7 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
 from tests.api.checked import empty_directory
@@ -48,7 +48,7 @@ def sizes(request: pytest.FixtureRequest) -> Iterator[None]:
 @settings(max_examples=60)
 @given(st.data(), samples(), st.sampled_from(MODES), st.sampled_from(list(SIZES)), st.integers(1, 2))
 def test_any_boxes_of_anything(data: st.DataObject, stored: list[Sample], mode: Any, kind: str, spread: int) -> None:
-    backend = MemoryBackend("memory://" + "reading")
+    backend = InProcessBackend("inprocess://" + "reading")
     for path in [e.path for e in backend.list_prefix("")]:
         backend.delete(path)
     save(backend, stored)

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from tests.distributed.ranks import Ranks
 from tests.failures import rich
 from tests.failures.damage import Copy
@@ -43,18 +43,18 @@ def root(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "posix":
         yield request.getfixturevalue("directory")
         return
-    MemoryBackend.reset()
-    yield "memory://failures"
-    MemoryBackend.reset()
+    InProcessBackend.reset()
+    yield "inprocess://failures"
+    InProcessBackend.reset()
 
 
 @pytest.fixture(scope="module")
 def copy() -> Iterator[Copy]:
     """A checkpoint with one of everything, to be spoiled."""
-    MemoryBackend.reset()
-    rich.save("memory://hostile")
-    yield Copy("memory://hostile")
-    MemoryBackend.reset()
+    InProcessBackend.reset()
+    rich.save("inprocess://hostile")
+    yield Copy("inprocess://hostile")
+    InProcessBackend.reset()
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copy(directory: Path) -> Copy:
-    return Copy.of(directory, f"memory://{directory.parent.name}")
+    return Copy.of(directory, f"inprocess://{directory.parent.name}")
 
 
 def leave(nbytes: int) -> None:

@@ -23,7 +23,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPT_SPANS", "off")  # they are outside of the chain of digests
         ckpt.save(str(directory), state(1))
-    return Copy.of(directory, "memory://flipped")
+    return Copy.of(directory, "inprocess://flipped")
 
 
 def flipped(copy: Copy, path: str, numbers: range) -> Iterator[int]:

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
 from ckpt.cli.main import cli
+from ckpt.engine.view import StoredTensor
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError
 from ckpt.formats.dcp.metadata import read_metadata
 from ckpt.formats.registry import find_format, list_foreign, open_catalog
 from ckpt.io_backends.registry import open_backend
-from ckpt.view import StoredTensor
 from tests.formats import reading
 from tests.formats.reading import FIXTURES, counted
 

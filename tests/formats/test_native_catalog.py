@@ -19,7 +19,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.faulty import FaultyBackend
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from tests.formats.native_sample import ID, contents_of, read, sample, samples, save, two_ranks, write_data
 
@@ -28,8 +28,8 @@ OTHER = "f" * 16
 
 @pytest.fixture
 def backend():
-    MemoryBackend.reset()
-    return open_backend("memory://c")
+    InProcessBackend.reset()
+    return open_backend("inprocess://c")
 
 
 def on_disk(root: Path) -> list[Path]:
@@ -50,13 +50,13 @@ def flip(path: Path, at: int) -> None:
 
 @given(samples())
 def test_round_trip(made):
-    MemoryBackend.reset()
-    backend = open_backend("memory://c")
+    InProcessBackend.reset()
+    backend = open_backend("inprocess://c")
     record = save(backend, made, state={"step": [1, 2.5]})
     catalog = NativeCatalog(backend)
     assert catalog.record == record == CommitRecord.from_bytes(backend.read("checkpoint.json"), "there")
     assert record.tensor_bytes == sum(s.data.size for s in made)
-    assert (catalog.format, catalog.url, catalog.state, catalog.ranks) == ("ckpt 1", "memory://c", {"step": [1, 2.5]}, {})
+    assert (catalog.format, catalog.url, catalog.state, catalog.ranks) == ("ckpt 1", "inprocess://c", {"step": [1, 2.5]}, {})
     assert set(catalog.tensors) == {s.name for s in made}
     for s in made:
         entry = catalog.tensors[s.name]
@@ -118,7 +118,7 @@ def test_threads_read_a_header_once(backend):
 
 
 def test_nothing_there(backend):
-    with pytest.raises(NotFoundError, match="memory://c"):
+    with pytest.raises(NotFoundError, match="inprocess://c"):
         NativeCatalog(backend)
     backend.put_if("notes.txt", b"x", expected=None)
     with pytest.raises(NotFoundError):

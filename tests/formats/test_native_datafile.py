@@ -29,7 +29,7 @@ from ckpt.formats.native.datafiles.datafile import (
     plan_data_files,
 )
 from ckpt.formats.native.datafiles.header import parse_header
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
 from tests.formats.native_sample import ID, coded_samples, sample, samples, two_ranks, write_data
@@ -439,8 +439,8 @@ def test_header_of_another_length():
 
 
 def test_every_flipped_byte_of_a_header_is_found():
-    MemoryBackend.reset()
-    backend = open_backend("memory://flips")
+    InProcessBackend.reset()
+    backend = open_backend("inprocess://flips")
     rows, _ = write_data(backend, two_ranks())
     for row in rows:
         header = backend.read(row.path, 0, row.header)

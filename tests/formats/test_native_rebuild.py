@@ -15,7 +15,7 @@ from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.rebuild import rebuild
 from ckpt.formats.native.writer import write_index
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
 from tests.formats.native_sample import ID, Sample, coded_samples, read, sample, samples, save, two_ranks, write_data
@@ -26,8 +26,8 @@ OTHER = "f" * 16
 
 @pytest.fixture
 def backend():
-    MemoryBackend.reset()
-    return open_backend("memory://r")
+    InProcessBackend.reset()
+    return open_backend("inprocess://r")
 
 
 def cells_of(grid):
@@ -37,8 +37,8 @@ def cells_of(grid):
 
 @given(samples())
 def test_round_trip(made):
-    MemoryBackend.reset()
-    backend = open_backend("memory://r")
+    InProcessBackend.reset()
+    backend = open_backend("inprocess://r")
     rows, where = write_data(backend, made)
     if not rows:
         with pytest.raises(NotFoundError, match=ID):
@@ -172,7 +172,7 @@ def test_truncated_files(backend, size):
     put(backend, row.path, backend.read(row.path)[:size])
     with pytest.raises(CorruptError) as caught:
         rebuild(backend, ID)
-    assert caught.value.where == f"memory://r/{row.path}"
+    assert caught.value.where == f"inprocess://r/{row.path}"
 
 
 def test_a_length_that_cannot_be(backend):

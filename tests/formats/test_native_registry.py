@@ -69,8 +69,8 @@ def test_formats_of_other_distributions(tmp_path, monkeypatch):
 
     def open_foreign(backend):
         opened.append(backend.url)
-        save(open_backend("memory://foreign"), two_ranks())
-        return NativeCatalog(open_backend("memory://foreign"))
+        save(open_backend("inprocess://foreign"), two_ranks())
+        return NativeCatalog(open_backend("inprocess://foreign"))
 
     ours = [f.name for f in formats()]
     foreign = Format(

@@ -11,7 +11,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import committed_id, read_record, write_index
 from ckpt.io_backends.faulty import Fault, FaultyBackend, SimulatedCrash
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from tests.formats.native_sample import ID, contents_of, read, sample, save, two_ranks, write_data
 from tests.pairwise import pairwise
@@ -23,8 +23,8 @@ NEW = [sample("v", "int16", (5,), ranks=(1,))]
 
 @pytest.fixture
 def backend():
-    MemoryBackend.reset()
-    return open_backend("memory://w")
+    InProcessBackend.reset()
+    return open_backend("inprocess://w")
 
 
 def paths(backend, prefix=""):
@@ -156,8 +156,8 @@ def test_index_files_of_others_are_not_removed(backend):
 
 def operations():
     """What a write_index without a fault asks of the storage."""
-    MemoryBackend.reset()
-    inner = open_backend("memory://w")
+    InProcessBackend.reset()
+    inner = open_backend("inprocess://w")
     save(inner, OLD)
     contents = new_contents(inner)
     counted = FaultyBackend(inner)
@@ -172,8 +172,8 @@ FAULTS = ("error", "error after", "no_space", "no_space after", "crash", "crash 
 @pytest.mark.parametrize(("kind", "fault", "at"), pairwise(["memory", "posix"], FAULTS, range(len(OPERATIONS))))
 def test_a_fault_at_every_operation(kind, fault, at, tmp_path):
     fault = Fault(at=at, kind=fault.split()[0], after="after" in fault, lose_unsynced="crash" in fault, seed=at)
-    MemoryBackend.reset()
-    inner = open_backend("memory://w" if kind == "memory" else str(tmp_path))
+    InProcessBackend.reset()
+    inner = open_backend("inprocess://w" if kind == "memory" else str(tmp_path))
     save(inner, OLD)
     contents = new_contents(inner)
     faulty = FaultyBackend(inner, fault)

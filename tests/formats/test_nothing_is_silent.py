@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.view import StoredTensor
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.registry import open_catalog
-from ckpt.view import StoredTensor
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
 from tests.formats.test_deepspeed import SOME, Job

@@ -230,19 +230,19 @@ def test_a_whole_state_dict_into_a_model(tmp_path):
     assert same(again.weight, model.weight)
 
 
-@pytest.mark.parametrize("url", ["memory://torchzip/a/x.bin", "memory://torchzip/a"])
+@pytest.mark.parametrize("url", ["inprocess://torchzip/a/x.bin", "inprocess://torchzip/a"])
 def test_any_backend(url, tmp_path):
     from ckpt.io_backends.registry import open_backend
 
     data = (FIXTURES / "fsdp/fsdp1_full_orig0/full.pt").read_bytes()
-    backend = open_backend("memory://torchzip")
+    backend = open_backend("inprocess://torchzip")
     with backend.create("a/x.bin", len(data)) as writer:
         writer.write(0, [data])
         writer.commit()
     try:
         assert same(ckpt.open(url)["model.m.l0.bias"].read(), torch.load(io.BytesIO(data))["model"]["m.l0.bias"])
         with pytest.raises(NotFoundError):
-            ckpt.open("memory://torchzip/b.bin")
+            ckpt.open("inprocess://torchzip/b.bin")
     finally:
         backend.delete("a/x.bin")
 

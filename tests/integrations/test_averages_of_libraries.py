@@ -108,7 +108,7 @@ def test_a_save_before_the_line_of_a_library(start: Callable[[Loop], Change], mo
         over.set()
 
     monkeypatch.setattr(Capture, "_fill", late)
-    assert outcome("memory://averages/a", loop.state(), line) == LIBRARIES[start]
+    assert outcome("inprocess://averages/a", loop.state(), line) == LIBRARIES[start]
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
         for turn in range(int(sys.argv[1])):
             loop = Loop()
             change = start(loop)
-            outcomes[outcome(f"memory://averages/{turn % 2}", loop.state(), change)] += 1
+            outcomes[outcome(f"inprocess://averages/{turn % 2}", loop.state(), change)] += 1
         print(f"{start.__name__:40} {dict(outcomes)}", flush=True)
 
 

@@ -272,8 +272,8 @@ def test_what_values_decide_about_has_to_be_filled_in_the_end() -> None:
     tensors = {"w": W, "v": torch.ones(2, 2)}
     layer = OneLayer(load, w=(6, 4), v=(2, 2))
     with pytest.raises(CoverageError, match="v: 4 of 4 elements"):
-        load_into(layer, tensors, "memory://decided")
-    assert load_into(layer, tensors | {"v": -torch.ones(2, 2)}, "memory://decided").fallbacks.keys() == {"v"}
+        load_into(layer, tensors, "inprocess://decided")
+    assert load_into(layer, tensors | {"v": -torch.ones(2, 2)}, "inprocess://decided").fallbacks.keys() == {"v"}
     assert torch.equal(layer.w, W) and torch.equal(layer.v, -torch.ones(2, 2))
 
 
@@ -289,10 +289,10 @@ def test_staged_tensors_may_not_overwrite_others() -> None:
 
     tensors = {"a": W[:3], "b": W[2:]}
     with pytest.raises(CoverageError, match="wrote staged tensors over parts of a parameter that others fill") as refused:
-        load_into(OneLayer(sure), tensors, "memory://over")
+        load_into(OneLayer(sure), tensors, "inprocess://over")
     assert "stage those too" in str(refused.value)
     layer = OneLayer(load)
-    assert load_into(layer, tensors, "memory://over").fallbacks.keys() == {"a", "b"}  # both are asked for values
+    assert load_into(layer, tensors, "inprocess://over").fallbacks.keys() == {"a", "b"}  # both are asked for values
     assert torch.equal(layer.w, torch.cat([W[:2], W[2:] + 1]))
 
 
@@ -301,7 +301,7 @@ def test_what_is_overwritten_is_named() -> None:
         layer.w.data.copy_(loaded)
 
     layer = OneLayer(load)
-    recorded = load_into(layer, {"first": W, "last": W + 1}, "memory://last")
+    recorded = load_into(layer, {"first": W, "last": W + 1}, "inprocess://last")
     assert recorded.overwritten == {"first": "last"} and recorded.unused == ("first",) and recorded.fallbacks == {}
     assert torch.equal(layer.w, W + 1)
 
@@ -311,7 +311,7 @@ def test_the_last_of_writes_that_overlap_counts() -> None:
         (layer.w.data[:4] if name == "first" else layer.w.data[2:]).copy_(loaded)
 
     layer = OneLayer(load)
-    recorded = load_into(layer, {"first": W[:4], "last": -W[:4]}, "memory://overlap")
+    recorded = load_into(layer, {"first": W[:4], "last": -W[:4]}, "inprocess://overlap")
     assert recorded.fallbacks == {
         "first": "a part of w that it fills is filled again by last",
         "last": "it fills a part of w that first has filled before",
@@ -324,7 +324,7 @@ def test_a_computed_tensor_comes_before_one_that_overwrites_it() -> None:
         layer.w.data.copy_(loaded * 2 if name == "first" else loaded)
 
     layer = OneLayer(load)
-    assert load_into(layer, {"first": W, "last": -W}, "memory://before").fallbacks.keys() == {"first", "last"}
+    assert load_into(layer, {"first": W, "last": -W}, "inprocess://before").fallbacks.keys() == {"first", "last"}
     assert torch.equal(layer.w, -W)
 
 
@@ -334,7 +334,7 @@ def test_zeros_written_after_a_tensor_stay() -> None:
         layer.w.data[4:].zero_()
 
     layer = OneLayer(load)
-    recorded = load_into(layer, {"w": W}, "memory://zeros")
+    recorded = load_into(layer, {"w": W}, "inprocess://zeros")
     assert recorded.fallbacks == {"w": "a part of w that it fills is filled again by load_weights itself"}
     assert torch.equal(layer.w, torch.cat([W[:4], torch.zeros(2, 4)]))
 
@@ -347,7 +347,7 @@ def test_places_of_different_dtypes_get_the_stored_values() -> None:
     layer = OneLayer(load)
     layer.register_buffer("short", torch.zeros(6, 4, dtype=torch.float16))
     tensor = W + 1e-3
-    assert load_into(layer, {"w": tensor}, "memory://half").fallbacks == {"w": "it goes to parameters of different dtypes"}
+    assert load_into(layer, {"w": tensor}, "inprocess://half").fallbacks == {"w": "it goes to parameters of different dtypes"}
     assert torch.equal(layer.w, tensor) and torch.equal(layer.short, tensor.half())
 
 
@@ -362,7 +362,7 @@ def test_memory_that_a_loader_keeps_between_tensors_is_followed() -> None:
             layer.w.data.copy_(kept.pop("buffer").t().contiguous().t())
 
     layer = OneLayer(load)
-    assert load_into(layer, {"q": W[:3], "k": W[3:]}, "memory://kept").fallbacks.keys() == {"q", "k"}
+    assert load_into(layer, {"q": W[:3], "k": W[3:]}, "inprocess://kept").fallbacks.keys() == {"q", "k"}
     assert torch.equal(layer.w, W)
 
 
@@ -415,7 +415,7 @@ def test_a_question_that_the_loader_hushes_up_counts() -> None:
         layer.w.data.copy_(loaded * 2 if large else loaded)
 
     layer = OneLayer(load)
-    assert load_into(layer, {"w": W}, "memory://hushed").fallbacks == {"w": "load_weights asks for its values (__bool__)"}
+    assert load_into(layer, {"w": W}, "inprocess://hushed").fallbacks == {"w": "load_weights asks for its values (__bool__)"}
     assert torch.equal(layer.w, W * 2)
 
 
@@ -437,9 +437,9 @@ def test_a_state_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     recorded = record(layer.load_weights, described({"w": W}), layer)
     part = recorded.state["w"]
     part.layout = replace(part.layout, mesh=ckpt.Mesh(("engine",), (1,), (3,)))
-    ckpt.save("memory://rank", {"w": W})
+    ckpt.save("inprocess://rank", {"w": W})
     with pytest.raises(LayoutError, match="it has 1 parts here, where its layout gives rank 0 0"):
-        ckpt.load("memory://rank", recorded.state)
+        ckpt.load("inprocess://rank", recorded.state)
 
 
 # ------------------------------------------------------------------------------------------------------------- odd memories
@@ -454,8 +454,8 @@ def test_parameters_with_padded_rows_and_turned_ones() -> None:
             params[name].copy_(loaded)
 
     recorded = record(load, described({"a": W, "b": W + 1}), params)
-    ckpt.save("memory://padded", {"a": W, "b": W + 1})
-    ckpt.load("memory://padded", recorded.state)
+    ckpt.save("inprocess://padded", {"a": W, "b": W + 1})
+    ckpt.load("inprocess://padded", recorded.state)
     recorded.finish()
     assert torch.equal(padded, W) and torch.equal(turned, W + 1)
     assert (padded.as_strided((6, 8), (8, 1))[:, 4:] == -1).all()
@@ -470,8 +470,8 @@ def test_parameters_in_one_buffer() -> None:
             params[name].copy_(loaded if name == "a" else loaded.t())
 
     recorded = record(load, described({"a": W, "b": W + 1}), params)
-    ckpt.save("memory://buffer", {"a": W, "b": W + 1})
-    ckpt.load("memory://buffer", recorded.state)
+    ckpt.save("inprocess://buffer", {"a": W, "b": W + 1})
+    ckpt.load("inprocess://buffer", recorded.state)
     assert torch.equal(params["a"], W) and torch.equal(params["b"], (W + 1).t())
     assert (buffer[:10] == -1).all() and (buffer[58:] == -1).all()
 
@@ -489,8 +489,8 @@ def test_small_dtypes_keep_their_bits() -> None:
 
     recorded = record(load, described(tensors), params)
     assert recorded.fallbacks == {}
-    ckpt.save("memory://small", tensors)
-    ckpt.load("memory://small", recorded.state)
+    ckpt.save("inprocess://small", tensors)
+    ckpt.load("inprocess://small", recorded.state)
     assert torch.equal(params["e4m3"], eight.view(torch.uint8)[8:])
     assert torch.equal(params["int"], eight) and torch.equal(params["e5m2"].view(torch.int8), eight)
 

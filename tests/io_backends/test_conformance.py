@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.io_backends import Backend, FaultyBackend, MemoryBackend, PosixBackend
+from ckpt.io_backends import Backend, FaultyBackend, InProcessBackend, PosixBackend
 from ckpt.io_backends.conformance import BackendConformance
 from ckpt.io_backends.conformance.writing import WritingRows
 
@@ -30,12 +30,12 @@ class TestPosixDirect(WritingRows):
 class TestMemory(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
-        MemoryBackend.reset()
-        return MemoryBackend("memory://test/root")
+        InProcessBackend.reset()
+        return InProcessBackend("inprocess://test/root")
 
 
 class TestFaultyWithoutFault(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
-        MemoryBackend.reset()
-        return FaultyBackend(MemoryBackend("memory://test/root"))
+        InProcessBackend.reset()
+        return FaultyBackend(InProcessBackend("inprocess://test/root"))

@@ -18,7 +18,7 @@ from ckpt.io_backends import (
     Fault,
     FaultyBackend,
     FaultyProcess,
-    MemoryBackend,
+    InProcessBackend,
     PosixBackend,
     SimulatedCrash,
     join_url,
@@ -44,8 +44,8 @@ def save(backend: Backend) -> None:
 
 @pytest.fixture(params=["memory", "posix"])
 def inner(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
-    MemoryBackend.reset()
-    return MemoryBackend("memory://x") if request.param == "memory" else PosixBackend(str(tmp_path / "root"))
+    InProcessBackend.reset()
+    return InProcessBackend("inprocess://x") if request.param == "memory" else PosixBackend(str(tmp_path / "root"))
 
 
 def test_counts_operations(inner: Backend) -> None:
@@ -207,11 +207,11 @@ def test_no_result_reaches_a_crashed_process(inner: Backend) -> None:
 
 
 def test_backends_of_one_process_crash_together() -> None:
-    MemoryBackend.reset()
+    InProcessBackend.reset()
     process = FaultyProcess(Fault(at=2, kind="crash"))
     with wrap_backends(process.wrap):
-        run = open_backend("memory://run")
-        step = open_backend(join_url("memory://run", "step-1"))
+        run = open_backend("inprocess://run")
+        step = open_backend(join_url("inprocess://run", "step-1"))
     run.list_dir()
     step.put_if("a", b"x", expected=None)
     with pytest.raises(SimulatedCrash):
@@ -219,7 +219,7 @@ def test_backends_of_one_process_crash_together() -> None:
     with pytest.raises(SimulatedCrash):
         step.read("a")
     assert process.log == ("list_dir ", "put_if a", "delete step-1/a")
-    assert MemoryBackend("memory://run").read("step-1/a") == b"x"
+    assert InProcessBackend("inprocess://run").read("step-1/a") == b"x"
 
 
 def test_crash_reaches_other_threads(inner: Backend) -> None:

@@ -75,7 +75,7 @@ def test_a_scheme_whose_package_is_missing_is_named() -> None:
 
 
 def test_a_scheme_that_nobody_knows() -> None:
-    with pytest.raises(UsageError, match="known: file, mem, memory"):
+    with pytest.raises(UsageError, match="known: file, inprocess, memory"):
         open_backend("nonsense://bucket/run")
 
 

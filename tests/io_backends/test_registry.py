@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.io_backends import Backend, FaultyBackend, MemoryBackend, PosixBackend, join_url, open_backend, wrap_backends
+from ckpt.io_backends import Backend, FaultyBackend, InProcessBackend, PosixBackend, join_url, open_backend, wrap_backends
+from ckpt.nodes.memory.backend import MemoryBackend
 
 
-class OtherBackend(MemoryBackend):
+class OtherBackend(InProcessBackend):
     """Stands for a backend of another package."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url.replace("other://", "memory://"))
+        super().__init__(url.replace("other://", "inprocess://"))
 
 
 def register(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
@@ -39,8 +40,8 @@ def register(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
         ("FILE:///a/b", PosixBackend, "/a/b"),
         ("/odd/x://y", PosixBackend, "/odd/x:/y"),
         ("/a:/b", PosixBackend, "/a:/b"),
-        ("memory://name", MemoryBackend, "memory://name"),
-        ("memory://name/step-1/", MemoryBackend, "memory://name/step-1"),
+        ("inprocess://name", InProcessBackend, "inprocess://name"),
+        ("inprocess://name/step-1/", InProcessBackend, "inprocess://name/step-1"),
     ],
 )
 def test_opens(url: str, kind: type[Backend], root: str) -> None:
@@ -50,28 +51,36 @@ def test_opens(url: str, kind: type[Backend], root: str) -> None:
 
 
 def test_memory_is_shared_by_name() -> None:
-    MemoryBackend.reset()
-    open_backend("memory://run").put_if("step-1/a", b"x", expected=None)
-    assert open_backend("memory://run/step-1").read("a") == b"x"
-    assert open_backend("memory://ru").list_dir() == []
-    MemoryBackend.reset()
-    assert open_backend("memory://run").list_dir() == []
+    InProcessBackend.reset()
+    open_backend("inprocess://run").put_if("step-1/a", b"x", expected=None)
+    assert open_backend("inprocess://run/step-1").read("a") == b"x"
+    assert open_backend("inprocess://ru").list_dir() == []
+    InProcessBackend.reset()
+    assert open_backend("inprocess://run").list_dir() == []
 
 
-@pytest.mark.parametrize("url", ["memory://", "memory:///a", "memory://a//b", "memory://a/../b"])
-def test_no_memory_url(url: str) -> None:
+@pytest.mark.parametrize("url", ["inprocess://", "inprocess:///a", "inprocess://a//b", "inprocess://a/../b"])
+def test_no_inprocess_url(url: str) -> None:
     with pytest.raises(UsageError):
         open_backend(url)
 
 
 def test_unknown_scheme_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, other="nowhere:Nothing")
-    for url in ("gopher://x/y", "simplecache::memory://x"):
-        with pytest.raises(UsageError, match="known: file, mem, memory, other") as error:
+    for url in ("gopher://x/y", "simplecache::inprocess://x"):
+        with pytest.raises(UsageError, match="known: file, inprocess, memory, other") as error:
             open_backend(url)
         assert url.partition("://")[0] in error.value.message
         assert error.value.hint is not None
         assert "ckpt.io_backends" in error.value.hint
+
+
+def test_two_memories_are_told_apart() -> None:
+    """Neither is a few letters from the other: one is lost with the process."""
+    with pytest.raises(UsageError, match="no storage backend for mem://") as error:
+        open_backend("mem://runs/a")
+    assert "memory://" in str(error.value.hint) and "inprocess://" in str(error.value.hint)
+    assert type(open_backend("memory://runs/a")) is MemoryBackend
 
 
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +104,7 @@ def test_refuses_what_is_no_url(open_it: Callable[[Any], object]) -> None:
         open_it(str(Path("s3://bucket/run")))
     with pytest.raises(UsageError, match="lost a slash"):
         open_it(Path("s3://bucket/run"))
-    for url in ("mem:run", "s3:bucket/run"):
+    for url in ("inprocess:run", "mem:run", "memory:run", "s3:bucket/run"):
         with pytest.raises(UsageError, match="without its slashes") as caught:
             open_it(url)
         assert url.replace(":", "://") in str(caught.value.hint)
@@ -109,7 +118,7 @@ def test_refuses_what_is_no_url(open_it: Callable[[Any], object]) -> None:
         (("/a/", "b/c", "d"), "/a/b/c/d"),
         (("/", "a"), "/a"),
         (("s3://bucket", "run", "step-1"), "s3://bucket/run/step-1"),
-        (("memory://x/", "y"), "memory://x/y"),
+        (("inprocess://x/", "y"), "inprocess://x/y"),
         ((".", "a"), "./a"),
     ],
 )
@@ -126,14 +135,14 @@ def test_join_url_stays_below_the_root(part: str) -> None:
 def test_wrap_backends_nests_and_ends() -> None:
     with wrap_backends(FaultyBackend):
         with wrap_backends(FaultyBackend):
-            outer = open_backend("memory://x")
+            outer = open_backend("inprocess://x")
             assert isinstance(outer, FaultyBackend)
             assert isinstance(outer._inner, FaultyBackend)
-        assert type(open_backend("memory://x")._inner) is MemoryBackend  # type: ignore[attr-defined]
+        assert type(open_backend("inprocess://x")._inner) is InProcessBackend  # type: ignore[attr-defined]
         with pytest.raises(UsageError), wrap_backends(FaultyBackend):
             open_backend("")
-        assert type(open_backend("memory://x")._inner) is MemoryBackend  # type: ignore[attr-defined]
-    assert type(open_backend("memory://x")) is MemoryBackend
+        assert type(open_backend("inprocess://x")._inner) is InProcessBackend  # type: ignore[attr-defined]
+    assert type(open_backend("inprocess://x")) is InProcessBackend
 
 
 def test_importing_is_light() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.io_backends import PosixBackend
-from ckpt.io_backends.memory import MemoryBackend
+from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.posix import shared_file as posix_shared
 from ckpt.io_backends.shared import left_behind, remove_left
 
@@ -101,4 +101,4 @@ def test_file_systems_without_a_coherent_cache_want_whole_parts(
 
 
 def test_storage_that_cannot(tmp_path: Path) -> None:
-    assert MemoryBackend(f"memory://{tmp_path.name}").create_shared("a", 10) is None
+    assert InProcessBackend(f"inprocess://{tmp_path.name}").create_shared("a", 10) is None

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
 from ckpt.errors import AccessError, CkptError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends import Backend, MemoryBackend, open_backend
+from ckpt.io_backends import Backend, InProcessBackend, open_backend
 from ckpt.io_backends import registry as storage_options
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.fsspec.errors import mapped
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_understood(tmp_path: Path, monkeypatch: pytest.Mo
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("url", ["/a/b", "run", "file:///a", "memory://a"])
+@pytest.mark.parametrize("url", ["/a/b", "run", "file:///a", "inprocess://a"])
 def test_paths_have_no_options(url: str) -> None:
     with pytest.raises(UsageError, match="no storage options"):
         ckpt.configure_storage(url, {"auto_mkdir": True})
@@ -143,9 +143,9 @@ def test_a_forked_child_makes_a_given_file_system_anew() -> None:
     child.join()
 
 
-class Takes(MemoryBackend):
+class Takes(InProcessBackend):
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
-        super().__init__(url.replace("other://", "memory://"))
+        super().__init__(url.replace("other://", "inprocess://"))
         self.given = storage_options
 
 
@@ -157,7 +157,7 @@ def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_backend("other://a").given is None  # type: ignore[attr-defined]
     ckpt.configure_storage("other://a", {"mine": 1})
     assert open_backend("other://a/b").given == {"mine": 1}  # type: ignore[attr-defined]
-    made[0] = MemoryBackend
+    made[0] = InProcessBackend
     with pytest.raises(UsageError, match="takes no storage options: mine"):
         open_backend("other://a/b")
 

@@ -76,8 +76,10 @@ def test_strangers_who_say_nothing_take_neither_the_files_nor_the_threads_of_a_t
     assert files < 128 and threads < 10
 
 
-def test_peers_that_prove_themselves_leave_files_to_the_program(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_that_prove_themselves_leave_files_to_the_program(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those for whom there is no room wait at the port, and are served once others have gone."""
+    monkeypatch.setattr(connections, "_conversing", set())  # those of this server alone
+    monkeypatch.setattr(connections, "_PART", 8)
     port, served = socket.create_server(("127.0.0.1", 0)), list[str]()
 
     def serve(channel: Channel) -> None:
@@ -94,17 +96,16 @@ def test_peers_that_prove_themselves_leave_files_to_the_program(caplog: pytest.L
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, 2 * len(os.listdir("/proc/self/fd"))), limits[1]))
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
-        connections._PART, before = 8, connections._PART
         peers += [reach() for _ in range(most)]
-        wait_until(lambda: len(server) == most)
+        wait_until(lambda: len(served) == most)
         last.start()
+        wait_until(lambda: "others wait to be served" in caplog.text)
         time.sleep(0.5)
-        assert len(served) == most and "others wait to be served" in caplog.text
+        assert len(served) == most
         peers.pop(0).close()
         last.join(20)
         assert len(peers) == most
     finally:
-        connections._PART = before
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for peer in peers:
             peer.close()

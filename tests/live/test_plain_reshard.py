@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt import Flat, GlobalShape, Interleaved, Layout, Mesh, OnMesh, PerRank, Replicate, Shard, Stage, Uneven, experts, live, pipeline
 from ckpt.errors import CkptError, ConsistencyError, CoverageError, MismatchError, NamesError, ShapeError, UsageError
-from ckpt.rng import Generators
+from ckpt.training import Generators
 from tests.distributed.ranks import Ranks
 from tests.plan.layout_strategies import numbered
 

@@ -27,7 +27,7 @@ from ckpt.live import Sink, Source, Version
 from ckpt.live.control import new_secret
 from ckpt.live.offered import SourceConnection
 from ckpt.live.take import Puller
-from ckpt.rng import Generators
+from ckpt.training import Generators
 from tests.distributed.ranks import Ranks
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, until, wait_for
 

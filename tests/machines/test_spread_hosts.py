@@ -63,7 +63,7 @@ def restore(folder: str) -> tuple[int | None, tuple[int, ...], bool | None, int]
     uncopied = c._spread.finish()
     daemon = client.connect()
     (run,) = {known.path.split("/")[0] for known in daemon.list()}
-    return start, uncopied, copies_seen(f"mem://{run}/step-{start:08d}"), daemon.status()["lent"]
+    return start, uncopied, copies_seen(f"memory://{run}/step-{start:08d}"), daemon.status()["lent"]
 
 
 def test_cut_off_in_the_middle_of_a_copy(bed: Bed, tmp_path: Path) -> None:

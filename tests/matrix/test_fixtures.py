@@ -20,7 +20,7 @@ from ckpt.cli.main import cli
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
-from ckpt.view import StoredTensor
+from ckpt.engine.view import StoredTensor
 from tests.formats.megatron_files import load
 from tests.formats.reading import FIXTURES, same
 from tests.matrix.cases import CASES, ONE_OF_EACH, Case

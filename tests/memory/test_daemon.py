@@ -39,7 +39,7 @@ def train(first, capture):
     for step in itertools.count(int(first)):
         state["w"].fill_(step)
         state["step"] = step
-        ckpt.save_async(f"mem://run/step-{step:08d}", state, capture=capture).result()
+        ckpt.save_async(f"memory://run/step-{step:08d}", state, capture=capture).result()
         print("saved", step, flush=True)
         client.connect().drop(f"run/step-{step - 2:08d}")
 
@@ -104,7 +104,7 @@ def test_a_killed_trainer_loses_nothing_that_was_committed(daemon: MemoryClient,
             assert steps[-1] >= last and len(steps) >= 2
             for step in steps[-2:]:
                 state = {"w": torch.empty(1 << 18), "step": 0}
-                ckpt.load(f"mem://run/step-{step:08d}", state)
+                ckpt.load(f"memory://run/step-{step:08d}", state)
                 assert state["step"] == step and bool((state["w"] == float(step)).all())
             await_nothing_lent(daemon)
             last = steps[-1]
@@ -167,15 +167,15 @@ class TestBudget:
         monkeypatch.setenv("CKPT_MEMORY_BUDGET", "8MiB")
         with daemon_in(tmp_path) as daemon:
             state = {"w": torch.ones(MIB)}  # 4 MiB
-            ckpt.save("mem://run/step-00000001", state)
+            ckpt.save("memory://run/step-00000001", state)
             with pytest.raises(NoSpaceError) as error:
-                ckpt.save_async("mem://run/step-00000002", state)
-            for part in ("mem://run/step-00000001: 4.", "8.0 MiB", "CKPT_MEMORY_BUDGET", "ckpt memory drop"):
+                ckpt.save_async("memory://run/step-00000002", state)
+            for part in ("memory://run/step-00000001: 4.", "8.0 MiB", "CKPT_MEMORY_BUDGET", "ckpt memory drop"):
                 assert part in str(error.value)
             await_nothing_lent(daemon)
             assert committed() == ["step-00000001"]
             assert daemon.drop("run/step-00000001") > 4 * MIB
-            ckpt.save("mem://run/step-00000002", state)
+            ckpt.save("memory://run/step-00000002", state)
             assert daemon.status()["objects"] <= daemon.status()["budget"]
 
     def test_no_budget_by_mistake(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,10 +278,10 @@ import torch, ckpt
 def anonymous():
     return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) >> 10
 state = {"w": torch.ones(16 << 20)}
-ckpt.save_async("mem://run/step-00000001", {"w": torch.ones(5)}).result()
+ckpt.save_async("memory://run/step-00000001", {"w": torch.ones(5)}).result()
 before = anonymous()
 for step in (2, 3):
-    ckpt.save_async(f"mem://run/step-0000000{step}", state, capture="eager").result()
+    ckpt.save_async(f"memory://run/step-0000000{step}", state, capture="eager").result()
 print(anonymous() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -344,14 +344,14 @@ ctypes.memset(address + (2 << 20), 2, 1)
 
 def test_a_flipped_byte_is_found(daemon: MemoryClient) -> None:
     state = {"w": torch.ones(MIB)}
-    ckpt.save("mem://run/step-00000001", state)
+    ckpt.save("memory://run/step-00000001", state)
     pid = daemon.status()["pid"]
     (data,) = [fd for fd in memfds(pid) if os.access(f"/proc/{pid}/fd/{fd}", os.W_OK) and is_writable(pid, fd)]
     with open(f"/proc/{pid}/fd/{data}", "r+b") as file:
         file.seek(2 * MIB)
         file.write(b"\xff")
     with pytest.raises(CorruptError, match="w"):
-        ckpt.load("mem://run/step-00000001", state)
+        ckpt.load("memory://run/step-00000001", state)
 
 
 def is_writable(pid: int, fd: str) -> bool:
@@ -488,7 +488,7 @@ def test_a_hanging_daemon_ends_a_save_within_the_deadline_of_that(tmp_path: Path
         pid = daemon.status()["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            for save in (lambda: ckpt.save("mem://run/step-1", state, timeout=3), lambda: c.save(3, state).result()):
+            for save in (lambda: ckpt.save("memory://run/step-1", state, timeout=3), lambda: c.save(3, state).result()):
                 began = time.monotonic()
                 with pytest.raises(StorageError, match="has not answered"):
                     save()
@@ -496,13 +496,13 @@ def test_a_hanging_daemon_ends_a_save_within_the_deadline_of_that(tmp_path: Path
         finally:
             os.kill(pid, signal.SIGCONT)
         c.handle = None
-        ckpt.save("mem://run/step-1", state, timeout=30)
+        ckpt.save("memory://run/step-1", state, timeout=30)
         assert "run/step-1/checkpoint.json" in [each.path for each in daemon.list()]
 
 
 def test_a_daemon_that_dies_is_started_again(tmp_path: Path) -> None:
     with daemon_in(tmp_path) as daemon:
-        ckpt.save("mem://run/step-00000001", {"w": torch.ones(3)})
+        ckpt.save("memory://run/step-00000001", {"w": torch.ones(3)})
         loan = daemon.lend(10)
         pid = daemon.status()["pid"]
         os.kill(pid, signal.SIGKILL)
@@ -511,8 +511,8 @@ def test_a_daemon_that_dies_is_started_again(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="gone"):
             loan.put("run/f")
         with pytest.raises(NotFoundError):
-            ckpt.load("mem://run/step-00000001", {"w": torch.ones(3)})
-        ckpt.save("mem://run/step-00000001", {"w": torch.ones(3)})
+            ckpt.load("memory://run/step-00000001", {"w": torch.ones(3)})
+        ckpt.save("memory://run/step-00000001", {"w": torch.ones(3)})
         assert committed() == ["step-00000001"]
 
 

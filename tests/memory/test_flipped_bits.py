@@ -25,12 +25,12 @@ MIB = 1 << 20
 def test_in_a_load_from_another_machine(daemon: MemoryClient) -> None:
     """What was wrong is read once more."""
     wanted = torch.arange(2 * MIB)
-    ckpt.save("mem://run/step-00000001", {"w": wanted})
+    ckpt.save("memory://run/step-00000001", {"w": wanted})
     with flipping(daemon.addresses()[0], 9 * MIB, up=False) as proxy:
         address = f"127.0.0.1:{proxy.address[1]}"
         client.trust(address, daemon.secret())
         state = {"w": torch.zeros_like(wanted)}
-        ckpt.load(f"mem://{address}/run/step-00000001", state)
+        ckpt.load(f"memory://{address}/run/step-00000001", state)
         assert torch.equal(state["w"], wanted) and proxy.flipped == 1
 
 

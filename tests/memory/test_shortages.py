@@ -59,7 +59,7 @@ def test_a_machine_whose_memory_is_full(tmp_path: Path, monkeypatch: pytest.Monk
         assert full.status()["lent"] == 0
     for said in (free, short):  # two MiB a step: the first one fits
         assert [text is None for text in said] == [True, False, False, True, True], said
-    assert all("NoSpaceError" in text and "mem://another-job: 5.0 MiB" in text for text in short[1:3])
+    assert all("NoSpaceError" in text and "memory://another-job: 5.0 MiB" in text for text in short[1:3])
     assert all("rank 1 raised NoSpaceError" in text for text in free[1:3])
     assert [s.number for s in ckpt.list_steps(f"{tmp_path}/root") if s.committed] == [5]
 

@@ -28,7 +28,7 @@ from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundErr
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import began, moment_of
 from ckpt.formats.native.writer import committed_id, set_tags
-from ckpt.io_backends import MemoryBackend, open_backend
+from ckpt.io_backends import InProcessBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.posix import conditional_put
@@ -104,7 +104,7 @@ def found(url: str) -> int | None:
 
 
 def prepared(root: str, replacing: bool) -> str:
-    MemoryBackend.reset()
+    InProcessBackend.reset()
     if replacing:
         ckpt.save(f"{root}/step-1", state(OLD))
     return f"{root}/step-1"
@@ -115,7 +115,7 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
     """The clearing begins before one operation of the save, stops before any of its own, and goes on before a later one of the save: by
     default every second one, turn by turn, so that all pairs of the three are there."""
     turns = 1 if pytestconfig.getoption("--slow") else 2
-    root = "memory://clearing/run"
+    root = "inprocess://clearing/run"
     url = prepared(root, replacing)
     counted, cleared = FaultyProcess(), Clearing(root, 10**6)
     with wrap_backends(counted.wrap):
@@ -151,7 +151,7 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
 @pytest.mark.parametrize("meanwhile", ["gc", "tag"])
 def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str) -> None:
     """Also if a ``ckpt gc`` takes the checkpoint before it for an orphan meanwhile, or somebody tags the new one."""
-    root = "memory://clearing/run"
+    root = "inprocess://clearing/run"
     url = prepared(root, replacing=True)
     counted, clearing = FaultyProcess(), Clearing(root, 14)
     with wrap_backends(counted.wrap):
@@ -177,7 +177,7 @@ def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str)
 
 def test_a_clearing_leaves_the_mark_of_another_that_may_go_on() -> None:
     """It finds the save committed and removes nothing; the other may be about to remove a file, which the save has to see."""
-    url = prepared("memory://clearing/run", replacing=True)
+    url = prepared("inprocess://clearing/run", replacing=True)
     backend, id = open_backend(url), str(committed_id(open_backend(url)))
     put(backend, f"index-{id}/clearing", b"")
     assert not clear(backend, id, "", [f"data/{id}-00000.safetensors"], lambda: id)
@@ -186,7 +186,7 @@ def test_a_clearing_leaves_the_mark_of_another_that_may_go_on() -> None:
 
 
 def test_without_room_for_a_mark_the_record_is_looked_at_before_each_file() -> None:
-    url = prepared("memory://clearing/run", replacing=True)
+    url = prepared("inprocess://clearing/run", replacing=True)
     backend, id = open_backend(url), str(committed_id(open_backend(url)))
     full = FaultyBackend(backend, Fault(at=0, kind="no_space"))
     answers = iter([None, id, id, id])  # it is committed since

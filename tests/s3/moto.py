@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from tests.s3.rgw import NotStartedError, answers, free_ports
+from tests.ports import free_ports
+from tests.s3.rgw import NotStartedError, answers
 
 SECONDS = 60.0
 

@@ -22,6 +22,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import free_ports
+
 COMMANDS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "ceph-authtool", "monmaptool", "setpriv")
 KEY, SECRET = "testkey", "testsecret"
 SECONDS = 60.0
@@ -158,12 +160,6 @@ def requests(control: str) -> int:
         with asking.makefile("rb") as answer:
             found = json.loads(answer.read(int.from_bytes(answer.read(4), "big")))
     return int(found["rgw"]["req"])
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
 
 
 def answers(endpoint: str) -> bool:

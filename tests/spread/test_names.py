@@ -12,7 +12,7 @@ import ckpt
 from ckpt.errors import CkptError, StorageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import current_group
-from ckpt.nodes.memory.backend import MemBackend
+from ckpt.nodes.memory.backend import MemoryBackend
 from ckpt.policies import EverySteps
 from ckpt.runs.node_tier import Memory, SpreadTier, is_memory
 
@@ -21,7 +21,7 @@ from ckpt.runs.node_tier import Memory, SpreadTier, is_memory
 def test_a_root_of_any_name_has_its_place(root: str) -> None:
     directory = Memory().on_nodes(root).directory
     assert is_memory(str(directory))
-    assert isinstance(open_backend(directory), MemBackend)
+    assert isinstance(open_backend(directory), MemoryBackend)
 
 
 def test_roots_of_one_name_have_different_places() -> None:

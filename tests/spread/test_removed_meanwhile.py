@@ -22,7 +22,7 @@ from tests.memory.daemons import daemon_in
 
 
 def in_memory(name: str, prefix: str) -> Backend:
-    return open_backend(f"mem://{name}/{prefix}".rstrip("/"))
+    return open_backend(f"memory://{name}/{prefix}".rstrip("/"))
 
 
 @pytest.mark.parametrize("before", [(SpreadFiles, "of"), (FileCopy, "_finish")])

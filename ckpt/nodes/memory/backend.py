@@ -1,5 +1,5 @@
-"""Objects in the memory of this machine, ``mem://path``, as the memory daemon holds them: they outlive the process. And those of another
-machine, ``mem://host:port/path``, to read.
+"""Objects in the memory of this machine, ``memory://path``, as the memory daemon holds them: they outlive the process. And those of another
+machine, ``memory://host:port/path``, to read.
 
 Reads copy from the object's own pages. The daemon is asked once for each object, and again only when some object was deleted or replaced
 since: it counts these in a page that every client maps.
@@ -82,11 +82,11 @@ class ObjectsBackend(Backend):
 # A new object in the memory of this machine. Its bytes are put where they stay; those that lie there already are only counted.
 
 
-class MemWriter(WriterBase):
+class MemoryWriter(WriterBase):
     """An object of the daemon while it is filled."""
 
     def __init__(self, loan: Loan, path: str) -> None:
-        super().__init__(where=f"mem://{path}", size=loan.size)
+        super().__init__(where=f"memory://{path}", size=loan.size)
         self._loan = loan
         self._path = path
         self._data = loan.data
@@ -110,17 +110,18 @@ class MemWriter(WriterBase):
         self._loan.close()
 
 
-SCHEME = "mem://"
+SCHEME = "memory://"
 
 
-class MemBackend(ObjectsBackend):
+class MemoryBackend(ObjectsBackend):
     """Objects below a prefix, which the daemon of this machine has. It is started by what writes; without it nothing is there to read."""
 
     def __init__(self, url: str) -> None:
         root = url.removeprefix(SCHEME).rstrip("/")
         if not url.startswith(SCHEME):
             raise UsageError(
-                f"{url!r} is not a mem:// URL", hint="write mem://runs/a for this machine's memory, mem://host:port/runs/a for another's"
+                f"{url!r} is not a memory:// URL",
+                hint="write memory://runs/a for this machine's memory, memory://host:port/runs/a for another's",
             )
         if root.startswith("/"):
             raise UsageError(
@@ -212,7 +213,7 @@ class MemBackend(ObjectsBackend):
     def prepare(self) -> None:
         """Start the daemon, if none runs."""
         if not self._root:
-            raise UsageError("this URL is all memory of the machine, not a place in it", where=SCHEME, hint="mem://runs/a/step-00000100")
+            raise UsageError("this URL is all memory of the machine, not a place in it", where=SCHEME, hint="memory://runs/a/step-00000100")
         client.connect()
 
     def create(self, path: str, size: int) -> Writer:
@@ -221,7 +222,7 @@ class MemBackend(ObjectsBackend):
         check_size(size, f"{SCHEME}{key}")
         daemon = client.connect()
         _check_free(daemon, key)
-        return MemWriter(daemon.lend(size), key)
+        return MemoryWriter(daemon.lend(size), key)
 
     def lend(self, size: int) -> Loan:
         """See ``Backend.lend``."""
@@ -233,7 +234,7 @@ class MemBackend(ObjectsBackend):
         if not isinstance(memory, Loan):
             raise UsageError("this memory was lent by another storage", where=f"{SCHEME}{key}", hint="please report this")
         _check_free(client.connect(), key)
-        return MemWriter(memory, key)
+        return MemoryWriter(memory, key)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """See ``Backend.put_if``."""
@@ -283,27 +284,27 @@ def _fill(opened: MappedObject, offset: int, view: memoryview) -> None:
         filled += os.preadv(opened.file, [view[filled:]], offset + filled)
 
 
-# Objects in the memory of another machine, ``mem://host:port/path``: to read, over TCP, with the secret of its daemon.
+# Objects in the memory of another machine, ``memory://host:port/path``: to read, over TCP, with the secret of its daemon.
 
 
 def open_memory(url: str) -> ObjectsBackend:
-    """The backend for a ``mem://`` URL: the memory of this machine, or of the one that it names."""
-    return RemoteMemBackend(url) if is_remote(url) else MemBackend(url)
+    """The backend for a ``memory://`` URL: the memory of this machine, or of the one that it names."""
+    return RemoteMemoryBackend(url) if is_remote(url) else MemoryBackend(url)
 
 
 def is_remote(url: str) -> bool:
     """Whether a URL names the memory of another machine: its first part ends with a port."""
-    host, colon, port = url.removeprefix("mem://").partition("/")[0].rpartition(":")
+    host, colon, port = url.removeprefix("memory://").partition("/")[0].rpartition(":")
     return bool(host and colon and port.isdecimal())
 
 
-class RemoteMemBackend(ObjectsBackend):
+class RemoteMemoryBackend(ObjectsBackend):
     """Objects below a prefix, which the daemon of another machine has. They cannot be changed from here."""
 
     def __init__(self, url: str) -> None:
         if not is_remote(url):
-            raise UsageError(f"{url!r} does not name the memory of another machine", hint="write mem://host:port/path")
-        self._address, _, root = url.removeprefix("mem://").rstrip("/").partition("/")
+            raise UsageError(f"{url!r} does not name the memory of another machine", hint="write memory://host:port/path")
+        self._address, _, root = url.removeprefix("memory://").rstrip("/").partition("/")
         split_host(self._address)
         super().__init__(root)
         self._memory = RemoteMemory(self._address, secret_for(self._address))
@@ -311,7 +312,7 @@ class RemoteMemBackend(ObjectsBackend):
     @property
     def url(self) -> str:
         """The root, without a trailing slash."""
-        return f"mem://{self._address}/{self._root}".rstrip("/")
+        return f"memory://{self._address}/{self._root}".rstrip("/")
 
     @property
     def io_hints(self) -> IOHints:
@@ -368,5 +369,5 @@ class RemoteMemBackend(ObjectsBackend):
         return AccessError(
             "the memory of another machine is only read",
             where=self.url,
-            hint="save to mem:// on that machine, or copy with `ckpt cp` there",
+            hint="save to memory:// on that machine, or copy with `ckpt cp` there",
         )

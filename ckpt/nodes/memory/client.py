@@ -125,7 +125,9 @@ class MemoryClient:
             connection = self._try_to_connect()
         if connection is None:
             raise NotFoundError(
-                "no memory daemon runs", where=str(self.folder), hint="it starts with the first save to mem://, or by `ckpt memory serve`"
+                "no memory daemon runs",
+                where=str(self.folder),
+                hint="it starts with the first save to memory://, or by `ckpt memory serve`; inprocess:// is this process alone",
             )
         self._mappings.clear()  # of another daemon, perhaps
         self._idle.clear()

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt._version import __version__
 from ckpt.errors import AccessError, CkptError, FormatError, UsageError, error_to_json
+from ckpt.settings import __version__
 
 from . import connection as place
 from .messages import PROTOCOL, Message, close_all, receive, send

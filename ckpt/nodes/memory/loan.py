@@ -183,7 +183,7 @@ class Loan:
         except OSError as err:
             if isinstance(err, CkptError):
                 raise
-            raise StorageError(f"what was filled cannot be protected: {err}", where=f"mem://{path}", hint="save again") from err
+            raise StorageError(f"what was filled cannot be protected: {err}", where=f"memory://{path}", hint="save again") from err
         finally:
             self.close()
         return MemoryObject.of(answer["object"])

@@ -122,7 +122,7 @@ class MemoryServer:
         known, file = self._store.open(path)
         if offset < 0 or length < 0 or offset + length > known.size:
             os.close(file)
-            raise CorruptError(f"bytes [{offset}, {offset + length}) were wanted, but it has {known.size}", where=f"mem://{path}")
+            raise CorruptError(f"bytes [{offset}, {offset + length}) were wanted, but it has {known.size}", where=f"memory://{path}")
         return {"object": known.row()}, ObjectRange(file, offset, length)
 
 
@@ -196,7 +196,7 @@ class RemoteMemory:
 
     def _answer(self, question: Message, kind: Kind) -> Message:
         """An answer without bytes behind it, of this kind: one of another form is that of another release."""
-        where, hint = f"mem://{self.address}", "use the same release of ckpt on both machines"
+        where, hint = f"memory://{self.address}", "use the same release of ckpt on both machines"
         answer: Message = checked(self._ask(question), kind, "answer of a memory daemon", where, hint)
         return answer
 
@@ -214,7 +214,7 @@ class RemoteMemory:
     @contextmanager
     def _channel(self) -> Iterator[Channel]:
         """A connection for one question. One that failed is closed: what comes next on it is unknown."""
-        where = f"mem://{self.address}"
+        where = f"memory://{self.address}"
         try:
             channel = self._idle.take(self._dial)
             try:
@@ -239,7 +239,7 @@ class RemoteMemory:
         except AccessError as err:
             raise AccessError(
                 "the memory daemon of that machine has another secret",
-                where=f"mem://{self.address}",
+                where=f"memory://{self.address}",
                 hint="set CKPT_MEMORY_SECRET, the same on all machines, before their daemons start",
             ) from err
 
@@ -249,6 +249,6 @@ def _addresses(host: str, port: int) -> list[tuple[str, int]]:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as err:
         raise StorageError(
-            f"the name of the machine is not known here: {err.strerror}", where=f"mem://{host}:{port}", hint="check it"
+            f"the name of the machine is not known here: {err.strerror}", where=f"memory://{host}:{port}", hint="check it"
         ) from err
     return list(dict.fromkeys((str(where[0]), port) for *_, where in known))

@@ -186,7 +186,7 @@ class MemoryStore:
                 f"{units.size(capacity)} do not fit: {units.size(used)} of the budget of {units.size(self.budget)} are taken "
                 f"({self._takers()})",
                 where="the memory of this machine",
-                hint="keep fewer versions (keep=), drop some (ckpt memory drop mem://…), or set CKPT_MEMORY_BUDGET, in bytes",
+                hint="keep fewer versions (keep=), drop some (ckpt memory drop memory://…), or set CKPT_MEMORY_BUDGET, in bytes",
             )
 
     def put(self, lent: Lent, path: str) -> MemoryObject:
@@ -226,7 +226,7 @@ class MemoryStore:
             if expected is not None and (entry is None or entry.known.size != len(expected) or _content(entry) != expected):
                 raise ConflictError(
                     "cannot replace: it is absent or holds something else now",
-                    where=f"mem://{path}",
+                    where=f"memory://{path}",
                     hint="another save was first; read it again and decide anew",
                 )
             lent = self.lend(len(data))
@@ -286,7 +286,9 @@ class MemoryStore:
         entry = self._entries.get(path)
         if entry is None:
             raise NotFoundError(
-                "no such object", where=f"mem://{path}", hint="`ckpt memory status` shows what the memory of this machine has"
+                "no such object",
+                where=f"memory://{path}",
+                hint="`ckpt memory status` shows what the memory of this machine has; inprocess:// is this process alone",
             )
         return entry
 
@@ -353,7 +355,7 @@ class MemoryStore:
     def _takers(self) -> str:
         kinds = {name: size for name, size in self._by_kind().items() if name in ("lent", "dropped") and size}
         largest = list(self._by_checkpoint().items())
-        parts = [f"mem://{path}: {units.size(size)}" for path, size in largest[:_NAMED]]
+        parts = [f"memory://{path}: {units.size(size)}" for path, size in largest[:_NAMED]]
         more = [f"{len(largest) - _NAMED} more"] if len(largest) > _NAMED else []
         words = {"lent": "saves that are going on", "dropped": "dropped, but still read"}
         return "; ".join([*parts, *more, *(f"{words[name]}: {units.size(size)}" for name, size in kinds.items())]) or "nothing is stored"
@@ -390,4 +392,4 @@ def _no_file(capacity: int, err: OSError) -> NoSpaceError:
 
 
 def _taken(path: str) -> ConflictError:
-    return ConflictError("cannot publish: the name is taken", where=f"mem://{path}", hint="use a fresh name, or delete the object")
+    return ConflictError("cannot publish: the name is taken", where=f"memory://{path}", hint="use a fresh name, or delete the object")

@@ -9,16 +9,17 @@ referring to every data file of the run: what is in doubt stays.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 from ckpt.catalog import DataFile, SourceFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, is_ours
-from ckpt.formats.native.index import decode_files
+from ckpt.formats.native.index import Recent, decode_files
 from ckpt.formats.native.paths import FILES, INDEX_LIMIT, SOURCES, id_of
 from ckpt.formats.native.virtual import decode_sources
 from ckpt.io_backends.protocol import Backend
@@ -29,6 +30,51 @@ from .references import UP, is_reference, split_url
 _DATA = "data/"
 _THREADS = 16
 """Checkpoints whose records are read at once."""
+_RUNS = 4
+"""Runs of which a process remembers who refers to what: a job saves to one, and reads a few."""
+
+T = TypeVar("T")
+
+
+class KnownRecords(Generic[T]):
+    """What a process has learned from the commit records of a run, by directory. Any thread may ask.
+
+    A run may have ten thousand steps, so a save must not read them all to remove one. What was read is believed as long as the storage
+    shows, in a listing that costs little, that the record is still the same object (``Backend.version_tokens``). Nothing is concluded from
+    a name alone: another job, or ``ckpt tag``, may have replaced what is behind it.
+
+    Invariants: a token is older than the record that is kept with it, so that a record replaced in between is read again. What a link leads
+    to is never kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[str, T]] = {}
+
+    def read(
+        self, run: Backend, names: Sequence[str], read: Callable[[Sequence[str]], Mapping[str, T]], lasts: Callable[[T], bool]
+    ) -> dict[str, T]:
+        """What ``read`` gives for these directories of ``run``, asked only for those that are new or changed. ``lasts``: whether something
+        stays true as long as the record is the same."""
+        tokens = run.version_tokens(names, COMMIT_PATH, skip=f"/{_DATA}")  # before any record is read
+        if tokens is None:
+            return dict(read(names))
+        before = self._kept
+        same = {n: before[n] for n in names if n in before and tokens.get(n) == before[n][0] and run.link(n) is None}
+        new = read([n for n in names if n not in same])
+        self._kept = {**same, **{n: (tokens[n], value) for n, value in new.items() if n in tokens and lasts(value) and run.link(n) is None}}
+        return {**{n: value for n, (_, value) in same.items()}, **new}
+
+
+class _Uses(NamedTuple):
+    """The files of others that one checkpoint needs: paths below the run that it refers to, and what it points into as a virtual one;
+    None if nobody can say. ``lasts``: its record and its index say so."""
+
+    paths: Sequence[str] | None
+    sources: Sequence[SourceFile] | None
+    lasts: bool
+
+
+_known: Recent[str, KnownRecords[_Uses]] = Recent(_RUNS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,19 +124,22 @@ def referrers_in(run: Backend) -> RunReferrers:
     unknown = []
     real = real_url(run.url).rstrip("/")
 
-    def read(name: str) -> tuple[list[DataFile] | None, list[SourceFile] | None]:
+    def read(name: str) -> _Uses:
         data = read_record(run, f"{name}/")
-        if data is None:
-            return [], []
-        checkpoint = open_backend(join_url(run.url, name))
-        return _references(checkpoint, data), _sources(checkpoint, data)
+        return _Uses((), (), lasts=False) if data is None else _uses(open_backend(join_url(run.url, name)), data)
+
+    def read_all(names: Sequence[str]) -> dict[str, _Uses]:
+        return dict(zip(names, map_tasks(read, names, _THREADS, "ckpt-referrers"), strict=True))
 
     names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")]
-    referring = map_tasks(read, names, _THREADS, "ckpt-referrers")  # a run may have a thousand steps
-    for name, (files, sources) in zip(names, referring, strict=True):
-        if files is None or sources is None:
+    known = _known.get(real) or KnownRecords[_Uses]()
+    _known.put(real, known)
+    using = known.read(run, names, read_all, lambda uses: uses.lasts)
+    for name in names:
+        paths, sources, _ = using[name]
+        if paths is None or sources is None:
             unknown.append(name)
-        for path in (*(file.path[len(UP) :] for file in files or ()), *_below(real, sources or ())):
+        for path in (*(paths or ()), *_below(real, sources or ())):
             owner, _, inner = path.partition("/")
             referrers[owner][inner].append(name)
     return RunReferrers(by_directory=referrers, unknown=tuple(unknown))
@@ -105,31 +154,26 @@ def referred_files(checkpoint: Backend) -> FileReferrers:
     return referrers_in(open_backend(run)).to(name)
 
 
-def _references(checkpoint: Backend, data: bytes) -> list[DataFile] | None:
-    """What a checkpoint with the commit record ``data`` refers to; None if nobody can say."""
+def _uses(checkpoint: Backend, data: bytes) -> _Uses:
+    """What a checkpoint with the commit record ``data`` uses."""
+    record: CommitRecord | None = None
+    tables: Iterable[bytes] = ()
     try:
         record = CommitRecord.from_bytes(data, f"{checkpoint.url}/{COMMIT_PATH}")
-    except (CorruptError, FormatError):
-        return remaining_references(checkpoint, data)
-    try:
-        return references_of(checkpoint, record)
-    except CorruptError:
-        return None
-
-
-def _sources(checkpoint: Backend, data: bytes) -> list[SourceFile] | None:
-    """The files that a virtual checkpoint with the commit record ``data`` points into; None if nobody can say."""
-    try:
-        record = CommitRecord.from_bytes(data, checkpoint.url)
-        tables = [read_index(checkpoint, record, SOURCES)] if VIRTUAL in record.features else []
+        if VIRTUAL in record.features:
+            tables = [read_index(checkpoint, record, SOURCES)]
     except FormatError:
-        return []  # ``_references`` doubts it already, if there is reason to
+        pass  # what nobody can read is in doubt below, if there is reason to
     except CorruptError:
-        tables = None
-    try:
-        return [row for table in (remaining_files(checkpoint, SOURCES) if tables is None else tables) for row in decode_sources(table, "")]
-    except CorruptError:
-        return None
+        tables = remaining_files(checkpoint, SOURCES)
+    files: Sequence[DataFile] | None = None
+    sources: Sequence[SourceFile] | None = None
+    with suppress(CorruptError):
+        files = remaining_references(checkpoint, data) if record is None else references_of(checkpoint, record)
+    with suppress(CorruptError):
+        sources = [row for table in tables for row in decode_sources(table, "")]
+    paths = None if files is None else tuple(file.path[len(UP) :] for file in files)
+    return _Uses(paths, sources, lasts=None not in (record, paths, sources))
 
 
 def _below(run: str, sources: Iterable[SourceFile]) -> Iterator[str]:

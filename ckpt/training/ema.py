@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from ckpt.engine.save.fence import fence
+from ckpt.errors import StateError, UsageError
 from ckpt.state.collect import Fenced
 from ckpt.state.modules import tensors_of
 from ckpt.state.tensors import local_of
 from ckpt.state.walk import Compound
-
-from .errors import StateError, UsageError
 
 __all__ = ["Average"]
 

@@ -11,11 +11,10 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
+from ckpt.errors import ShapeError, StateError, UsageError
 from ckpt.plan.tree_decoding import Node
 from ckpt.state.dtensor import MeshLike, StateSharding, holders
 from ckpt.state.walk import Compound, PerRank, RankChoice
-
-from .errors import ShapeError, StateError, UsageError
 
 # The global order of samples, cut into steps. A position in it means the same on any number of ranks. Pure.
 
@@ -239,7 +238,7 @@ class ResumableLoader(Generic[T]):
         batches = getattr(loader, "batch_sampler", None)
         if not isinstance(batches, Batches):
             raise UsageError(
-                "the DataLoader has no ckpt.data.Batches as its batch_sampler", hint="other loaders go into ckpt.data.LoaderState"
+                "the DataLoader has no ckpt.training.Batches as its batch_sampler", hint="other loaders go into ckpt.training.LoaderState"
             )
         if not getattr(loader, "in_order", True):
             raise UsageError(
@@ -452,7 +451,7 @@ class _Own(PerRank):
         if count != seat.count and self.of.reshard is None:
             raise ShapeError(
                 f"saved by {count} data-parallel ranks, loaded by {seat.count}, and only the loader knows what its state means: load on "
-                f"{count}, give LoaderState(reshard=...), or use ckpt.data.Batches (docs/random-and-data.md)"
+                f"{count}, give LoaderState(reshard=...), or use ckpt.training.Batches (docs/random-and-data.md)"
             )
         self.place = None if count == seat.count else (seat.number, seat.count)
         return RankChoice(ranks=[holding[n] for n in wanted], take=self._take)

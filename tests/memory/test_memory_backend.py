@@ -1,4 +1,4 @@
-"""``mem://`` keeps the tables of the storage port, against a real daemon; and what it is like from another machine."""
+"""``memory://`` keeps the tables of the storage port, against a real daemon; and what it is like from another machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.nodes.memory.client import MemoryClient
 class TestMem(BackendConformance):
     @pytest.fixture
     def backend(self, daemon: MemoryClient) -> Backend:
-        return open_backend("mem://runs/a")
+        return open_backend("memory://runs/a")
 
 
 def put(backend: Backend, path: str, data: bytes) -> None:
@@ -28,14 +28,14 @@ def put(backend: Backend, path: str, data: bytes) -> None:
 
 
 def test_nothing_is_saved_to_all_memory_at_once(daemon: MemoryClient) -> None:
-    for url in ("mem://", "mem:"):
-        with pytest.raises(UsageError, match="mem://"):
+    for url in ("memory://", "memory:"):
+        with pytest.raises(UsageError, match="memory://"):
             ckpt.save(url, {"step": 1})
     assert daemon.list("") == []
 
 
 def test_memory_is_lent_before_the_object_has_a_name(daemon: MemoryClient) -> None:
-    backend = open_backend("mem://a")
+    backend = open_backend("memory://a")
     lent = backend.lend(10_000)
     assert lent is not None and len(lent.memory) == 10_000
     lent.open(0, 10_000)
@@ -59,7 +59,7 @@ def test_memory_is_lent_before_the_object_has_a_name(daemon: MemoryClient) -> No
 def test_a_reader_keeps_what_it_has_open(daemon: MemoryClient) -> None:
     """An object that is deleted while somebody has it open is not filled again under him."""
     size = 4 << 20
-    backend = open_backend("mem://a")
+    backend = open_backend("memory://a")
     put(backend, "old", b"o" * size)
     opened = daemon.get("a/old")
     before = daemon.status()["dropped"]
@@ -76,7 +76,7 @@ def test_a_reader_keeps_what_it_has_open(daemon: MemoryClient) -> None:
 
 def test_what_was_deleted_by_others_is_gone(daemon: MemoryClient) -> None:
     """A backend that has an object open asks again once any was deleted or replaced."""
-    backend, other = open_backend("mem://a"), open_backend("mem://a")
+    backend, other = open_backend("memory://a"), open_backend("memory://a")
     backend.put_if("f", b"one", expected=None)
     assert backend.read("f") == b"one"
     other.put_if("f", b"two", expected=b"one")
@@ -90,11 +90,11 @@ class TestFromAnotherMachine:
     @pytest.fixture
     def remote(self, daemon: MemoryClient) -> Backend:
         client.trust(daemon.address(), daemon.secret())
-        return open_backend(f"mem://{daemon.address()}/runs")
+        return open_backend(f"memory://{daemon.address()}/runs")
 
     def test_reads_and_lists(self, remote: Backend) -> None:
         data = bytes(range(256)) * 40_000
-        local = open_backend("mem://runs")
+        local = open_backend("memory://runs")
         put(local, "a/big", data)
         put(local, "a/b/empty", b"")
         assert list(remote.list_prefix("a/")) == [ObjectMeta("a/b/empty", 0), ObjectMeta("a/big", len(data))]
@@ -107,7 +107,7 @@ class TestFromAnotherMachine:
         assert remote.version_token("a/big") == local.version_token("a/big")
 
     def test_errors_are_those_of_the_tables(self, remote: Backend) -> None:
-        put(open_backend("mem://runs"), "f", b"1234")
+        put(open_backend("memory://runs"), "f", b"1234")
         with pytest.raises(NotFoundError):
             remote.read("no", 0, 1)
         with pytest.raises(CorruptError, match="4"):
@@ -133,19 +133,19 @@ class TestFromAnotherMachine:
             port = free.getsockname()[1]
         monkeypatch.setattr("ckpt.nodes.memory.remote.TIMEOUT", 0.3)
         with pytest.raises(StorageError):
-            open_backend(f"mem://127.0.0.1:{port}/runs").list_dir()
+            open_backend(f"memory://127.0.0.1:{port}/runs").list_dir()
 
 
 def test_no_daemon_is_nothing_to_read(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", f"{tmp_path}/none")
-    backend = open_backend("mem://a")
+    backend = open_backend("memory://a")
     assert (backend.list_dir(), list(backend.list_prefix())) == ([], [])
     backend.delete("f")
     with pytest.raises(NotFoundError, match="no memory daemon runs"):
         backend.read("f")
 
 
-@pytest.mark.parametrize("url", ["mem:///a", "mem://a//b", "mem://../a"])
+@pytest.mark.parametrize("url", ["memory:///a", "memory://a//b", "memory://../a"])
 def test_refuses_what_is_no_path(url: str) -> None:
     with pytest.raises(UsageError):
         open_backend(url)

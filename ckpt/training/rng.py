@@ -18,12 +18,11 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import torch
 
+from ckpt.errors import ShapeError, StateError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.tree_decoding import Node
 from ckpt.state.dtensor import MeshCoordinate, MeshLike, StateSharding, holders
 from ckpt.state.walk import PerRank, RankChoice
-
-from .errors import ShapeError, StateError, UsageError
 
 # Random number generators of Python, NumPy and PyTorch: their states as plain values and tensors, and new states made of old ones.
 

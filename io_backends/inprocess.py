@@ -1,4 +1,4 @@
-"""Objects in the memory of this process: ``memory://name/...``. For tests, and for checkpoints that need not outlive the process.
+"""Objects in the memory of this process: ``inprocess://name/...``. For tests, and for checkpoints that need not outlive the process.
 
 Invariant: one lock guards the one store; the bytes of an object that is being written belong to its Writer, and only its Writer changes
 them.
@@ -32,8 +32,9 @@ class _Store:
                 del self.objects[key]
 
 
-class MemoryBackend(Backend):
-    """Objects below a prefix of the process-wide store. ``memory://a`` and ``memory://a/b`` see the same objects under different paths.
+class InProcessBackend(Backend):
+    """Objects below a prefix of the process-wide store. ``inprocess://a`` and ``inprocess://a/b`` see the same objects by
+    different paths.
 
     As on a file system, an object shows from ``create`` on, at its full size. There are no directories: they exist as long as an object
     lies in them.
@@ -42,9 +43,9 @@ class MemoryBackend(Backend):
     _store: ClassVar[_Store] = _Store()
 
     def __init__(self, url: str) -> None:
-        root = url.removeprefix("memory://").rstrip("/")
-        if not url.startswith("memory://") or not root:
-            raise UsageError(f"{url!r} is not a memory URL", hint="write memory://name or memory://name/path")
+        root = url.removeprefix("inprocess://").rstrip("/")
+        if not url.startswith("inprocess://") or not root:
+            raise UsageError(f"{url!r} is not an inprocess URL", hint="write inprocess://name or inprocess://name/path")
         self._root = check_path(root)
 
     @classmethod
@@ -56,7 +57,7 @@ class MemoryBackend(Backend):
     @property
     def url(self) -> str:
         """The root, without a trailing slash."""
-        return f"memory://{self._root}"
+        return f"inprocess://{self._root}"
 
     @property
     def io_hints(self) -> IOHints:
@@ -69,7 +70,11 @@ class MemoryBackend(Backend):
     def _get(self, key: str) -> bytes | bytearray:
         content = self._store.objects.get(key)
         if content is None:
-            raise NotFoundError("no such object", where=f"memory://{key}", hint="check the URL; memory:// does not outlive the process")
+            raise NotFoundError(
+                "no such object",
+                where=f"inprocess://{key}",
+                hint="check the URL; inprocess:// does not outlive the process, memory:// does",
+            )
         return content
 
     def _range(self, path: str, offset: int, length: int | None) -> memoryview:
@@ -79,7 +84,7 @@ class MemoryBackend(Backend):
             content = self._get(key)
         wanted = max(len(content) - offset, 0) if length is None else length
         if offset + wanted > len(content):
-            raise past_end(f"memory://{key}", offset, wanted, len(content))
+            raise past_end(f"inprocess://{key}", offset, wanted, len(content))
         return memoryview(content)[offset : offset + wanted]
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -118,15 +123,15 @@ class MemoryBackend(Backend):
     def create(self, path: str, size: int) -> Writer:
         """See ``Backend.create``. Two callers at once: one gets ConflictError."""
         key = self._key(path)
-        check_size(size, f"memory://{key}")
+        check_size(size, f"inprocess://{key}")
         content = bytearray(size)
         with self._store.lock:
             if key in self._store.objects:
                 raise ConflictError(
-                    "cannot create: the name is taken", where=f"memory://{key}", hint="use a fresh name, or delete the object"
+                    "cannot create: the name is taken", where=f"inprocess://{key}", hint="use a fresh name, or delete the object"
                 )
             self._store.objects[key] = content
-        return MemoryWriter(store=self._store, key=key, content=content)
+        return InProcessWriter(store=self._store, key=key, content=content)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """See ``Backend.put_if``."""
@@ -136,7 +141,7 @@ class MemoryBackend(Backend):
                 message = (
                     "cannot publish: the name is taken" if expected is None else "cannot replace: it is absent or holds something else now"
                 )
-                raise ConflictError(message, where=f"memory://{key}", hint="another save was first; read it again and decide anew")
+                raise ConflictError(message, where=f"inprocess://{key}", hint="another save was first; read it again and decide anew")
             self._store.objects[key] = bytes(data)
 
     def delete(self, path: str) -> None:
@@ -153,11 +158,11 @@ class MemoryBackend(Backend):
         """Does nothing: memory is always ready."""
 
 
-class MemoryWriter(WriterBase):
+class InProcessWriter(WriterBase):
     """An object of the store while it is being written."""
 
     def __init__(self, *, store: _Store, key: str, content: bytearray) -> None:
-        super().__init__(where=f"memory://{key}", size=len(content))
+        super().__init__(where=f"inprocess://{key}", size=len(content))
         self._store = store
         self._key = key
         self._content = content

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
+from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.engine.byte_source import source_of
+from ckpt.errors import NamesError, NotFoundError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
-
-from .catalog import Catalog, TensorEntry, job_tensors
-from .errors import NamesError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -233,9 +232,8 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     from ckpt.engine.load.reader import Reader, TensorLoad
     from ckpt.plan.layout.tensor_layout import TensorLayout
     from ckpt.plan.ownership import TensorSpec
+    from ckpt.settings import threads
     from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
-
-    from .settings import threads
 
     catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
