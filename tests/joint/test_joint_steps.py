@@ -16,7 +16,7 @@ import torch
 import ckpt
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, UsageError
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.runs.joint import Generation, JointRun, MemberChanges, JointOutcome, check_members, member_path
+from ckpt.runs.joint import Generation, JointOutcome, JointRun, MemberChanges, check_members, member_path
 from ckpt.runs.removal import remove_at
 from ckpt.runs.step_listing import list_steps
 
