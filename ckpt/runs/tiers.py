@@ -24,8 +24,8 @@ from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, Sto
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest, retention
 

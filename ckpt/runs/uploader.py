@@ -23,8 +23,8 @@ from ckpt.errors import CkptError, CorruptError, DeadlineError, StorageError, ra
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 from ckpt.nodes.nodes import StorageNode
 from ckpt.policies import All, Latest
 
