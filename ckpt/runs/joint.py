@@ -25,12 +25,12 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import read_record
@@ -64,6 +64,7 @@ _LIMIT = 1 << 20
 _FIRST_POLL, _LAST_POLL = 0.05, 1.0
 """Seconds between two looks at an object that somebody else will write: it grows from the first to the last."""
 
+T = TypeVar("T")
 State = Literal["joined", "loaded", "ready"]
 
 
@@ -190,6 +191,37 @@ def member_path(member: str, n: int) -> str:
     return f"{member}/{step_name(n)}"
 
 
+def member_urls(url: str) -> dict[str, str]:
+    """Member → its checkpoint, if ``url`` is a joint step; else empty."""
+    record = _joint_record(url)
+    run = url.rstrip("/").rpartition("/")[0]
+    return {} if record is None else {name: join_url(run, checkpoint.path) for name, checkpoint in record.members.items()}
+
+
+def copy_joint(source: str, target: str, copy: Callable[[str, str], T], *, commit: bool) -> list[T]:
+    """Copy a joint step to ``target``: the checkpoints of its members to the same places in the run there, and then its record, which is
+    left to another process unless ``commit``. Gives what ``copy`` does; nothing if ``source`` is no joint step."""
+    record = _joint_record(source)
+    if record is None:
+        return []
+    run, _, name = target.rstrip("/").rpartition("/")
+    if not run or f"{name}/".strip("/") != source.rstrip("/").rpartition("/")[2]:
+        raise UsageError("a step of several jobs keeps its name", where=target, hint="end the target in /: the directory of the other run")
+    reports = [copy(part, join_url(run, record.members[member].path)) for member, part in member_urls(source).items()]
+    data = read_record(open_backend(source))
+    there = read_record(open_backend(target))
+    if commit and data is not None and there != data:
+        open_backend(target).put_if(COMMIT_PATH, data, expected=None)
+    return reports
+
+
+def _joint_record(url: str) -> CommitRecord | None:
+    backend = open_backend(url)
+    data = read_record(backend)
+    record = None if data is None else CommitRecord.from_bytes(data, url)
+    return record if record is not None and record.generation is not None and record.given_up is None else None
+
+
 class JointRun:
     """One member's end, on the rank that leads it. ``timeout``: seconds that it waits for the others."""
 
@@ -260,10 +292,11 @@ class JointRun:
                     return True
         there = seen.joined if seen is not None else {}
         awaited = [name for name in self.members if name not in there or there[name].state == "joined"]
+        late = [name for name in self.members if name not in there or there[name].state != "ready"]
         raise ConflictError(
-            f"{', '.join(awaited) or 'other members'} did not load step {generation.step} within {self.timeout:g} s",
+            f"{', '.join(awaited or late)} did not load step {generation.step} within {self.timeout:g} s",
             where=self.root,
-            hint="start all members of the run; members_timeout= says how long they wait for each other",
+            hint="start all members of the run; timeout= says how long they wait for each other",
         )
 
     def refuse(self, reason: str) -> None:
@@ -374,18 +407,24 @@ class JointRun:
             with suppress(ConflictError):  # another member was first
                 self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", gone.to_bytes(), expected=data)
 
-    def prepared(self, n: int, id: str, ranks: int, nbytes: int) -> Future[JointOutcome]:
+    def prepared(
+        self, n: int, id: str, ranks: int, nbytes: int, ended: Callable[[str | None], object] = lambda given_up: None
+    ) -> Future[JointOutcome]:
         """This member has committed its checkpoint ``id`` of step ``n``, of so many ranks and bytes of tensors. Gives what becomes of the
-        joint step; does not wait for it."""
+        joint step; does not wait for it. ``ended`` hears before why it does not exist, or None if it does."""
         generation, future = self.check_present(), Future[JointOutcome]()
         with self._lock:
             self._waiting[n] = future
 
         def finish() -> None:
             try:
-                future.set_result(self._outcome(n, Mark(self.member, id, ranks, nbytes), generation))
+                outcome = self._outcome(n, Mark(self.member, id, ranks, nbytes), generation)
             except BaseException as err:  # noqa: BLE001  whoever asks for the result gets it
+                ended(str(err))
                 future.set_exception(err)
+            else:
+                ended(outcome.given_up)
+                future.set_result(outcome)
 
         threading.Thread(target=finish, name="ckpt-joint", daemon=True).start()
         return future
@@ -496,17 +535,22 @@ class JointRun:
     # ---- removing
 
     def retain(self, keep: KeepPolicy) -> list[Step]:
-        """Take away the joint records that no rule keeps, and what is left of steps that were given up before the newest one. Gives the
-        steps that went; the checkpoints of their members go when each sweeps."""
+        """Remove the joint steps that no rule keeps, with the checkpoints of their members, and what is left of steps that were given up
+        before the newest one. Gives the steps that went."""
         steps = list_steps(self.root)
-        gone = set(retention(keep, infos(steps), datetime.now(timezone.utc)).removed)
-        newest = max((s.number for s in steps if s.committed and s.number is not None), default=-1)
-        removed = [s for s in steps if s.members and s.number in gone]
-        for s in (*removed, *(s for s in steps if s.prepared and s.number is not None and s.number < newest)):
-            name = directory_name(s)
-            self._backend.delete(f"{name}/{COMMIT_PATH}")
-            self._backend.delete_many([entry.path for entry in self._backend.list_prefix(f"{name}/{MARKS}/")] + [f"{name}/.removed"])
-        return removed
+        verdicts = retention(keep, infos(steps), datetime.now(timezone.utc))
+        newest = max((s.number for s in steps if s.committed and s.number is not None and s.abandoned is None), default=-1)
+        going = [s for s in steps if s.members and s.number in verdicts.removed]
+        given_up = [s for s in steps if s.prepared and s.number is not None and s.number < newest and self._is_over(s.number)]
+        for s in given_up:  # before its marks: no record is read without them
+            self._backend.delete(f"{directory_name(s)}/{COMMIT_PATH}")
+        return remove_steps(self.root, [*going, *given_up], {})
+
+    def _is_over(self, n: int) -> bool:
+        """Whether no member of this generation is about to save step ``n``, which is not committed."""
+        present = self.check_present().id
+        record = self._record(n)
+        return (record is not None and record.generation == present) or not self._marks(f"{step_name(n)}/{MARKS}/{present}")
 
     def sweep(self, below: int | None = None) -> None:
         """Remove the checkpoints of this member that no joint step has; with ``below``, only those of lower steps."""

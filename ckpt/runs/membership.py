@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from ckpt.io_backends.registry import join_url
 from ckpt.net.group import Group
 from ckpt.policies import KeepPolicy
 
-from .joint import Generation, JointOutcome, JointRun, MemberChanges, check_members
+from .joint import Generation, JointRun, MemberChanges, check_members
 from .reporter import Reporter
 from .step_listing import Step, list_steps
 
@@ -95,7 +94,7 @@ class Membership:
     def saved(self, n: int, id: str, nbytes: int) -> None:
         """This member's checkpoint of step ``n`` is committed at its root."""
         if self._on_leader:
-            self._run.prepared(n, id, self._group.size, nbytes).add_done_callback(lambda future: self._ended(n, future))
+            self._run.prepared(n, id, self._group.size, nbytes, partial(self._ended, n))
 
     def wait(self) -> ConflictError | None:
         """Wait for what becomes of the joint steps that this member has saved; gives why the last one does not exist. Collective."""
@@ -116,9 +115,7 @@ class Membership:
         n: int | None = self._call("requested", look)
         return n
 
-    def _ended(self, n: int, future: Future[JointOutcome]) -> None:
-        error = future.exception()
-        given_up = str(error) if error is not None else future.result().given_up
+    def _ended(self, n: int, given_up: str | None) -> None:
         if given_up is not None:
             log.warning("step %d of %s does not exist: %s", n, self.root, given_up)
         if self.reporter is not None:

@@ -3,6 +3,7 @@ their checkpoints are real."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,10 @@ from typing import TypeVar
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
 import ckpt
+from ckpt.cli.main import cli
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, UsageError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.runs.joint import Generation, JointOutcome, JointRun, MemberChanges, check_members, member_path
@@ -225,7 +228,7 @@ def test_what_no_rule_keeps_goes_and_what_belongs_to_no_step_too(root: str) -> N
         assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
     assert save(runs[0], 4)().given_up is not None
     assert {ended().given_up for ended in [save(run, 5) for run in runs]} == {None}
-    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2]
+    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2, 4]
     for run in runs:
         run.sweep(5)
         assert steps(f"{root}/{run.member}") == [3, 5]
@@ -273,3 +276,45 @@ def test_a_joint_record_that_is_damaged_hides_no_other(root: str) -> None:
     assert [(s.number, s.committed, s.damaged) for s in list_steps(root)] == [(1, True, False), (2, False, True)]
     assert restored(members(root)) == [1] * 3
     assert record(root, 1).features == ("members",)
+
+
+def ckpt_command(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path) -> None:
+    runs = members(root)
+    restored(runs)
+    for n in (1, 2, 3):
+        assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+    one, two, three = (f"{root}/step-0000000{n}" for n in (1, 2, 3))
+    listed = json.loads(ckpt_command("ls", "--json", root).stdout)["steps"]
+    assert [(s["step"], list(s["members"])) for s in listed] == [(n, list(NAMES)) for n in (1, 2, 3)]
+    own = json.loads(ckpt_command("ls", "--json", f"{root}/trainer").stdout)["steps"]
+    assert listed[0]["stored_bytes"] > 2 * own[0]["stored_bytes"] > 0
+    assert "of trainer, buffer, rollouts" in ckpt_command("ls", root).stdout
+    assert f"{root}/buffer/step-00000002" in ckpt_command("inspect", two).stdout
+
+    assert ckpt_command("tag", two, "good").exit_code == 0
+    assert ckpt_command("rm", two, "--yes").exit_code != 0
+    assert steps(root) == [1, 2, 3]
+
+    copied = f"{tmp_path}/copy"
+    assert ckpt_command("cp", two, f"{copied}/").exit_code == 0
+    assert ckpt_command("cp", two, f"{copied}/").exit_code == 0, "again, with nothing left to copy"
+    assert ckpt_command("verify", f"{copied}/step-00000002").exit_code == 0
+    assert restored(members(copied)) == [2] * 3
+    data = next(Path(copied, "buffer", "step-00000002", "data").iterdir())
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    verified = ckpt_command("verify", f"{copied}/step-00000002")
+    assert verified.exit_code == 20 and "buffer" in verified.stdout
+
+    assert ckpt_command("rm", one, "--yes").exit_code == 0
+    assert ckpt_command("gc", root, "--keep", "latest=1", "--yes").exit_code == 0
+    assert steps(root) == [2, 3]
+    assert all(steps(f"{root}/{name}") == [2, 3] for name in NAMES)
+    assert ckpt_command("rm", three, "--yes").exit_code == 0
+    assert sorted(os.listdir(root)) == ["buffer", "joint.json", "rollouts", "step-00000002", "trainer"]
+    assert restored(members(root)) == [2] * 3
