@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from .converters.convert import convert as convert
     from .converters.export.export import export as export
     from .converters.export.plan import ExportReport as ExportReport
+    from .converters.importer import translated as translated
     from .converters.merge import MergeReport as MergeReport
     from .converters.merge import merge as merge
     from .converters.pipeline.target import MegatronParallel as MegatronParallel
-    from .converters.virtual.importer import translated as translated
     from .engine.copy.copy import CopyReport as CopyReport
     from .engine.copy.copy import copy_checkpoint
     from .engine.load.job import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
-    from .engine.save.job import SaveReport as SaveReport
+    from .engine.save.options import SaveReport as SaveReport
     from .engine.verify.verify import VerifyReport as VerifyReport
     from .engine.verify.verify import verify as verify
     from .engine.view import View as View
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .runs.begin_from import BeginFrom as BeginFrom
     from .runs.begin_from import RestoredFrom as RestoredFrom
     from .runs.checkpointer import Checkpointer as Checkpointer
+    from .runs.members import MemberChanges as MemberChanges
     from .runs.node_tier import Memory as Memory
     from .runs.node_tier import NodeLocal as NodeLocal
     from .runs.step_listing import list_steps as list_steps
@@ -82,6 +83,7 @@ _WHERE = {
     "BeginFrom": "runs.begin_from",
     "NodeLocal": "runs.node_tier",
     "Memory": "runs.node_tier",
+    "MemberChanges": "runs.members",
     "load": "api",
     "open": "api",
     "list_steps": "runs.step_listing",
@@ -90,7 +92,7 @@ _WHERE = {
     "convert": "converters.convert",
     "merge": "converters.merge",
     "export": "converters.export.export",
-    "translated": "converters.virtual.importer",
+    "translated": "converters.importer",
     "configure_storage": "io_backends.registry",
     "PerRank": "state.walk",
     "Layout": "plan.layout.layout",
@@ -107,7 +109,7 @@ _WHERE = {
     "Numbered": "plan.layout.mesh",
     "pipeline": "plan.layout.mesh",
     "experts": "plan.layout.mesh",
-    "SaveReport": "engine.save.job",
+    "SaveReport": "engine.save.options",
     "LoadReport": "engine.load.job",
     "SaveHandle": "engine.save.background",
     "CopyReport": "engine.copy.copy",

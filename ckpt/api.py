@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckpt.engine.load.job import LoadReport
     from ckpt.engine.save.background import SaveHandle
-    from ckpt.engine.save.job import SaveOptions, SaveReport
+    from ckpt.engine.save.options import SaveOptions, SaveReport
 
 
 def save(
@@ -159,7 +159,7 @@ def save_async(
     """
     url = url_text(url)
     from ckpt.engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
-    from ckpt.engine.save.job import check_capture
+    from ckpt.engine.save.options import check_capture
 
     group = current_group(process_group)
     with _fails_together(group, "save", url):
@@ -195,7 +195,7 @@ def _note_failure(group: Group, url: str, error: BaseException, phase: str, seco
 
 
 def _save_options(group: Group, url: str, layout: Layout | None, *, progress: bool | ProgressCallback | None, **others: Any) -> SaveOptions:
-    from ckpt.engine.save.job import SaveOptions
+    from ckpt.engine.save.options import SaveOptions
 
     check_layout(layout, group.ranks)
     warn_if_others_are_missing(group)

@@ -11,9 +11,7 @@ import click
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL, require_torch
-from ckpt.cli.console.progress import Update, progress
+from ckpt.cli.console.output import URL, Output, Update, options, progress, require_torch, style
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +62,7 @@ def _copy(
     from ckpt.engine.copy.copy import CopyReport, copy_checkpoint
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
-    from ckpt.runs.joint import copy_joint, member_urls
+    from ckpt.runs.members import copy_joint, member_urls
 
     copy = partial(_copy, threads=threads, compare=compare, progress=progress, dry_run=dry_run, work=work)
     if work is not None and member_urls(source):

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import CkptError, NamesError, NotFoundError, UsageError
 from ckpt.text import did_you_mean
 
@@ -181,7 +180,7 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
       ckpt inspect --json runs/a/step-00001000 | jq .totals
     """
     from ckpt.formats.registry import open_catalog
-    from ckpt.runs.joint import member_urls
+    from ckpt.runs.members import member_urls
 
     if depth is not None and (glob is not None or show is not None):
         raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")

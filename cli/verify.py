@@ -11,9 +11,7 @@ from click.exceptions import Exit
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
-from ckpt.cli.console.progress import progress
+from ckpt.cli.console.output import URL, Output, options, progress, style
 from ckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
       ckpt verify --json runs/a/step-00001000 | jq '.problems[].file'
     """
     from ckpt.engine.verify.verify import verify
-    from ckpt.runs.joint import member_urls
+    from ckpt.runs.members import member_urls
 
     if parts := member_urls(url):
         _verify_members(parts, threads=threads, semantic=semantic, as_json=as_json, quiet=quiet)

@@ -20,7 +20,7 @@ from ckpt.catalog import Catalog
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base import SaveBase
-from ckpt.engine.save.job import SaveOptions, SaveReport, check_capture
+from ckpt.engine.save.options import SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
 from ckpt.net.group import current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import Layout, check_layout
@@ -37,8 +37,8 @@ from .arguments import State, check_memory, check_signals, metric_values, state_
 from .bases import Bases, codec_of, trust_of
 from .begin_from import BeginFrom, RestoredFrom, merged_sources
 from .events import Listener
-from .joint import MemberChanges
 from .lineage import Lineage
+from .members import MemberChanges
 from .membership import Membership
 from .node_tier import Memory, NodeLocal, SpreadTier
 from .reporter import Reporter
@@ -232,6 +232,8 @@ class Checkpointer:
         checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. So is one that
         ``ckpt rebuild`` recovered without something that the state needs, even with ``strict=False``, unless ``step`` asks for it.
         ``options`` are those of :func:`ckpt.load`.
+
+        Of a run of several jobs it loads what all members go on from, and waits for them; ``members`` says how they differ from before.
 
         ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
         another run, by its path, its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count

@@ -13,7 +13,8 @@ from ckpt.io_backends.registry import join_url
 from ckpt.net.group import Group
 from ckpt.policies import KeepPolicy
 
-from .joint import Generation, JointRun, MemberChanges, check_members
+from .joint import JointRun
+from .members import Generation, MemberChanges, check_members
 from .reporter import Reporter
 from .step_listing import Step, list_steps
 

@@ -22,7 +22,7 @@ from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.load.job import LoadOptions
 from ckpt.engine.load.load import load_state
 from ckpt.engine.save import save as save_module
-from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError, FormatError, StateError

@@ -18,7 +18,7 @@ import torch
 import ckpt
 from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.policies import Latest
-from ckpt.runs.joint import MemberChanges
+from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
 
 NAMES = ("trainer", "buffer", "rollouts")
@@ -159,7 +159,7 @@ def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> 
     script = f"""
 import ckpt, time
 from ckpt.policies import Latest
-from ckpt.runs.joint import MemberChanges
+from ckpt.runs.members import MemberChanges
 c = ckpt.Checkpointer({root!r}, member="judge", members=("trainer", "judge"), timeout=60)
 print(c.restore({{"w": 0}}, members=MemberChanges(added=["judge"])), flush=True)
 """

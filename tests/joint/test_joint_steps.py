@@ -19,7 +19,8 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, UsageError
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.runs.joint import Generation, JointOutcome, JointRun, MemberChanges, check_members, member_path
+from ckpt.runs.joint import JointRun
+from ckpt.runs.members import Generation, JointOutcome, MemberChanges, check_members, member_path
 from ckpt.runs.removal import remove_at
 from ckpt.runs.step_listing import list_steps
 

@@ -253,35 +253,28 @@ class OpenedBase:
 Base: TypeAlias = RememberedBase | OpenedBase
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BaseLookup:
-    """Where one save looks for its base. ``backend``: where it is saved; ``remembered``: what this process saved before; ``open_together``
+def find_base(
+    base: SaveBase, plan: RankPlan, backend: Backend, remembered: Sequence[RememberedBase], open_together: Callable[[str], Catalog]
+) -> Base:
+    """The base of a save with this plan. ``backend``: where it is saved; ``remembered``: what this process saved before; ``open_together``
     opens a checkpoint on all ranks."""
-
-    base: SaveBase | None
-    backend: Backend
-    remembered: Sequence[RememberedBase]
-    open_together: Callable[[str], Catalog]
-
-    def find(self, base: SaveBase, plan: RankPlan) -> Base:
-        """The base of a save with this plan."""
-        here = open_backend(base.url)
-        (run, name), (own_run, own_name) = split_url(here), split_url(self.backend)
-        elsewhere = real_url(run) != real_url(own_run)
-        own = [r for r in self.remembered if (r.run, r.name) == (real_url(run), name) and base.id in (None, r.id)]
-        is_link = not own and here.link() is not None
-        if elsewhere or name == own_name or is_link:
-            what = f"does not lie in {own_run}" if elsewhere else "is a link" if is_link else "is what this save replaces"
-            hint = "name another step of the same run as base="
-            if elsewhere:
-                hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
-            raise UsageError(f"the base {base.url} {what}", where=self.backend.url, hint=hint)
-        if own and own[-1].fits(plan):
-            return own[-1]
-        if base.catalog is not None:
-            return OpenedBase(base, here, base.catalog)
-        # The other ranks may have the state that they had then, and need nothing: so this one opens the base alone.
-        return OpenedBase(base, here, open_native(here) if own else self.open_together(base.url))
+    here = open_backend(base.url)
+    (run, name), (own_run, own_name) = split_url(here), split_url(backend)
+    elsewhere = real_url(run) != real_url(own_run)
+    own = [r for r in remembered if (r.run, r.name) == (real_url(run), name) and base.id in (None, r.id)]
+    is_link = not own and here.link() is not None
+    if elsewhere or name == own_name or is_link:
+        what = f"does not lie in {own_run}" if elsewhere else "is a link" if is_link else "is what this save replaces"
+        hint = "name another step of the same run as base="
+        if elsewhere:
+            hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
+        raise UsageError(f"the base {base.url} {what}", where=backend.url, hint=hint)
+    if own and own[-1].fits(plan):
+        return own[-1]
+    if base.catalog is not None:
+        return OpenedBase(base, here, base.catalog)
+    # The other ranks may have the state that they had then, and need nothing: so this one opens the base alone.
+    return OpenedBase(base, here, open_native(here) if own else open_together(base.url))
 
 
 def _same(a: Sequence[int], b: Sequence[int]) -> bool:
