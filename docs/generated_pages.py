@@ -39,7 +39,14 @@ MODULES = (
         "api/checkpointer.md",
         "ckpt: the training loop",
         ckpt,
-        ("Checkpointer", "RestoredFrom", "BeginFrom", "NodeLocal", "Memory", "MemberChanges"),
+        (
+            "Checkpointer",
+            "RestoredFrom",
+            "BeginFrom",
+            "NodeLocal",
+            "Memory",
+            "MemberChanges",
+        ),
     ),
     (
         "api/layouts.md",
