@@ -71,6 +71,8 @@ class JointRun:
         self._backend = open_backend(root)
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[JointOutcome]] = {}
+        self._newest = -1
+        """The highest step of this generation that is known to be committed."""
         self._over: ConflictError | None = None
         """Another member has restarted: nothing that this process saves counts any more."""
 
@@ -315,12 +317,16 @@ class JointRun:
                 return JointOutcome(step=n, url=step_url(self.root, n))
             record = self._record(n) if COMMIT_PATH in names else None
             if record is not None and record.generation == generation.id:
+                self._newest = max(self._newest, n if record.given_up is None else -1)
                 return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up)
+            if self._newest > n:  # who has saved that one saves this one no more
+                break
             if (seen := self._read()[1]) is None or seen.id != generation.id:
                 raise self._restarted(seen)
         there = self._marks(marks)
         awaited = [name for name in generation.members if name not in there]
-        self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it within {self.timeout:g} s")
+        when = f"before step {self._newest}" if self._newest > n else f"within {self.timeout:g} s"
+        self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it {when}")
         record = self._record(n)
         return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up if record is not None else "it was removed")
 
@@ -373,22 +379,18 @@ class JointRun:
     # ---- removing
 
     def retain(self, keep: KeepPolicy) -> list[Step]:
-        """Remove the joint steps that no rule keeps, with the checkpoints of their members, and what is left of steps that were given up
-        before the newest one. Gives the steps that went."""
+        """Remove the joint steps that no rule keeps, with the checkpoints of their members, and what is left of steps that an
+        earlier generation gave up. Gives the steps that went."""
         steps = list_steps(self.root)
         verdicts = retention(keep, infos(steps), datetime.now(timezone.utc))
         newest = max((s.number for s in steps if s.committed and s.number is not None and s.abandoned is None), default=-1)
         going = [s for s in steps if s.members and s.number in verdicts.removed]
-        given_up = [s for s in steps if s.prepared and s.number is not None and s.number < newest and self._is_over(s.number)]
+        marks = f"{MARKS}/{self.check_present().id}"  # with these a member may still ask what became of the step
+        below = [s for s in steps if s.prepared and s.number is not None and s.number < newest]
+        given_up = [s for s in below if not self._marks(f"{directory_name(s)}/{marks}")]
         for s in given_up:  # before its marks: no record is read without them
             self._backend.delete(f"{directory_name(s)}/{COMMIT_PATH}")
         return remove_steps(self.root, [*going, *given_up], {})
-
-    def _is_over(self, n: int) -> bool:
-        """Whether no member of this generation is about to save step ``n``, which is not committed."""
-        present = self.check_present().id
-        record = self._record(n)
-        return (record is not None and record.generation == present) or not self._marks(f"{step_name(n)}/{MARKS}/{present}")
 
     def sweep(self, below: int | None = None) -> None:
         """Remove the checkpoints of this member that no joint step has; with ``below``, only those of lower steps."""

@@ -109,6 +109,15 @@ def test_a_member_that_does_not_come_ends_the_step_for_all_and_the_one_before_st
     assert restored(members(root)) == [3] * 3
 
 
+def test_a_step_that_a_member_has_passed_is_given_up_at_once(root: str) -> None:
+    runs = members(root, timeout=120)
+    restored(runs)
+    passed = [save(run, 1) for run in runs[:2]]
+    assert {ended().given_up for ended in [save(run, 2) for run in runs]} == {None}
+    assert {ended().given_up for ended in passed} == {"rollouts did not save it before step 2"}
+    assert steps(root) == [2]
+
+
 def test_a_step_that_was_not_complete_never_comes_back(root: str) -> None:
     """Marks of one life of the job and those of the next are not added up, and a job that is not alive any more commits nothing."""
     old = members(root)
@@ -229,12 +238,14 @@ def test_what_no_rule_keeps_goes_and_what_belongs_to_no_step_too(root: str) -> N
         assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
     assert save(runs[0], 4)().given_up is not None
     assert {ended().given_up for ended in [save(run, 5) for run in runs]} == {None}
-    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2, 4]
+    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2]
     for run in runs:
         run.sweep(5)
         assert steps(f"{root}/{run.member}") == [3, 5]
+    runs = members(root)
+    assert restored(runs) == [5] * 3
+    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [4], "which nobody asks about any more"
     assert sorted(os.listdir(root)) == ["buffer", "joint.json", "rollouts", "step-00000003", "step-00000005", "trainer"]
-    assert restored(members(root)) == [5] * 3
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"format": "ckpt-joint", "version": 1}', b"\xff" * 40])
