@@ -257,6 +257,7 @@ class Filling:
                 common = part.box.intersect(box) if part.box != box else box
                 if common is not None or not box.shape:
                     common = box if common is None else common
+                    check_not_freed(part.memory, f"tensor {target.info.name}")
                     _copy(part.memory[common.relative_to(part.box.offset).slices], target.view(common))
             self.copied += box.numel * entry.dtype.itemsize
             self._count(box.numel * entry.dtype.itemsize)
@@ -285,6 +286,14 @@ class Filling:
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self.placed += nbytes
+
+
+def check_not_freed(memory: torch.Tensor, where: str | None = None) -> None:
+    """Raise ConsistencyError if the storage of a tensor was freed: to read it would end the process."""
+    if memory.numel() and not memory.untyped_storage().nbytes():
+        message = "the memory of a tensor was freed before it was read, so its bytes are lost"
+        hint = "keep the old state as it is until the call returns, and free nothing of it"
+        raise ConsistencyError(message, where=where, hint=hint)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

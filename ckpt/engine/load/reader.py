@@ -33,6 +33,10 @@ from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
 
 
+MANY = 64
+"""Of more chunks than this, those of one file are looked up together."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyStep:
     """One copy of one job: from a chunk to a box of the target."""
@@ -141,7 +145,7 @@ class Reader:
         padding: list[torch.Tensor] = []
         wanted = [(job, self.wanted(job, padding)) for job in rest]
         sweep, files, steps = None, list[FilePlan](), list[CopyStep]()
-        if wanted and self.verify == "full" and hasattr(self.catalog, "extents_in"):  # it finds many chunks of one file at once
+        if self.verify == "full" and sum(len(job.entry.grid) for job in rest) > MANY and hasattr(self.catalog, "extents_in"):
             sweep = Sweep(cast(ByFile, self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
             files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
             steps = [step for file in files for step in steps_of(file)]
