@@ -24,7 +24,7 @@ import xxhash
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.selection import OutputTensor, SelectOptions, Views, choose
-from ckpt.engine.load.whole_chunks import Stored, copy_box
+from ckpt.engine.load.whole_chunks import Stored, copy_box, wanted_boxes
 from ckpt.errors import CkptError, ConsistencyError, UsageError
 from ckpt.net.channel import Row
 from ckpt.plan.layout.geometry import Box
@@ -215,28 +215,12 @@ def resolved(bound: Iterable[Target], catalog: LiveCatalog) -> tuple[list[Target
         view = catalog.views.get(entry.alias or entry.name) if catalog.views else None
         if view is None:
             targets.append((target, entry))
-            boxes.append(_wanted(target, entry, padding))
+            boxes.append(tuple([box for _, box in wanted_boxes(target, entry, padding)]))
             continue
         made = source_targets((target, entry), view, catalog, padding)
         targets += made
         boxes += [tuple([part.box for part in each.parts]) for each, _ in made]
     return targets, padding, boxes
-
-
-def _wanted(target: LocalTensor, entry: TensorEntry, padding: list[torch.Tensor]) -> tuple[Box, ...]:
-    """The boxes of a tensor that its parts get; the memory of parts that reach beyond it is added to ``padding``."""
-    if entry.shape == target.info.shape:
-        return tuple([part.box for part in target.parts])
-    stored = common_box(target.info, entry)
-    boxes = []
-    for part in target.parts:
-        if stored.contains(part.box):
-            boxes.append(part.box)
-            continue
-        padding.append(part.memory)
-        if (common := part.box.intersect(stored)) is not None:
-            boxes.append(common)
-    return tuple(boxes)
 
 
 class Filling:
