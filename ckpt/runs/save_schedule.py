@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from types import FrameType
@@ -265,6 +265,14 @@ class SaveSchedule:
         self._preemption.restore()
         if self._agreement is not None:
             self._agreement.stop()
+
+
+def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
+    """The same; UsageError unless they are numbers of signals."""
+    try:
+        return tuple(signal.Signals(number) for number in signals)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise UsageError(f"signals= takes numbers of signals, not {signals!r}", hint="signals=[signal.SIGTERM, signal.SIGUSR1]") from None
 
 
 def check_step(n: object) -> None:

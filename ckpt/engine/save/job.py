@@ -27,7 +27,7 @@ from ckpt.net.liveness import Members
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.values import StatePart
-from ckpt.policies.policy import TrustFrozen
+from ckpt.policies.save import TrustFrozen
 from ckpt.settings import check_flags
 from ckpt.telemetry.callbacks import ProgressCallback, Stall, reported
 from ckpt.telemetry.progress import BEGIN, PHASES, WRITE, SaveProgress, Standing, printable_host, sign_interval
@@ -236,7 +236,8 @@ class SaveOptions:
         trainable: bool = False,
     ) -> SaveOptions:
         """What a caller gives, with the defaults of the environment."""
-        check_choice(codec)
+        if codec is not None:
+            check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
         return cls(
             layout=layout,

@@ -38,7 +38,7 @@ from ckpt.formats.native.datafiles.references import check_not_replaced, split_u
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.plan.layout.geometry import Box
-from ckpt.policies.policy import TrustFrozen
+from ckpt.policies.save import TrustFrozen
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import LocalShard
 
