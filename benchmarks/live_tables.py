@@ -15,7 +15,7 @@ import xxhash
 
 from ckpt.engine.save.leader import grouped_parts
 from ckpt.net.broadcast_tree import FAN
-from ckpt.net.offers import whom_to_ask
+from ckpt.net.channel import whom_to_ask
 from ckpt.plan.machines import ancestors, numbers_of
 from ckpt.plan.tables import Table, tables_to_bytes
 

@@ -26,12 +26,9 @@ from ckpt.io_backends.protocol import Backend, ObjectMeta
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.net import call as call_module
 from ckpt.net import group as group_module
-from ckpt.net.channel import ControlChannel
+from ckpt.net.channel import ControlChannel, Offers, Row
 from ckpt.net.group import Group
-from ckpt.net.key_values import KeyValues
-from ckpt.net.offers import Offers
-from ckpt.net.rows import Row
-from ckpt.net.store import Connection, Store
+from ckpt.net.store import Connection, KeyValues, Store
 
 SIGNS = ("/beats/", "/sign", "/failed")
 """In the keys of signs of life, and of looks for failures."""

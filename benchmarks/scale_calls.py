@@ -19,9 +19,9 @@ import torch
 
 import ckpt
 from ckpt.live import Sink, Source, reshard
+from ckpt.net.channel import Row
 from ckpt.net.endpoints import network
 from ckpt.net.group import current_group
-from ckpt.net.rows import Row
 from ckpt.plan.copies import missing_copies
 from ckpt.plan.tables import Table
 from ckpt.policies import EverySteps, Latest

@@ -27,7 +27,7 @@ from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.protocol import ObjectMeta
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec

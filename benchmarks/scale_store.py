@@ -24,8 +24,7 @@ from ckpt.concurrency import gc_paused
 from ckpt.net.call import Call
 from ckpt.net.channel import ControlChannel
 from ckpt.net.group import Group
-from ckpt.net.key_values import KeyValues
-from ckpt.net.store import Connection, Store
+from ckpt.net.store import Connection, KeyValues, Store
 from ckpt.telemetry.spans import Spans
 
 from .findings import Finding, at_most

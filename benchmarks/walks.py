@@ -1,7 +1,8 @@
 """Which functions and files of the package one call enters: ``python -m benchmarks.walks``.
 
 Each operation runs twice on one rank, with four linear layers and AdamW's state; the profile function of every thread notes what the
-second one enters. ``--list CALL`` prints the functions, file by file. torch's own functions are not counted.
+second one enters. ``--list CALL`` prints the functions, file by file. torch's own functions are not counted. ``reshard`` is what the
+first of two processes enters, with rows on one side and columns on the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 
@@ -30,6 +35,7 @@ MARKS = {
     "restore": (330, 50),
     "convert": (270, 45),
     "open": (160, 25),
+    "reshard": (300, 45),
 }
 """Call → the most functions and files that it may enter."""
 PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("ckpt", "cli", "converters", "formats", "io_backends"))
@@ -78,17 +84,56 @@ def calls(folder: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def reshard(rank: int, store: str, results: Any) -> None:
+    """One of two ranks: the second reshard of a model and its optimizer; the first rank tells what it entered."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded(dimension: int) -> dict[str, Any]:
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+        for layer in layers:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(dimension)]))
+            layer.weight.grad = torch.ones_like(layer.weight)
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    rows, columns = sharded(0), sharded(1)
+    ckpt.live.reshard(rows, columns)
+    places = entered(lambda: ckpt.live.reshard(rows, columns))
+    if rank == 0:
+        results.put(places)
+    dist.destroy_process_group()
+
+
+def reshard_entered(folder: str) -> Entered:
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    ranks = [context.Process(target=reshard, args=(rank, f"{folder}/store", results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    places: Entered = results.get()
+    for process in ranks:
+        process.join()
+    return places
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", choices=MARKS, metavar="CALL", help=f"print the functions that one of {', '.join(MARKS)} enters")
     arguments = parser.parse_args()
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:
-        for name, call in calls(folder).items():
+        called = calls(folder)
+        for name in MARKS:
             if arguments.list not in (None, name):
                 continue
-            call()
-            places = entered(call)
+            if name == "reshard":
+                places = reshard_entered(folder)
+            else:
+                called[name]()
+                places = entered(called[name])
             functions = sum(map(len, places.values()))
             most, files = MARKS[name]
             print(f"{name:12} {functions:4} functions (mark {most}) in {len(places):3} files (mark {files})")

@@ -28,8 +28,7 @@ def command(what: str, address: str, *, timeout: str, as_json: bool, quiet: bool
       ckpt live --json status tcp://trainer0:7010/actor
     """
     from ckpt import units
-    from ckpt.live.control import SinkSecret
-    from ckpt.live.status import ask_status
+    from ckpt.live.control import SinkSecret, ask_status
     from ckpt.plan.tables import ranks_text
 
     output = Output(json=as_json, quiet=quiet)

@@ -17,7 +17,7 @@ from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import address_text
 
 if TYPE_CHECKING:
-    from ckpt.nodes.memory.messages import MemoryObject
+    from ckpt.nodes.memory.connection import MemoryObject
 
 
 _NAMED = 4
@@ -79,7 +79,7 @@ def command(
 
 def _serve(output: Output, budget: int | None) -> None:
     from ckpt.nodes.memory import connection
-    from ckpt.nodes.memory.running import serve
+    from ckpt.nodes.memory.daemon import serve
 
     folder = connection.folder()
     output.talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")

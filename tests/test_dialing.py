@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 
-from ckpt.net import dialing, listener
+from ckpt.net import connections, dialing
+from ckpt.net.connections import Listener
 from ckpt.net.dialing import Dialer
-from ckpt.net.listener import Listener
 from ckpt.net.sockets import Greeting, Hello, Sending, Views, prepare
 
 SECRET = bytes(range(16))
@@ -50,7 +50,7 @@ def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener[Hello
     while not heard and time.monotonic() < end:
         dialer.advance()
         for key, _ in selector.select(dialer.wait(0.05)):
-            if isinstance(key.data, listener.Listening):
+            if isinstance(key.data, connections.Listening):
                 for hello, sock in door.accept(key.data):
                     heard.append(hello)
                     sock.close()
@@ -107,7 +107,7 @@ def test_nothing_is_left_to_wait_for_where_all_refuse(nobody: tuple[str, int]) -
 
 def test_a_rank_gets_in_among_many_that_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its greeting comes after more of them than may wait, and it connects again when it was dropped."""
-    monkeypatch.setattr(listener, "MOST_GREETINGS", 4)
+    monkeypatch.setattr(connections, "MOST_GREETINGS", 4)
     monkeypatch.setattr(dialing, "_PAUSE", 0.01)
     door = Listener([socket.create_server(("127.0.0.1", 0), backlog=100)], partial(Greeting, secret=SECRET), 60.0)
     (address,) = door.addresses
@@ -131,7 +131,7 @@ def test_a_rank_gets_in_among_many_that_say_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "GREETING_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "GREETING_SECONDS", 0.1)
     door = Listener([socket.create_server(("127.0.0.1", 0))], partial(Greeting, secret=SECRET), 60.0)
     with socket.create_connection(door.addresses[0]) as idle, selectors.DefaultSelector() as selector:
         door.attach(selector)

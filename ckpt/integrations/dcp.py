@@ -33,8 +33,8 @@ from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
 from ckpt.formats.native.coding.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 from ckpt.plan import tree
 from ckpt.plan.external_assignment import AssignedBox, ExternalAssignment, assign_boxes
 from ckpt.plan.layout.geometry import Box

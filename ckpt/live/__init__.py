@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .control import SinkStatus as SinkStatus
+    from .control import SourceStatus as SourceStatus
+    from .control import VersionStatus as VersionStatus
     from .publication import Publication as Publication
     from .publication import PublishReport as PublishReport
     from .reshard_offers import ReshardReport as ReshardReport
@@ -13,9 +16,6 @@ if TYPE_CHECKING:
     from .resharding import reshard as reshard
     from .sink import Sink as Sink
     from .source import Source as Source
-    from .status import SinkStatus as SinkStatus
-    from .status import SourceStatus as SourceStatus
-    from .status import VersionStatus as VersionStatus
     from .take_phases import TakeReport as TakeReport
     from .versions import Version as Version
 
@@ -29,9 +29,9 @@ _WHERE = {
     "Version": "versions",
     "Sink": "sink",
     "TakeReport": "take_phases",
-    "SourceStatus": "status",
-    "VersionStatus": "status",
-    "SinkStatus": "status",
+    "SourceStatus": "control",
+    "VersionStatus": "control",
+    "SinkStatus": "control",
 }
 """Public name → the module that has it."""
 

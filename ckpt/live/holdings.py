@@ -163,7 +163,7 @@ class LiveCatalog(CatalogDefaults):
     own: Sequence[tuple[int, TensorSpec]] = ()
     """Tensors of single ranks, with their places among the ranks."""
     views: Mapping[str, LogicalTensor] = field(default_factory=dict)
-    """Of a state in other names: of what each tensor that is no alias is made (``ckpt.live.renaming``)."""
+    """Of a state in other names: of what each tensor that is no alias is made (``ckpt.live.filling``)."""
     sources: Mapping[str, TensorEntry] = field(default_factory=dict)
     """The tensors of which these are made."""
     translation: str = ""

@@ -17,8 +17,8 @@ from itertools import count
 from ckpt import settings
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, RankFailedError, UsageError
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.message_fields import ADDRESSES, Either, Kind, checked, is_count, is_hex
-from ckpt.net.rows import Row
 from ckpt.net.shm_pool import machine
 from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json

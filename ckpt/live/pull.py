@@ -1,6 +1,6 @@
 """Takes pieces of a live state from the ranks that hold them, several at once. Another holder takes the place of one that is lost.
 
-No torch.
+No torch. Each piece is compared with its digest before anything of it is placed.
 """
 
 from __future__ import annotations
@@ -9,19 +9,259 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from ckpt.concurrency import Pending, run_tasks
-from ckpt.errors import CancelledError, CkptError, CorruptError, CoverageError, GroupError, NotFoundError
-from ckpt.plan.transfers import RequestList, Share, TransferPlan
-from ckpt.telemetry.spans import Spans
+import numpy as np
+import xxhash
 
-from .client import Holder, PieceClient
-from .delta import PieceBase
-from .piece_messages import box_digests
+from ckpt.concurrency import Pending, run_tasks
+from ckpt.errors import CancelledError, CkptError, CorruptError, CoverageError, FormatError, GroupError, NotFoundError, RankFailedError
+from ckpt.net.endpoints import network
+from ckpt.net.framing import ALIVE, IN_STREAM, RECORD, damaged
+from ckpt.net.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
+from ckpt.net.wire import Address, dial
+from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
+from ckpt.telemetry.spans import Spans
+from ckpt.text import address_text
+
+from .pieces import (
+    CHANGES,
+    DIGESTS,
+    DIGESTS_KIND,
+    FAILED,
+    KNOWN,
+    LENGTH,
+    MACHINE,
+    MOST_LIST,
+    NOT_THE_BASE,
+    OPENED,
+    PULL,
+    PULL_KIND,
+    PURPOSE,
+    REASONS,
+    SLOTS,
+    UNOPENED,
+    PieceBase,
+    Place,
+    apply_changes,
+    box_digests,
+    receive_error,
+)
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A rank that serves pieces. ``network`` is that of its machine (``ckpt.net.endpoints.network``).
+
+    One that is no rank of the source but passes pieces on has the name of its sink (``relay``), calls the version by a name of its own
+    (``version``), and a rank of the source, the ``witness``, tells the digests of what it gives."""
+
+    rank: int
+    addresses: tuple[Address, ...]
+    network: str
+    relay: str = ""
+    version: str = ""
+    witness: Holder | None = None
+
+    def __str__(self) -> str:
+        at = address_text(*self.addresses[0]) if self.addresses else "nowhere"
+        return f"relay {self.relay} ({at})" if self.relay else f"rank {self.rank} ({at})"
+
+
+class PieceClient:
+    """A connection to one holder."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        secret: bytes,
+        timeout: float,
+        *,
+        alive: Callable[[], None] = lambda: None,
+        shared: bool = True,
+        room: Callable[[int], memoryview] | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        """``shared``: whether the holder's shared memory is used where it can be. ``room`` gives memory for so many bytes of a piece, which
+        is then the caller's; without it, pieces come into memory of this connection."""
+        self.holder = holder
+        with _naming(holder):
+            self._channel = dial(
+                holder.addresses,
+                secret,
+                timeout,
+                peer=str(holder),
+                purpose=PURPOSE,
+                alive=alive,
+                same_network=holder.network == network(),
+            )
+            try:
+                name = machine().encode() if shared else b""
+                self._channel.send(MACHINE.pack(len(name)), name)
+                self._slots = _opened(self._channel.receive(ANNOUNCEMENT_BYTES))
+                self._channel.send(UNOPENED if self._slots is None else OPENED)
+            except BaseException:
+                self._channel.close()
+                raise
+        self._room = room
+        self._spans = Spans(on=False) if spans is None else spans
+        self._buffer = bytearray()
+        self._changes = bytearray()
+        self.transferred = 0
+        """Bytes of pieces, or of changes of them, that came in the stream or in shared memory."""
+        self.dense: Counter[str] = Counter()
+        """Bytes of boxes that came whole although there was a base, by why (``pieces.dense``)."""
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None = None) -> None:
+        """Take all pieces of a list: ``place`` gets the number and the bytes of each, which it must not keep if they are not in a ``room``.
+        With a ``base`` the holder may send what changed since. Where the base turns out not to be that version any more, the piece itself
+        is taken afterwards."""
+        with _naming(self.holder):
+            stale = self._pull(version, requests, place, base)
+            if stale:
+                message = "live: %d pieces of %s are no longer those of version %s; they come whole"
+                log.warning(message, len(stale), self.holder, base.version if base is not None else "")
+                self.dense[NOT_THE_BASE] += sum(map(requests.bytes_of, stale))
+                self._pull(version, requests, lambda piece, view: place(piece, view) if piece in stale else None, None)
+
+    def digests(self, version: str, requests: RequestList) -> list[list[int]]:
+        """The XXH3-64 of each box of each piece of a list, which others give; raises as ``pull``."""
+        with _naming(self.holder):
+            self._ask(DIGESTS_KIND, version, requests, None)
+            digests = []
+            for piece, rows in enumerate(requests.pieces):
+                parcel, number, _, count, digest = RECORD.unpack(self._channel.receive(RECORD.size))
+                if parcel == FAILED:
+                    raise receive_error(self._channel, count)
+                if (parcel, number, count) != (DIGESTS, piece, 8 * len(rows)):
+                    raise FormatError(f"{count} bytes came in the place of the digests of piece {piece}", where=str(self.holder))
+                data = self._channel.receive(count)
+                self._check(memoryview(data), digest)
+                digests.append(np.frombuffer(data, "<u8").tolist())
+            return digests
+
+    def _pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None) -> set[int]:
+        """One pull; the pieces whose base was another one, which are not placed."""
+        stale: set[int] = set()
+        self._ask(PULL_KIND, version, requests, base)
+        for piece in range(len(requests.pieces)):
+            if not self._take(piece, requests, partial(place, piece), base):
+                stale.add(piece)
+        return stale
+
+    def _ask(self, kind: int, version: str, requests: RequestList, base: PieceBase | None) -> None:
+        channel, name, base_name = self._channel, version.encode(), b"" if base is None else base.version.encode()
+        if len(requests.packed) > MOST_LIST:
+            raise FormatError(f"a list of requests of {len(requests.packed)} bytes is too long", hint="take fewer tensors at once (only=)")
+        channel.send(PULL.pack(kind, len(name), len(base_name), requests.digest), name, base_name)
+        if channel.receive(1) != KNOWN:
+            channel.send(LENGTH.pack(len(requests.packed)), requests.packed)
+
+    def _take(self, piece: int, requests: RequestList, place: Callable[[memoryview], None], base: PieceBase | None) -> bool:
+        """One piece; False if its base is another one than the holder's, and it was not placed."""
+        length = requests.places(piece)[1]
+        while True:
+            parcel, number, slot, count, digest = RECORD.unpack(self._channel.receive(RECORD.size))
+            if parcel != ALIVE:
+                break
+        if parcel == FAILED:
+            raise receive_error(self._channel, count)
+        as_changes = parcel == CHANGES and base is not None and slot == IN_STREAM and count < length
+        if number != piece or (slot == IN_STREAM and count != length and not as_changes):
+            raise FormatError(f"piece {number} of {count} bytes came in the place of piece {piece} of {length}", where=str(self.holder))
+        if base is not None and not as_changes:
+            self.dense[SLOTS if slot != IN_STREAM else REASONS.get(parcel, "")] += requests.bytes_of(piece)
+        if slot != IN_STREAM:
+            self._take_from_slot(slot, count, length, digest, place)
+            return True
+        piece_bytes = self._memory(length)
+        if not as_changes or base is None:
+            self._receive(piece_bytes, digest)
+        else:
+            if len(self._changes) < count:
+                self._changes = bytearray(length)
+            changes = memoryview(self._changes)[:count]
+            self._receive(changes, digest)
+            base.fill(piece, piece_bytes)
+            if not apply_changes(changes, piece_bytes, requests, piece, str(self.holder)):
+                return False
+        place(piece_bytes)
+        return True
+
+    def _receive(self, view: memoryview, digest: int) -> None:
+        self._channel.receive_into(view)
+        self.transferred += len(view)
+        self._check(view, digest)
+
+    def _take_from_slot(self, slot: int, generation: int, length: int, digest: int, place: Callable[[memoryview], None]) -> None:
+        """A piece that lies in the holder's shared memory. What was copied counts only if the slot was not lent again meanwhile."""
+        slots = self._slots
+        if slots is None or not slots.has(slot):
+            raise FormatError(f"slot {slot} of memory that is not open", where=str(self.holder))
+        view = slots.data(slot).data[:length]
+        self.transferred += length
+        if self._room is not None:
+            room = self._room(length)
+            room[:] = view
+            view = room
+        self._check(view, digest)
+        place(view)
+        if slots.generation(slot) != generation:
+            raise ConnectionAbortedError("this rank was taken for dead while it copied")
+        slots.done(slot, 0)
+
+    def _memory(self, length: int) -> memoryview:
+        """For the bytes of a piece."""
+        if self._room is not None:
+            return self._room(length)
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        return memoryview(self._buffer)[:length]
+
+    def _check(self, view: memoryview, digest: int) -> None:
+        with self._spans.span("verify", len(view)):
+            right = xxhash.xxh3_64_intdigest(view) == digest
+        if not right:
+            raise damaged(str(self.holder))
+
+
+def _opened(announcement: bytes) -> AttachedPool | None:
+    if announcement == bytes(ANNOUNCEMENT_BYTES):
+        return None
+    at = Announcement.unpack(announcement)
+    if at.shape[0] > 1024 or at.shape[1] > MOST_PIECE or at.shape[2] != 1:
+        raise FormatError(f"shared memory of an unlikely shape {at.shape}")
+    try:
+        return AttachedPool(at)
+    except OSError:
+        return None  # another container, or not allowed: then the bytes come in the stream
+
+
+@contextmanager
+def _naming(holder: Holder) -> Iterator[None]:
+    """Errors say which holder is lost."""
+    try:
+        yield
+    except CkptError as err:
+        if isinstance(err, GroupError) and not err.ranks and not holder.relay:
+            err.ranks = (holder.rank,)
+        raise
+    except OSError as err:
+        lost = RankFailedError(f"{holder} is gone: {err}", hint="look why that process ended")
+        lost.ranks = () if holder.relay else (holder.rank,)
+        raise lost from err
+
+
+# From several holders at once.
 
 log = logging.getLogger("ckpt")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import FormatError, NotFoundError
+from ckpt.net.channel import Row
 from ckpt.net.message_fields import check, is_count
-from ckpt.net.rows import Row
 
 from .control import Answer
 from .relay import RELAY

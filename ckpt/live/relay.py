@@ -12,12 +12,12 @@ import xxhash
 
 from ckpt import settings
 from ckpt.errors import CorruptError, NotFoundError
+from ckpt.net.channel import Row
 from ckpt.net.message_fields import ADDRESSES, Either
-from ckpt.net.rows import Row
 from ckpt.net.shm_pool import machine
 from ckpt.plan.transfers import RequestList
 
-from .client import Holder
+from .pull import Holder
 from .server import PieceServer
 
 # The boxes of one version that one rank of a sink takes, given to others from when each is here.

@@ -32,10 +32,10 @@ from ckpt.engine.save.plan import replicated_chunks
 from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.endpoints import listen
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
-from ckpt.net.rows import Row
 from ckpt.net.shm_pool import machine
 from ckpt.net.sockets import close_when_forked
 from ckpt.plan import machines, tree
@@ -50,10 +50,9 @@ from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise
 from ckpt.telemetry.spans import SpanTable
 from ckpt.text import parse_json
 
-from .client import Holder
 from .filling import FillPlan, PlanCache
 from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts
-from .pull import Pulled
+from .pull import Holder, Pulled
 from .server import PieceServer
 from .versions import own_blob
 

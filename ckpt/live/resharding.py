@@ -36,8 +36,8 @@ from ckpt.engine.load.reader import changed
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
+from ckpt.net.channel import Row
 from ckpt.net.group import current_group
-from ckpt.net.rows import Row
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.state.bind import bind
 from ckpt.state.targets import Binding
@@ -45,10 +45,9 @@ from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of, reported
 from ckpt.telemetry.spans import Spans
 
-from .filling import Filling, FillPlan, plan_filling
+from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, views_of, worded
 from .holdings import Holdings, LiveCatalog
 from .pull import PiecePull, Pulled
-from .renaming import Target, check_alike, in_other_names, views_of, worded
 from .reshard_offers import Fitted, Meeting, Moved, Offered, ReshardRanks, ReshardReport, Traffic, holdings_of, meet, offer, reshard_ranks
 from .server import PieceServer
 

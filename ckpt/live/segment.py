@@ -37,7 +37,7 @@ from ckpt import settings
 from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.net.endpoints import EXHAUSTED, exhausted
-from ckpt.nodes.memory.loan import protect
+from ckpt.nodes.memory.client import protect
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.ownership import TensorSpec
 

@@ -28,7 +28,7 @@ import numpy as np
 from ckpt.concurrency import run_tasks
 from ckpt.engine.load.whole_chunks import Stored, copy_box
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.layout.geometry import Box
 from ckpt.telemetry.spans import Spans
 

@@ -24,9 +24,8 @@ from ckpt.net.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 from ckpt.net.wire import Channel
 from ckpt.plan.transfers import MOST_PIECE, RequestList, digest_of
 
-from .delta import PieceComparer
 from .holdings import Packable
-from .piece_messages import (
+from .pieces import (
     CHANGES,
     DIGESTS,
     DIGESTS_KIND,
@@ -44,6 +43,7 @@ from .piece_messages import (
     WHOLE,
     WHOLE_NOT_KEPT,
     BoxDigests,
+    PieceComparer,
     send_error,
 )
 

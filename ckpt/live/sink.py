@@ -21,8 +21,8 @@ from ckpt.engine.load.fitting import accept
 from ckpt.engine.load.job import LoadJob, LoadOptions, StateWrites
 from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.group import current_group
-from ckpt.net.rows import Row
 from ckpt.net.shm_pool import machine
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
@@ -33,10 +33,10 @@ from ckpt.telemetry.callbacks import ProgressCallback, callback_of, reported
 from ckpt.telemetry.spans import Spans
 
 from .control import SinkSecret, split_address
+from .filling import in_other_names, views_of
 from .offered import DROPS, OfferedVersion, SourceConnection, find_newest
 from .pull import Pulled
 from .relay import Relay, RelayedVersion
-from .renaming import in_other_names, views_of
 from .take import Puller, bytes_that_came, dropped_anywhere, match_take, plan_take, stage_take, switch_take
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, StateVersion, SwitchedTake, TakeMeter, TakeReport
 from .versions import Version

@@ -24,8 +24,8 @@ from ckpt.concurrency import Pending
 from ckpt.engine.save.job import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.group import current_group
-from ckpt.net.rows import Row
 from ckpt.net.shm_pool import machine
 from ckpt.plan.layout.layout import Layout
 from ckpt.settings import check_flags
@@ -36,14 +36,33 @@ from ckpt.telemetry.callbacks import ProgressCallback, Stall, callback_of, repor
 from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
-from .control import ControlServer, fingerprint, forget_secret, given_secret, listen_at, new_secret, split_address, with_port
+from .control import (
+    ControlServer,
+    SourceStatus,
+    ask_status,
+    fingerprint,
+    forget_secret,
+    given_secret,
+    listen_at,
+    new_secret,
+    split_address,
+    with_port,
+)
 from .holdings import Holdings
-from .publication import ImagePlan, PreparedImage, Publication, capture_image, not_sealed, prepare_image, replica_digests, seal_image
+from .publication import (
+    ImagePlan,
+    PreparedImage,
+    Publication,
+    VersionLeader,
+    capture_image,
+    not_sealed,
+    prepare_image,
+    replica_digests,
+    seal_image,
+)
 from .registry import VersionRegistry
 from .segment import PublishedSegment, SegmentPool
 from .server import PieceServer
-from .status import SourceStatus, ask_status
-from .version_leader import VersionLeader
 from .versions import Version
 
 if TYPE_CHECKING:

@@ -25,16 +25,14 @@ from ckpt.engine.load.job import LoadJob
 from ckpt.engine.load.reader import changed
 from ckpt.engine.load.shared_reads import SharedReads
 from ckpt.errors import CorruptError, CoverageError
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.transfers import Share, TransferPlan
 
-from .client import Holder
-from .filling import Filling, is_packable, plan_filling, resolved
+from .filling import Filling, check_alike, in_other_names, is_packable, plan_filling, resolved, worded
 from .offered import OfferedVersion
-from .piece_messages import DTYPES, NOT_KEPT
-from .pull import PiecePull, PlaceBoxes, PullBase, Pulled
+from .pieces import DTYPES, NOT_KEPT
+from .pull import Holder, PiecePull, PlaceBoxes, PullBase, Pulled
 from .relay import RelayedVersion
-from .renaming import check_alike, in_other_names, worded
 from .segment_reader import LocalHolder, check_local, copy_local, open_local
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, TakeMeter
 

@@ -19,7 +19,7 @@ from ckpt.telemetry.spans import Spans, SpanTable
 from .filling import FillPlan, PlanCache
 from .holdings import LiveCatalog
 from .offered import OfferedVersion
-from .piece_messages import FIRST, NOT_KEPT, TORN
+from .pieces import FIRST, NOT_KEPT, TORN
 from .pull import Pulled
 from .segment import SegmentLayout
 from .segment_reader import LocalHolder, SegmentMappings, SegmentShare

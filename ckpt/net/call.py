@@ -17,7 +17,7 @@ hears the decision:
 
 An error before the row is out takes the row's place: the leader reports it, and every other rank raises RankFailedError with the rank's
 name. An error of ``decide`` is raised on every rank, as the same class. While the leader decides it may ask ranks for bytes of which it
-has only the digests (``offers.py``). An error after the decision, on any rank while it is still within the phase, takes the place of that
+has only the digests (``channel.py``). An error after the decision, on any rank while it is still within the phase, takes the place of that
 rank's row in the next phase: the others are there already, or on their way. Every wait ends after ``timeout`` seconds without a sign of
 life (``liveness.py``).
 """
@@ -39,10 +39,8 @@ from ckpt.telemetry.progress import RankSign, sign_interval
 from ckpt.text import parse_json
 
 from .broadcast_tree import PATIENCE
-from .channel import ControlChannel, longest_pause, looks
+from .channel import ControlChannel, NotSentError, Offers, Row, check_posted, error_of, failed_on, longest_pause, looks, parse_posted
 from .liveness import FailureDetector, Members, silent
-from .offers import NotSentError, Offers
-from .rows import Row, check_posted, error_of, failed_on, parse_posted
 
 R = TypeVar("R")
 

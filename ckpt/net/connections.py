@@ -1,24 +1,196 @@
-"""Answers whoever connects and knows the secret: a thread waits for connections, and one serves each peer that has proved itself. No torch.
+"""Takes connections, and keeps strangers out: whoever does not say within seconds who he is, and prove it, is dropped.
 
-Strangers cost no threads and few files (``ckpt.net.listener``); all peers together leave half of this process's files to the program.
+Anybody who reaches the ports can connect. However many do, few wait to be heard at a time, the oldest of them make room for new ones, and
+a process that has no file descriptor left goes on as soon as one is free. Whoever was dropped among them connects again.
+Of a server, one thread waits for connections, and one serves each peer that has proved itself; all peers together leave half of this
+process's files to the program. No torch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from ckpt.errors import CkptError, FormatError
 
-from .listener import Listener, Listening, part_of_files
+from .endpoints import EXHAUSTED
+from .sockets import prepare
 from .wire import Channel, Proving
+
+MOST_GREETINGS = 64
+"""Connections that have not said who they are, at one listener; with more, the oldest is dropped."""
+_GREETINGS_PART = 16
+"""At most this part of the files that this process may open."""
+GREETING_SECONDS = 5.0
+"""After this long such a connection is dropped."""
+_ACCEPTS = 64
+"""Connections that are taken before others get their turn."""
+_PAUSE = 0.1
+"""Seconds without new connections after there was no file descriptor for one."""
+
+log = logging.getLogger("ckpt")
+
+WhoT = TypeVar("WhoT")
+WhoT_co = TypeVar("WhoT_co", covariant=True)
+
+
+class Unheard(Protocol[WhoT_co]):
+    """A connection whose other end has not yet said who it is."""
+
+    @property
+    def sock(self) -> socket.socket: ...
+
+    @property
+    def began(self) -> float: ...
+
+    def step(self) -> WhoT_co | None:
+        """Go on without waiting; who it is once it has said so.
+
+        Raises:
+            OSError: the other end is gone, or a stranger.
+        """
+
+
+@dataclass(eq=False)
+class Listening:
+    """A socket that connections come to."""
+
+    sock: socket.socket
+
+
+class Listener(Generic[WhoT]):
+    """The ports of one rank or server. While an exchange goes on, its selector has them. ``greeting`` begins to hear a connection."""
+
+    def __init__(self, sockets: Sequence[socket.socket], greeting: Callable[[socket.socket], Unheard[WhoT]], timeout: float) -> None:
+        self.addresses = [sock.getsockname()[:2] for sock in sockets]
+        self._ports = [Listening(sock) for sock in sockets]
+        self._greeting = greeting
+        self._timeout = timeout
+        self._greetings: deque[Unheard[WhoT]] = deque()
+        self._selector: selectors.BaseSelector | None = None
+        self._paused_until: float | None = None
+        self._warned = False
+        for sock in sockets:
+            sock.setblocking(False)
+
+    def attach(self, selector: selectors.BaseSelector) -> None:
+        self._selector, self._paused_until = selector, None
+        for port in self._ports:
+            selector.register(port.sock, selectors.EVENT_READ, port)
+        for greeting in self._greetings:
+            selector.register(greeting.sock, selectors.EVENT_READ, greeting)
+
+    def detach(self) -> None:
+        """Before the selector is closed. Connections that have not been heard stay."""
+        for port in self._ports:
+            self._unregister(port.sock)
+        for greeting in self._greetings:
+            self._unregister(greeting.sock)
+        self._selector = None
+
+    def close(self) -> None:
+        self.detach()
+        for port in self._ports:
+            port.sock.close()
+        while self._greetings:
+            self._greetings.popleft().sock.close()
+
+    def accept(self, port: Listening) -> list[tuple[WhoT, socket.socket]]:
+        """Take connections that have come to a port, and give those that have said already who they are."""
+        heard = []
+        for _ in range(_ACCEPTS):
+            try:
+                sock, _ = port.sock.accept()
+            except BlockingIOError:
+                break
+            except OSError as err:
+                if err.errno not in EXHAUSTED:
+                    continue  # of that connection alone: whoever it was is gone already (accept(2))
+                self._make_room(err)
+                break
+            with suppress(OSError):  # gone already: the greeting finds out
+                prepare(sock, self._timeout)
+            greeting = self._greeting(sock)
+            self._greetings.append(greeting)
+            if self._selector is not None:
+                self._selector.register(sock, selectors.EVENT_READ, greeting)
+            if (who := self.greet(greeting)) is not None:
+                heard.append((who, sock))
+            elif len(self._greetings) > min(MOST_GREETINGS, part_of_files(_GREETINGS_PART)):
+                self._drop(self._greetings[0], "others came")
+        return heard
+
+    def greet(self, greeting: Unheard[WhoT]) -> WhoT | None:
+        """Go on with a connection; what it says once it has said who it is, and then it is the caller's."""
+        if greeting.sock.fileno() < 0:  # dropped in this turn
+            return None
+        try:
+            who = greeting.step()
+        except OSError as err:
+            self._drop(greeting, str(err))
+            return None
+        if who is not None:
+            self._unregister(greeting.sock)
+            self._greetings.remove(greeting)
+        return who
+
+    def tick(self) -> None:
+        """Often: drop who says nothing; listen again after a pause."""
+        now = time.monotonic()
+        while self._greetings and now - self._greetings[0].began > GREETING_SECONDS:
+            self._drop(self._greetings[0], f"silent for {GREETING_SECONDS:g} s")
+        if self._paused_until is not None and now >= self._paused_until and self._selector is not None:
+            self._paused_until = None
+            for port in self._ports:
+                self._selector.register(port.sock, selectors.EVENT_READ, port)
+
+    def _make_room(self, err: OSError) -> None:
+        """There is no file descriptor for a connection that has come: take those of the older half of who has said nothing; without any,
+        look again later."""
+        if not self._warned:
+            self._warned = True
+            log.warning("connections wait: %s; `ulimit -n` raises the limit", err)
+        # The older half of the connections that have not greeted is closed. A rank greets within milliseconds of
+        # connecting, so these are strangers, or ranks that connect again.
+        for greeting in list(self._greetings)[: (len(self._greetings) + 1) // 2]:
+            self._drop(greeting, str(err))
+        self.pause()
+
+    def pause(self) -> None:
+        """Take no connections for a moment; they wait at the ports."""
+        if self._paused_until is None:
+            self._paused_until = time.monotonic() + _PAUSE
+            for port in self._ports:
+                self._unregister(port.sock)
+
+    def _drop(self, greeting: Unheard[WhoT], why: str) -> None:
+        log.debug("a connection was closed before it said who it is: %s", why)
+        self._unregister(greeting.sock)
+        greeting.sock.close()
+        self._greetings.remove(greeting)
+
+    def _unregister(self, sock: socket.socket) -> None:
+        if self._selector is not None:
+            with suppress(KeyError, ValueError):  # not there while it pauses
+                self._selector.unregister(sock)
+
+
+def part_of_files(part: int) -> int:
+    """One of so many parts of the files that this process may open, at least 1: connections leave the others to the program."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 30 if soft == resource.RLIM_INFINITY else max(1, soft // part)
+
 
 _PART = 2
 """Peers of all servers have at most this part of the files that this process may open; others wait at the ports."""

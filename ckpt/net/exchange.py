@@ -17,11 +17,11 @@ from typing import Any
 from ckpt.errors import CkptError, ConsistencyError, DeadlineError
 from ckpt.plan.tables import ranks_text
 
+from .channel import failed_on
+from .connections import Listener, Listening
 from .dialing import Dial, Dialer
 from .endpoints import exhausted, from_here
 from .framing import Feed
-from .listener import Listener, Listening
-from .rows import failed_on
 from .sockets import OPENED, READY, REFUSED, Greeting, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
 
 CONNECTIONS = 64

@@ -29,10 +29,9 @@ from ckpt.errors import CkptError, DeadlineError, RankFailedError
 from ckpt.plan.tables import ranks_text
 
 from .broadcast_tree import BroadcastTree
-from .channel import TEAM, WrittenKeys
+from .channel import TEAM, Row, WrittenKeys
 from .connections import ConnectionServer
 from .endpoints import listen, network
-from .rows import Row
 from .sockets import prepare
 from .store import Store
 from .wire import Channel, dial

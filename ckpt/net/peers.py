@@ -23,10 +23,10 @@ from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json
 
 from .channel import FEW
+from .connections import Listener
 from .endpoints import listen, network
 from .exchange import Exchange, Port
 from .framing import Feed, Inlet, damaged
-from .listener import Listener
 from .liveness import Members
 from .sockets import Greeting, Incoming, Outgoing, Views
 from .store import Store

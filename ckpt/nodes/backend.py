@@ -23,8 +23,7 @@ from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, 
 from ckpt.io_backends.registry import serve_scheme
 from ckpt.io_backends.writer_base import WriterBase
 
-from .nodes import NodeSet
-from .reader import FilePlace, NodeReader
+from .nodes import FilePlace, NodeReader, NodeSet
 
 
 def is_on_every_node(path: str) -> bool:

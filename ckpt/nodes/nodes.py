@@ -1,4 +1,4 @@
-"""The nodes that a run's checkpoints are spread over, as one process sees them. No torch."""
+"""The nodes that a run's checkpoints are spread over, as one process sees them, and where the bytes of a file are. No torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ckpt.concurrency import map_tasks
-from ckpt.errors import StorageError
+from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends.protocol import Backend
+
+from .parity import ParitySource
 
 log = logging.getLogger("ckpt")
 
@@ -129,3 +132,177 @@ class NodeSet:
         else:
             answers = dict(zip(asked, map_tasks(ask, asked, _THREADS, "ckpt-nodes"), strict=True))
         return {node: answer for node, answer in answers.items() if not isinstance(answer, StorageError)}
+
+
+# Where the bytes of a file are, nearest first: here, on other nodes, computed from parity, at the root.
+#
+# Damage: whoever compares digests evicts what was wrong and reads again. That is taken as: the place that gave these bytes
+# gave wrong ones; the next read of this range goes to the next place. After the last, the first is asked again, so that real damage is
+# reported.
+
+log = logging.getLogger("ckpt")
+
+
+class FilePlace(Protocol):
+    """What is read of a backend, or computed."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes: ...
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None: ...
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None: ...
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None: ...
+
+    def size(self, path: str) -> int: ...
+
+
+class NodeReader:
+    """What the nodes have below ``prefix`` (empty, or ending in a slash)."""
+
+    def __init__(self, nodes: NodeSet, prefix: str) -> None:
+        self.nodes = nodes
+        self.prefix = prefix
+        self.parity = ParitySource(self)
+        self._lock = threading.Lock()
+        self._listed: dict[str, dict[str, dict[int, int]]] = {}
+        """What nodes have in a folder, by its name: as of the first read of a file that is not here."""
+        self._distrusted: dict[str, list[tuple[int, int, int]]] = {}
+        """Ranges of a path that a place has wrong, or could not give: first byte, byte behind the last, its number."""
+
+    @property
+    def url(self) -> str:
+        return f"{self.nodes.url}/{self.prefix}".rstrip("/")
+
+    def node(self, node: int) -> Backend:
+        """What one node has, or the root of the run."""
+        if node == ROOT:
+            root = self.root()
+            if root is None:
+                raise UsageError("these nodes have no root", where=self.url)
+            return root
+        return self.nodes.node(node).below(self.prefix)
+
+    def root(self) -> Backend | None:
+        """What the root of the run has below the same prefix, if there is one to read from."""
+        return self.nodes.fallback(self.prefix) if self.nodes.fallback is not None else None
+
+    def name(self, node: int) -> str:
+        """What messages call a node, or another place."""
+        return {ROOT: "root", PARITY: "parity"}.get(node) or self.nodes.node(node).name
+
+    # ---- who has what
+
+    def holders(self, prefix: str = "") -> dict[str, dict[int, int]]:
+        """For each file whose path starts with ``prefix``, its size on each node that has it. Nodes that do not answer are left out."""
+        listed = self.nodes.ask_all(lambda node: list(self.node(node).list_prefix(prefix)), reachable=True)
+        sizes: dict[str, dict[int, int]] = {}
+        for node, entries in listed.items():
+            for entry in entries:
+                sizes.setdefault(entry.path, {})[node] = entry.size
+        return sizes
+
+    def _folder(self, name: str) -> dict[str, dict[int, int]]:
+        with self._lock:
+            if name not in self._listed:
+                self._listed[name] = self.holders(f"{name}/" if self.prefix else "")
+            return self._listed[name]
+
+    def nearby(self, paths: Collection[str]) -> set[str]:
+        """Those of ``paths`` that a node of this machine has."""
+        own = self.nodes.node(self.nodes.own)
+        here = [n for n in range(self.nodes.total) if n == self.nodes.own or self.nodes.node(n).host == own.host]
+        near: set[str] = set()
+        for folder in {path.rpartition("/")[0] for path in paths}:
+            for node in here:
+                with suppress(CkptError):
+                    near |= {entry.path for entry in self.node(node).list_prefix(f"{folder}/")}
+        return near.intersection(paths)
+
+    def places(self, path: str) -> Iterator[int]:
+        """Where to read a file, in order."""
+        yield self.nodes.own
+        if self.nodes.total > 1:
+            having = self._folder("data").get(path, {}) if path.startswith("data/") else None
+            yield from (n for n in self.nodes.by_nearness() if n != self.nodes.own and (having is None or n in having))
+            if having is not None:
+                yield PARITY
+        if self.nodes.fallback is not None:
+            yield ROOT
+
+    # ---- reading
+
+    def read(
+        self, path: str, offset: int, length: int | None, read: Callable[[FilePlace], int], begun: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Call ``read`` with the first place that can give the bytes; it returns how many it got. ``begun``: whether bytes of a place that
+        failed are used."""
+        last = 1 << 63 if length is None else offset + length
+        wrong = [node for start, stop, node in self._distrusted.get(path, ()) if start < last and offset < stop]
+        failed: CkptError | None = None
+        for node in self.places(path):
+            if node in wrong:
+                continue
+            try:
+                nbytes = read(self._place(node))
+            except NotFoundError:
+                continue
+            except (StorageError, CorruptError) as err:  # it is away, or its file is cut off
+                if node not in (ROOT, PARITY, self.nodes.own) and isinstance(err, StorageError):
+                    self.nodes.lost(node, err)
+                if not begun():  # else the next place that gives wrong bytes would be taken for this one
+                    self._distrust(path, offset, last, node)
+                failed = failed or err
+            else:
+                if "data/" in path:
+                    self.nodes.count(node, nbytes)
+                return
+        if wrong:  # of all that have it nobody has it right: whoever compares says so
+            self._distrusted.pop(path, None)
+            self.read(path, offset, length, read, begun)
+            return
+        hint = "`ckpt ls` shows what is there; nodes that are gone had the only copy if none was finished"
+        raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}", hint=hint)
+
+    def _place(self, node: int) -> FilePlace:
+        return self.parity if node == PARITY else self.node(node)
+
+    def read_from_any(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from the nearest node that has the file: nothing is computed, and the root is not asked."""
+        failed: CkptError | None = None
+        having = self._folder(path.partition("/")[0]).get(path, {})
+        for node in (n for n in self.nodes.by_nearness() if n in having):
+            try:
+                self.node(node).read_into(path, offset, view)
+            except (StorageError, CorruptError) as err:
+                if node != self.nodes.own and isinstance(err, StorageError) and not isinstance(err, NotFoundError):
+                    self.nodes.lost(node, err)
+                failed = failed or err
+            else:
+                return
+        raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}")
+
+    def read_whole_from(self, node: int, path: str, limit: int) -> bytes:
+        """A small file of one node; raises as ``Backend.read_whole``."""
+        return self.node(node).read_whole(path, limit)
+
+    def evict(self, path: str, start: int, stop: int) -> None:
+        """The place that would be read now gave wrong bytes, and is not read for this range any more."""
+        wrong = [node for first, last, node in self._distrusted.get(path, ()) if first < stop and start < last]
+        left = [node for node in self.places(path) if node not in wrong and self._has(node, path)]
+        if not left:
+            return
+        self._place(left[0]).evict(path, start, stop - start if stop < 1 << 63 else None)
+        if len(left) > 1:
+            log.warning("%s: node %s gave wrong bytes; node %s is read", f"{self.url}/{path}", *map(self.name, left[:2]))
+        self._distrust(path, start, stop, left[0])
+
+    def _distrust(self, path: str, start: int, stop: int, node: int) -> None:
+        with self._lock:
+            self._distrusted.setdefault(path, []).append((start, stop, node))
+
+    def _has(self, node: int, path: str) -> bool:
+        with suppress(NotFoundError, StorageError):
+            self._place(node).size(path)
+            return True
+        return False

@@ -25,9 +25,9 @@ from ckpt.errors import AccessError, CkptError, FormatError, UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.endpoints import network
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 from ckpt.nodes.memory import client
 from ckpt.nodes.memory import connection as memory_place
 from ckpt.nodes.memory.client import secret_for

@@ -5,7 +5,7 @@ due and put off is still due at the next step.
 
 All ranks must decide alike. ``rank_part`` is the part of a policy that looks at step numbers only: every rank computes it for itself, and
 comes to the same. ``leader_part`` looks at clocks and signals, which differ between ranks: only the leader evaluates it, and then the ranks
-agree on a step (``net/step_agreement.py``).
+agree on a step (``net/group.py``).
 
 Also here: what keeping policies share with them, and the policies for what a save stores, ``Anchor`` and ``TrustFrozen``.
 """

@@ -15,8 +15,8 @@ import xxhash
 
 from ckpt.errors import CkptError, UsageError
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 from ckpt.nodes.backend import forget, know, run_url
 from ckpt.nodes.copies import loss, note_copies
 from ckpt.nodes.copying import Completed, NodeCopier

@@ -3,7 +3,7 @@ measured here: what saves cost, and notices of preemption.
 
     step n ends ─┬─ rank_part of the policy: follows from step numbers alone, so every rank comes to the same answer, without a message
                  └─ leader_part: clocks, costs and signals, which only the leader asks; it proposes a step, and the ranks agree on the
-                    first step that none of them has passed (``net.step_agreement``)
+                    first step that none of them has passed (``net.group``)
 
 A notice of preemption may come to any rank. It is passed to the leader, and counts there as one more reason: the save that follows from it
 is the last one.
@@ -23,8 +23,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from ckpt.errors import UsageError
-from ckpt.net.group import Group
-from ckpt.net.step_agreement import Due, StepAgreement
+from ckpt.net.group import Due, Group, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
 from ckpt.telemetry.callbacks import Stall
 

@@ -24,8 +24,8 @@ from ckpt.engine.save.job import SaveOptions
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 from ckpt.nodes.nodes import StorageNode
 from ckpt.nodes.rendezvous import is_memory
 from ckpt.plan.tables import ranks_text

@@ -20,8 +20,8 @@ from ckpt.engine.copy.copy import Transfer
 from ckpt.errors import CkptError, CorruptError, DeadlineError, StorageError, raised
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 
 from .tiers import Tiers
 

@@ -22,9 +22,8 @@ from .output import Command, Output
 from .parameters import OneOf, require_torch
 
 if TYPE_CHECKING:
-    from ckpt.net.divided_work import DividedWork
+    from ckpt.net.divided_work import DividedWork, TaskPart
     from ckpt.net.group import LaunchedProcesses
-    from ckpt.net.tasked_work import TaskPart
 
 _ALONE = "ckpt.alone"
 _WAITED = 5.0
@@ -108,7 +107,7 @@ def divided(url: str, output: Output, *, apart: bool = False) -> Iterator[tuple[
         return
     command = str(context.info_name)
     require_torch(f"`ckpt {command}` in several processes")
-    from ckpt.net.launched_work import LaunchedWork
+    from ckpt.net.divided_work import LaunchedWork
 
     work = LaunchedWork(processes)
     code = 0
@@ -150,7 +149,7 @@ def _waiting_noticed(processes: LaunchedProcesses) -> Iterator[None]:
 @contextmanager
 def _tasked(context: click.Context) -> Iterator[DividedWork]:
     """The work of a command in tasks. A task reserves a CPU for each of its threads."""
-    from ckpt.net.tasked_work import TaskedWork
+    from ckpt.net.divided_work import TaskedWork
 
     from .ray_tasks import ray_tasks
 

@@ -20,8 +20,8 @@ from typing import Any
 from ckpt import settings
 from ckpt.errors import CkptError, CorruptError, DeadlineError, RankFailedError, UsageError
 from ckpt.needs import attribute, needed
-from ckpt.net.rows import Row
-from ckpt.net.tasked_work import PartOrder
+from ckpt.net.channel import Row
+from ckpt.net.divided_work import PartOrder
 from ckpt.settings import __version__
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import parse_json
@@ -47,7 +47,7 @@ class RayTasks:
     connection: ExitStack = field(default_factory=ExitStack)
 
     def run(self, orders: Sequence[PartOrder], report: ProgressCallback) -> dict[int, Row]:
-        """Run all parts, and report the bytes that they have done: see ``RunParts`` in ``tasked_work``."""
+        """Run all parts, and report the bytes that they have done: see ``RunParts`` in ``divided_work``."""
         # Ray prints messages of the cluster on stdout, which is the report's. The thread that does so ends with the connection.
         with redirect_stdout(sys.stderr), self.connection:
             return _Watch(self, orders).run(report)

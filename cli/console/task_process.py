@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, RankFailedError, UsageError, error_to_json
-from ckpt.net.rows import Row
-from ckpt.net.tasked_work import PartEnded, PartOrder, TaskPart
+from ckpt.net.channel import Row
+from ckpt.net.divided_work import PartEnded, PartOrder, TaskPart
 from ckpt.settings import __version__
 from ckpt.text import parse_json
 

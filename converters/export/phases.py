@@ -33,8 +33,8 @@ from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
 from ckpt.io_backends.registry import check_url, open_backend
 from ckpt.net.call import Call
+from ckpt.net.channel import Row
 from ckpt.net.peers import peers_of
-from ckpt.net.rows import Row
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.tables import Table, join_tables, split_tables

@@ -15,8 +15,8 @@ from typing import Any
 from ckpt.converters.select.selection import OutputSet
 from ckpt.errors import CkptError, ConsistencyError, MismatchError, RankFailedError, UsageError
 from ckpt.formats.native.writer import replacement_noticed
+from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
-from ckpt.net.rows import Row
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.telemetry.callbacks import ProgressCallback
 

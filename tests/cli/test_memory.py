@@ -134,7 +134,7 @@ def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "own"))
-    with subprocess.Popen([sys.executable, "-m", "ckpt.nodes.memory.running", str(tmp_path / "own")], stderr=subprocess.DEVNULL) as daemon:
+    with subprocess.Popen([sys.executable, "-m", "ckpt.nodes.memory.daemon", str(tmp_path / "own")], stderr=subprocess.DEVNULL) as daemon:
         while not (tmp_path / "own" / "socket").exists():
             assert daemon.poll() is None
             time.sleep(0.01)

@@ -18,12 +18,9 @@ from torch.distributed import FileStore, HashStore, TCPStore
 
 from ckpt.errors import ConsistencyError, DeadlineError, RankFailedError
 from ckpt.net import channel
-from ckpt.net.channel import FEW, TEAM, ControlChannel, longest_pause
-from ckpt.net.group import Group, current_group
-from ckpt.net.key_values import MOST, KeyValues
-from ckpt.net.offers import asked_of, whom_to_ask
-from ckpt.net.step_agreement import Due, StepAgreement
-from ckpt.net.store import PUT_OFF, Connection, Store, group_store
+from ckpt.net.channel import FEW, TEAM, ControlChannel, asked_of, longest_pause, whom_to_ask
+from ckpt.net.group import Due, Group, StepAgreement, current_group
+from ckpt.net.store import MOST, PUT_OFF, Connection, KeyValues, Store, group_store
 from tests.distributed.ranks import Ranks
 
 Play = Callable[[Group], Any]
@@ -359,7 +356,7 @@ def steps_with_notices(size: int) -> list[tuple[list[int], float]]:
 
 @pytest.mark.alone
 def test_where_looks_are_seldom_a_step_is_proposed_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.net.step_agreement.LOOKS", 3 / 1.2)
+    monkeypatch.setattr("ckpt.net.group.LOOKS", 3 / 1.2)
     found = steps_with_notices(3)
     saved, _ = found[0]
     assert len(saved) == 1 and saved[0] >= 10

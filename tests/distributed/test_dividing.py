@@ -215,15 +215,15 @@ def test_other_arguments_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
 def run_slowly(port: int, arguments: Sequence[str]) -> list[Ended]:
     """The first process takes longer over its own part than the others wait for its last word."""
     from ckpt.converters.compare import semantic
-    from ckpt.net import launched_work
+    from ckpt.net import divided_work
 
-    check, end = semantic.check_semantic, launched_work.END
-    launched_work.END = 1.0
+    check, end = semantic.check_semantic, divided_work.END
+    divided_work.END = 1.0
     semantic.check_semantic = lambda *given, **options: (time.sleep(3), check(*given, **options))[1]  # type: ignore[assignment]
     try:
         return run_commands([port], [arguments])
     finally:
-        semantic.check_semantic, launched_work.END = check, end
+        semantic.check_semantic, divided_work.END = check, end
 
 
 def test_all_wait_for_the_process_that_checks_what_values_mean(ranks: Ranks, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import ckpt.net.exchange
 from ckpt.errors import CkptError
+from ckpt.net.connections import Listener
 from ckpt.net.group import Group, current_group
-from ckpt.net.listener import Listener
 from ckpt.net.peers import Peers, peers_of
 from ckpt.net.sockets import Hello, Views
 from tests.distributed.ranks import Lost, Ranks

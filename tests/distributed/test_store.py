@@ -20,8 +20,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
 from ckpt.errors import DeadlineError
-from ckpt.net.key_values import LOST
-from ckpt.net.store import Store, group_store
+from ckpt.net.store import LOST, Store, group_store
 from tests.distributed.ranks import ROOT
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc whether a process has stopped")]

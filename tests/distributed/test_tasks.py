@@ -20,8 +20,8 @@ from ckpt.converters.pipeline.journal import ConversionJournal
 from ckpt.errors import StorageError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.net.rows import Row
-from ckpt.net.tasked_work import PartOrder
+from ckpt.net.channel import Row
+from ckpt.net.divided_work import PartOrder
 from tests.distributed.test_dividing import TENSORS, damage, equal, name, state, tensors_of
 
 SMALL = ("--shard-size", "20KB")

@@ -68,9 +68,9 @@ class Fault:
 PHASES = {
     "capture": ("ckpt.live.source", "capture_image"),
     "seal": ("ckpt.live.source", "seal_image"),
-    "complete": ("ckpt.live.version_leader:VersionLeader", "complete"),
+    "complete": ("ckpt.live.registry:VersionLeader", "complete"),
     "answer": ("ckpt.live.registry:VersionRegistry", "_newest"),
-    "digests": ("ckpt.live.piece_messages:BoxDigests", "of_piece"),
+    "digests": ("ckpt.live.pieces:BoxDigests", "of_piece"),
     "serve": ("ckpt.live.server:PieceServer", "_answer"),
     "find": ("ckpt.live.sink:Sink", "_find"),
     "match": ("ckpt.live.sink", "match_take"),

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.live import Sink, Source
-from ckpt.live.client import Holder
-from ckpt.live.delta import PieceComparer, apply_changes
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
-from ckpt.live.pull import PiecePull, PullBase, Pulled, piece_boxes
+from ckpt.live.pieces import PieceComparer, apply_changes
+from ckpt.live.pull import Holder, PiecePull, PullBase, Pulled, piece_boxes
 from ckpt.live.server import PieceServer
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.transfers import Share, TransferPlan, plan_transfers

@@ -12,8 +12,7 @@ import torch
 from ckpt.errors import CkptError
 from ckpt.io_backends import PosixBackend
 from ckpt.live import Sink, Source
-from ckpt.live.control import split_address
-from ckpt.live.status import ask_status
+from ckpt.live.control import ask_status, split_address
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
 from ckpt.nodes.memory.remote import MemoryServer, RemoteMemory
 from ckpt.nodes.memory.store import MemoryStore

@@ -18,11 +18,10 @@ import pytest
 
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, ExchangeError, FormatError, NotFoundError, RankFailedError
 from ckpt.live import server as live_server
-from ckpt.live.client import Holder, PieceClient
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
-from ckpt.live.piece_messages import PURPOSE
+from ckpt.live.pieces import PURPOSE
 from ckpt.live.publication import not_sealed
-from ckpt.live.pull import PiecePull, Pulled, piece_boxes
+from ckpt.live.pull import Holder, PieceClient, PiecePull, Pulled, piece_boxes
 from ckpt.live.server import PieceServer
 from ckpt.net.wire import dial
 from ckpt.plan.layout.geometry import Box
@@ -169,7 +168,7 @@ def test_a_version_that_is_not_sealed_in_time_is_said() -> None:
 
 
 def test_who_sends_a_byte_now_and_then_is_dropped(servers: list[PieceServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.net.listener.GREETING_SECONDS", 1.0)
+    monkeypatch.setattr("ckpt.net.connections.GREETING_SECONDS", 1.0)
     with socket.create_connection(_near(servers[0])) as sock:
         sock.settimeout(0.3)
         began = time.monotonic()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.live.client import PieceClient
+from ckpt.live.pull import PieceClient
 from tests.machines.bed import Bed
 from tests.machines.jobs import Job
 

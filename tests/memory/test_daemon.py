@@ -23,7 +23,7 @@ from ckpt.nodes.memory import client, connection
 from ckpt.nodes.memory import connection as place
 from ckpt.nodes.memory import store as memory_store
 from ckpt.nodes.memory.client import MemoryClient
-from ckpt.nodes.memory.messages import receive, send
+from ckpt.nodes.memory.connection import receive, send
 from ckpt.nodes.memory.store import MemoryStore
 from ckpt.policies import EverySteps
 from tests.memory.daemons import daemon_in
@@ -410,10 +410,10 @@ class TestStrangers:
         """A real one: the training loop is refused by name, and the daemon can be ended, which frees its memory."""
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
         code = f"""
-from ckpt.nodes.memory import messages
+from ckpt.nodes.memory import connection as messages
 messages.PROTOCOL = 0
 from pathlib import Path
-from ckpt.nodes.memory.running import serve
+from ckpt.nodes.memory.daemon import serve
 serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flush=True))
 """
         old = start(code)

@@ -18,9 +18,8 @@ from ckpt.nodes import copying
 from ckpt.nodes.backend import forget, know, run_url
 from ckpt.nodes.copies import SpreadFiles, loss
 from ckpt.nodes.copying import NodeCopier
-from ckpt.nodes.nodes import PARITY, NodeSet, StorageNode
+from ckpt.nodes.nodes import PARITY, NodeReader, NodeSet, StorageNode
 from ckpt.nodes.parity import BLOCK, ParityRecord, block_digest
-from ckpt.nodes.reader import NodeReader
 from ckpt.plan.parity import plan_parity
 from ckpt.runs.node_tier import merged_sources
 from ckpt.runs.orphans import find_orphans

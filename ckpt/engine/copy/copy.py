@@ -27,8 +27,8 @@ from ckpt.formats.native.writer import read_record, replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import is_file_system, open_backend
 from ckpt.io_backends.retries import read_checked
+from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
-from ckpt.net.rows import Row
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text

@@ -7,8 +7,8 @@ from ckpt.engine.load.fitting import renamed
 from ckpt.engine.load.job import LoadJob, LoadOptions, LoadReport, StateWrites
 from ckpt.engine.load.load import exchange_of, match
 from ckpt.formats.native.writer import replacement_noticed
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 
 from .forecast import ReadForecast, rate_of_loads
 

@@ -12,8 +12,8 @@ from ckpt.engine.save.phases import Prepared
 from ckpt.engine.save.plan import NO_ID, RankPlan
 from ckpt.engine.save.save import begin_row, prepare
 from ckpt.formats.native.datafiles.datafile import plan_coded_file
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.rows import Row
 
 from .forecast import rate_of_saves
 

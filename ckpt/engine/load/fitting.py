@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from ckpt.catalog import Catalog, identity, job_tensors
 from ckpt.errors import CkptError, CorruptError, MismatchError, NamesError, ShapeError
 from ckpt.formats.native.commit import LABELS
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.net.shm_pool import machine
 from ckpt.plan import machines, tree
 from ckpt.plan import machines as near_files

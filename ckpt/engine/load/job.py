@@ -12,7 +12,7 @@ from ckpt.engine.byte_source import source_of
 from ckpt.engine.digest_reader import Verify
 from ckpt.errors import CkptError
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.match import Selection
 from ckpt.state.bind import bind

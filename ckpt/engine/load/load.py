@@ -29,10 +29,10 @@ from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import ConflictError, ConsistencyError
 from ckpt.formats.native.writer import replacement_noticed
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.net.peers import peers_of
-from ckpt.net.rows import Row
 from ckpt.plan import machines
 from ckpt.plan.machines import NearFiles
 from ckpt.state.shard_table import ShardCache

@@ -29,7 +29,7 @@ from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan import tree
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.tables import Joined, Table, join_tables, ranks_text

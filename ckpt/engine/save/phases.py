@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckpt.catalog import DataFile
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.retries import Retries
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.state.collect import Collected
 
 from .capture import Capture

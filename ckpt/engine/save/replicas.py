@@ -13,7 +13,7 @@ import xxhash
 from ckpt.concurrency import run_tasks
 from ckpt.errors import ReplicaError
 from ckpt.net.call import Call
-from ckpt.net.rows import Row
+from ckpt.net.channel import Row
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.ownership import ChunkAssignment
 from ckpt.plan.tables import ranks_text

@@ -36,9 +36,9 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends import retries
 from ckpt.io_backends.registry import open_backend
 from ckpt.io_backends.retries import Retries
+from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.net.peers import peers_of
-from ckpt.net.rows import Row
 from ckpt.plan import tree
 from ckpt.plan.layout.mesh import coordinates
 from ckpt.state.collect import collect

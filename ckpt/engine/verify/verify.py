@@ -23,8 +23,8 @@ from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.writer import replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
+from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
-from ckpt.net.rows import Row
 from ckpt.plan.machines import bytes_of, runs
 from ckpt.plan.reads import group_ranges
 from ckpt.telemetry.callbacks import ProgressCallback

@@ -24,9 +24,8 @@ from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, 
 from ckpt.io_backends.writer_base import WriterBase
 
 from . import client
-from .client import MappedObject, MemoryClient, secret_for
-from .loan import Loan
-from .messages import MemoryObject
+from .client import Loan, MappedObject, MemoryClient, secret_for
+from .connection import MemoryObject
 from .remote import RemoteMemory, split_host
 
 # What the memory of this machine and that of another have in common: objects by path, and what their daemon says of each.

@@ -29,7 +29,7 @@ from ckpt.net.endpoints import listen
 from ckpt.net.message_fields import Kind, checked
 from ckpt.net.wire import Channel, dial, receive, send
 
-from .messages import ROW, MemoryObject, Message
+from .connection import ROW, MemoryObject, Message
 from .store import MemoryStore
 
 # What the daemon gives to other machines: lists of its objects, and their bytes, over TCP, to whoever knows the secret.

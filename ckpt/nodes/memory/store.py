@@ -26,7 +26,7 @@ from functools import cache
 from ckpt import settings, units
 from ckpt.errors import ConflictError, NoSpaceError, NotFoundError
 
-from .messages import MemoryObject, Message, close_all
+from .connection import MemoryObject, Message, close_all
 
 # Anonymous files of shared memory, as the daemon makes and hands them out.
 #
