@@ -20,15 +20,15 @@ from ckpt.catalog import Catalog
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base import SaveBase
-from ckpt.engine.save.job import SaveOptions, check_capture
+from ckpt.engine.save.job import SaveArguments, SaveOptions, check_capture
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.net.group import current_group, warn_if_others_are_missing
-from ckpt.plan.layout.layout import Layout, check_layout
+from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
 from ckpt.settings import check_flags
 from ckpt.state.walk import check_state
-from ckpt.telemetry.callbacks import ProgressCallback, callback_of
+from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
 
@@ -43,7 +43,7 @@ from .step_listing import Step, step_url
 from .tier_chain import TierChain
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 log = logging.getLogger("ckpt")
 
@@ -95,17 +95,8 @@ class Checkpointer:
         keep: KeepPolicy = All(),  # noqa: B008  a value
         capture: Literal["lazy", "eager"] = "lazy",
         staging_bytes: int | None = None,
-        only: str | Sequence[str] | None = None,
-        trainable: bool = False,
-        layout: Layout | None = None,
-        check_replicas: bool = True,
-        merge_flat_shards: bool = True,
-        codec: str | None = None,
         reuse: bool | TrustFrozen = False,
         anchor: Anchor | None = None,
-        timeout: float | None = None,
-        threads: int | None = None,
-        process_group: ProcessGroup | None = None,
         signals: Sequence[int] = SIGNALS,
         local: str | os.PathLike[str] | NodeLocal | None = None,
         memory: Memory | None = None,
@@ -114,42 +105,31 @@ class Checkpointer:
         on_event: Listener | Sequence[Listener] | None = None,
         alerts: bool | Alerts = True,
         run_log: bool = True,
-        progress: bool | ProgressCallback | None = None,
+        **arguments: Unpack[SaveArguments],
     ) -> None:
         root = url_text(root)
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
         check_flags(run_log=run_log)
         signals = check_signals(signals)
-        if reuse is not False or anchor is not None or codec is not None:
-            codec = check_reuse(reuse, anchor, codec)
-        options = SaveOptions.of(
-            layout=layout,
-            check_replicas=check_replicas,
-            merge_flat_shards=merge_flat_shards,
-            codec=codec,
-            timeout=timeout,
-            threads=threads,
-            staging=staging_bytes,
-            reusable=bool(reuse) or anchor is not None,
-            only=only,
-            trainable=trainable,
-        )
+        if reuse is not False or anchor is not None or arguments.get("codec") is not None:
+            arguments["codec"] = check_reuse(reuse, anchor, arguments.get("codec"))
+        options = SaveOptions.of(arguments, reusable=bool(reuse) or anchor is not None, staging=staging_bytes)
         if options.reusable and (local is not None or memory is not None):
             what = "anchor=" if anchor is not None else "reuse="
             raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
-        callback_of(progress=progress, leads=False, title="")  # whether it is one
+        self._progress = arguments.get("progress")
+        callback_of(progress=self._progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self.root = root
         self.policy = save
         self.keep = keep
         self.capture = capture
-        self._process_group = process_group
+        self._process_group = arguments.get("process_group")
         self._bases = Bases(anchor)
-        self._progress = progress
         self._options = replace(options, trust=None if isinstance(reuse, bool) else reuse)
         self.timeout = options.timeout
-        self.group = current_group(process_group)
-        check_layout(layout, self.group.ranks)
+        self.group = current_group(self._process_group)
+        check_layout(options.layout, self.group.ranks)
         warn_if_others_are_missing(self.group)
         self.restored_from: RestoredFrom | None = None
         """What :meth:`restore` has loaded, and how many bytes from where."""

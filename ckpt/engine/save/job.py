@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -38,6 +39,12 @@ from .leader import Tables
 from .plan import Plans
 from .reuse import SeenVersions
 from .staging import Arena, SaveMeter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    pass
 
 # How far a save is, left in its storage for ``ckpt watch`` by a thread of the leader.
 #
@@ -183,6 +190,21 @@ class SaveReport:
     mirrored_bytes: int = 0
 
 
+class SaveArguments(TypedDict, total=False):
+    """What every way to save takes, as :func:`ckpt.save` says it."""
+
+    only: str | Sequence[str] | None
+    trainable: bool
+    layout: Layout | None
+    check_replicas: bool
+    merge_flat_shards: bool
+    codec: str | None
+    timeout: float | None
+    threads: int | None
+    process_group: ProcessGroup | None
+    progress: bool | ProgressCallback | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
     """The arguments of a save, checked."""
@@ -221,32 +243,29 @@ class SaveOptions:
     @classmethod
     def of(
         cls,
+        arguments: SaveArguments,
         *,
-        layout: Layout | None = None,
-        check_replicas: bool = True,
-        merge_flat_shards: bool = True,
-        codec: str | None = None,
-        timeout: float | None = None,
-        threads: int | None = None,
-        staging: int | None = None,
         progress: ProgressCallback | None = None,
         base: str | None = None,
         reusable: bool = False,
-        only: str | Sequence[str] | None = None,
-        trainable: bool = False,
+        staging: int | None = None,
     ) -> SaveOptions:
         """What a caller gives, with the defaults of the environment."""
+        if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
+            raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
+        check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
+        codec = arguments.get("codec")
         if codec is not None:
             check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
         return cls(
-            layout=layout,
-            timeout=settings.timeout(timeout),
+            layout=arguments.get("layout"),
+            timeout=settings.timeout(arguments.get("timeout")),
             check_replicas=check_replicas,
-            threads=settings.threads(threads),
+            threads=settings.threads(arguments.get("threads")),
             merge_flat_shards=merge_flat_shards,
             codec=codec,
-            part=StatePart.of(only, trainable=trainable),
+            part=StatePart.of(arguments.get("only"), trainable=arguments.get("trainable", False)),
             spans=settings.spans(),
             staging=staging,
             progress=progress,
