@@ -37,8 +37,8 @@ from .events import Alerts, Listener
 from .lineage import Lineage
 from .node_tier import Memory, NodeLocal
 from .reporter import Reporter
-from .restore_order import BeginFrom, RestoredFrom, load_nearest, load_origin
-from .save_schedule import SIGNALS, SaveSchedule, check_signals, check_step
+from .restore_order import BeginFrom, RestoredFrom, load_nearest, load_origin, origin_of
+from .save_schedule import SIGNALS, SaveSchedule, State, check_signals, check_step, metric_values, state_of
 from .step_listing import Step, step_url
 from .tier_chain import TierChain
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 C = TypeVar("C", bound="Checkpointer")
-State = Mapping[str, Any]
 
 
 class Checkpointer:
@@ -195,7 +194,7 @@ class Checkpointer:
             check_state(state)
             if step is not None:
                 check_step(step)
-            origin = _origin(step, begin_from, options)
+            origin = origin_of(step, begin_from, options)
             return {}
 
         self.group.call("restore", self.root, self.timeout).map_reduce("begin", check, lambda rows: None)
@@ -377,10 +376,10 @@ class Checkpointer:
 
     def _ready(self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None) -> tuple[State, SaveOptions]:
         """The state and the options of a save that is to begin, of which no other rank knows yet."""
-        made = _state_of(state)
+        made = state_of(state)
         options = replace(
             self._bases.of(self._place(n), self._options),
-            metrics=_metric_values(metrics),
+            metrics=metric_values(metrics),
             earlier=partial(self._tiers.earlier, n) if self._tiers.uploader is not None else None,
             branches=partial(self._lineage.of, n),
             placement=self._tiers.spread.placement if self._tiers.spread is not None else None,
@@ -508,34 +507,6 @@ class Checkpointer:
             self._stop()
 
 
-def _state_of(given: State | Callable[[], State]) -> State:
-    """The state, or what the function makes that gives it."""
-    if not isinstance(given, dict) and callable(given) and not hasattr(given, "state_dict"):
-        given = given()
-    check_state(given)
-    return given  # type: ignore[return-value]  # no model comes here
-
-
-def _metric_values(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (AttributeError, TypeError, ValueError):
-        raise UsageError(f"metrics= are numbers by name, not {metrics!r}", hint='metrics={"loss": float(loss)}') from None
-
-
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
-
-
-def _origin(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom | None, options: Mapping[str, Any]) -> BeginFrom | None:
-    """What a run without checkpoints begins from, if something is given.
-
-    Raises:
-        UsageError: the arguments do not go together.
-    """
-    if begin_from is not None and step is not None:
-        raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
-    if options.get("dry_run"):
-        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
-    return BeginFrom.of(begin_from) if begin_from is not None else None

@@ -139,6 +139,19 @@ _GONE = (NotFoundError, NotCommittedError, ConflictError)
 """What a step gives that was removed or replaced after it was listed."""
 
 
+def origin_of(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom | None, options: Mapping[str, Any]) -> BeginFrom | None:
+    """What a run without checkpoints begins from, if something is given.
+
+    Raises:
+        UsageError: the arguments do not go together.
+    """
+    if begin_from is not None and step is not None:
+        raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
+    if options.get("dry_run"):
+        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
+    return BeginFrom.of(begin_from) if begin_from is not None else None
+
+
 class LoadedCopy(NamedTuple):
     """The copy that was loaded: its step, and where ``load`` found it. ``lasting``: the URL of a copy with the same bytes that any process
     can open, if there is one. ``branches``: of what is saved after it."""
