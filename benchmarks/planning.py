@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt.catalog import Contents, DataFile
 from ckpt.dtypes import dtype
-from ckpt.engine.save.index_rows import index_rows
+from ckpt.engine.save.index_rows import Chunking, index_rows
 from ckpt.engine.save.plan import chunks_of, specs_of
-from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_data_files
+from ckpt.formats.native.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Shard
@@ -110,7 +110,7 @@ class _Ours(_Timed):
 
     def lead(self, sent: bytes) -> dict[str, bytes]:
         joined = join_tables([(range(self.ranks), Table.from_bytes(sent))])
-        entries = index_rows(joined, {}, self.files, (), range(self.ranks), coded=False)
+        entries = index_rows(joined, {}, self.files, (), range(self.ranks), Chunking())
         return encode_index(Contents(tensors=entries, files=tuple(self.files), state=None, ranks={}))
 
 

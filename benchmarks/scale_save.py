@@ -20,7 +20,8 @@ import xxhash
 from ckpt.concurrency import gc_paused
 from ckpt.dtypes import dtype
 from ckpt.engine.save.leader import Leader, Tables
-from ckpt.engine.save.plan import APART, Plans
+from ckpt.engine.save.options import SaveOptions
+from ckpt.engine.save.plan import APART, Plans, WriteOptions
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RANK_ROWS, SPANS, index_path
 from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
@@ -57,10 +58,11 @@ def plan(job: Job) -> dict[str, float]:
     """CPU seconds of the plan of a rank in the middle, and of the plan of its next save; bytes of its table, and its chunks."""
     rank, tensors = job.middle
     state, plans = collected(tensors), Plans()
+    how = WriteOptions(rank=rank, position=rank, merge_flat_shards=True)
     began = cpu_seconds()
-    made = plans.plan(state, rank=rank, position=rank, merge_flat_shards=True, codec=None)
+    made = plans.plan(state, how)
     first = cpu_seconds()
-    plans.plan(state, rank=rank, position=rank, merge_flat_shards=True, codec=None)
+    plans.plan(state, how)
     if plans.hits != 1:
         raise ValueError("the second plan is not the first one")
     again = cpu_seconds()
@@ -161,20 +163,20 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
     for save in range(2):
         InProcessBackend.reset()
         storage = Storage("inprocess://scale")
-        leader = Leader(call=followers.call, backend=storage, known=known, merge_flat_shards=True)
+        leader = Leader(call=followers.call, backend=storage, options=SaveOptions.of(), known=known)
         with gc_paused():  # as a save does
             began = cpu_seconds()
-            opened = leader.open(followers.begun)
+            leader.open(followers.begun)
             found[f"check_{save}"] = cpu_seconds() - began
-            rows = followers.written(opened.id, save, spans=spans)
+            rows = followers.written(leader.id, save, spans=spans)
             storage.pretended = [ObjectMeta(path, size) for row in rows.values() for path, size, _, _ in row["files"]]
             began = cpu_seconds()
-            recorded = opened.commit(rows)
+            leader.commit(rows)
             found[f"commit_{save}"] = cpu_seconds() - began
             began = cpu_seconds()
-            recorded.keep_spans({rank: row["spans"] for rank, row in rows.items()})
+            leader.keep_spans({rank: row["spans"] for rank, row in rows.items()})
             found[f"spans_{save}"] = cpu_seconds() - began
-            found["spans_bytes"] = InProcessBackend("inprocess://scale").size(index_path(opened.id, SPANS))
+            found["spans_bytes"] = InProcessBackend("inprocess://scale").size(index_path(leader.id, SPANS))
         found[f"all_{save}"] = sum(found[f"{what}_{save}"] for what in ("check", "commit", "spans"))
         record = CommitRecord.from_bytes(InProcessBackend("inprocess://scale").read(COMMIT_PATH), COMMIT_PATH)
         found["index"] = sum(f.size for name, f in record.index.items() if name != RANK_ROWS)

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from .converters.convert import convert as convert
     from .converters.export.export import export as export
     from .converters.export.plan import ExportReport as ExportReport
+    from .converters.importer import translated as translated
     from .converters.merge import MergeReport as MergeReport
     from .converters.merge import merge as merge
     from .converters.pipeline.target import MegatronParallel as MegatronParallel
-    from .converters.virtual.importer import translated as translated
     from .engine.copy.copy import CopyReport as CopyReport
     from .engine.copy.copy import copy_checkpoint
-    from .engine.load.job import LoadReport as LoadReport
+    from .engine.load.fill import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
-    from .engine.save.job import SaveReport as SaveReport
+    from .engine.save.options import SaveReport as SaveReport
     from .engine.verify.verify import VerifyReport as VerifyReport
     from .engine.verify.verify import verify as verify
     from .engine.view import View as View
@@ -90,7 +90,7 @@ _WHERE = {
     "convert": "converters.convert",
     "merge": "converters.merge",
     "export": "converters.export.export",
-    "translated": "converters.virtual.importer",
+    "translated": "converters.importer",
     "configure_storage": "io_backends.registry",
     "PerRank": "state.walk",
     "Layout": "plan.layout.layout",
@@ -107,8 +107,8 @@ _WHERE = {
     "Numbered": "plan.layout.mesh",
     "pipeline": "plan.layout.mesh",
     "experts": "plan.layout.mesh",
-    "SaveReport": "engine.save.job",
-    "LoadReport": "engine.load.job",
+    "SaveReport": "engine.save.options",
+    "LoadReport": "engine.load.fill",
     "SaveHandle": "engine.save.background",
     "CopyReport": "engine.copy.copy",
     "VerifyReport": "engine.verify.verify",

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from ckpt.engine.load.job import LoadReport
+    from ckpt.engine.load.fill import LoadReport
     from ckpt.engine.save.background import SaveHandle
-    from ckpt.engine.save.job import SaveArguments, SaveOptions, SaveReport
+    from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport
 
 
 def save(
@@ -150,7 +150,7 @@ def save_async(
     """
     url = url_text(url)
     from ckpt.engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
-    from ckpt.engine.save.job import check_capture
+    from ckpt.engine.save.options import check_capture
 
     group = current_group(arguments.get("process_group"))
     with _fails_together(group, "save", url):
@@ -181,7 +181,7 @@ def _save_options(
     reusable: bool,
     staging: int | None = None,
 ) -> SaveOptions:
-    from ckpt.engine.save.job import SaveOptions
+    from ckpt.engine.save.options import SaveOptions
 
     check_layout(arguments.get("layout"), group.ranks)
     warn_if_others_are_missing(group)
@@ -249,7 +249,7 @@ def load(
     """
     url = url_text(url)
     from ckpt.engine.dry_run import load as rehearsal
-    from ckpt.engine.load.job import LoadOptions
+    from ckpt.engine.load.fill import LoadOptions
     from ckpt.engine.load.load import load_state
     from ckpt.engine.save.background import wait_for_pending_save
     from ckpt.io_backends.registry import is_file_system

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,13 @@ from torch.futures import Future
 
 from ckpt import settings
 from ckpt.dtypes import dtype as dtype_named
-from ckpt.engine.save.leader import Leader, OpenSave, Tables, Values
-from ckpt.engine.save.plan import plan_assigned
-from ckpt.engine.save.staging import SaveMeter
+from ckpt.engine.save.leader import Leader, Tables, Values
+from ckpt.engine.save.options import SaveOptions
+from ckpt.engine.save.plan import WriteOptions, plan_assigned
 from ckpt.engine.save.tensor_source import ChunkSource
-from ckpt.engine.save.writer import Alive, EncodedWriter, RankWriter, WriteInput
+from ckpt.engine.save.writer import EncodedWriter, RankWriter
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
-from ckpt.formats.native.coding.codecs import check_choice
+from ckpt.formats.native.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.channel import Row
@@ -40,6 +41,7 @@ from ckpt.plan.external_assignment import AssignedBox, ExternalAssignment, assig
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.tables import Joined
 from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
+from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
 from .dcp_reader import CkptReader
@@ -85,7 +87,7 @@ class CkptWriter(StorageWriter):
         self.threads = settings.threads(_threads(threads, others))
         self.overwrite = overwrite
         _check_others(others)
-        self._opened: OpenSave | None = None
+        self._leader: Leader | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -106,7 +108,7 @@ class CkptWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  DCP's
         if kwargs.get("use_collectives") is False:
             raise UsageError("use_collectives=False makes a checkpoint of each rank", hint="leave it out")
-        self._opened = None
+        self._leader = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -119,10 +121,12 @@ class CkptWriter(StorageWriter):
         assignment.check()
         group = Group(0, tuple(range(len(plans))))
         call = group.call("save", self.url, settings.timeout(None))
-        leader = Leader(call=call, backend=open_backend(self.url), known=[], merge_flat_shards=False)
+        leader = self._leader = Leader(
+            call=call, backend=open_backend(self.url), options=SaveOptions.of({"merge_flat_shards": False}), known=[]
+        )
         joined = Joined(tensors=dict(assignment.tensors), assignments=dict(assignment.assignments), aliases={})
-        self._opened = opened = leader.open_tables(Tables((), joined, {}), {})
-        return [replace(plan, storage_data=_Place(id=opened.id, position=i)) for i, plan in enumerate(plans)]
+        leader.open_tables(Tables((), joined, {}), {})
+        return [replace(plan, storage_data=_Place(id=leader.id, position=i)) for i, plan in enumerate(plans)]
 
     def _check_overwrite(self) -> None:
         if not self.overwrite and committed_id(open_backend(self.url)) is not None:
@@ -141,36 +145,38 @@ class CkptWriter(StorageWriter):
         return done
 
     def _write(self, place: _Place, mine: ExternalAssignment, tensors: Mapping[str, LocalTensor]) -> Row:
-        ranked = plan_assigned(
-            list(mine.tensors.values()), mine.assignments, rank=place.position, position=place.position, codec=self.codec
-        )
-        write_input = WriteInput(
+        how = WriteOptions(rank=place.position, position=place.position, codec=self.codec)
+        ranked = plan_assigned(list(mine.tensors.values()), mine.assignments, how)
+        kind = RankWriter if self.codec is None else partial(EncodedWriter, codec=self.codec)
+        writer = kind(
             backend=open_backend(self.url),
             plan=ranked,
             source=ChunkSource(ranked, tensors),
             id=place.id,
             position=place.position,
             threads=self.threads,
-            alive=Alive(beat=lambda: None, during=lambda work, seconds: work()),
+            beat=lambda: None,
+            alive_while=lambda work, seconds: work(),
             spans=Spans(on=False),
             meter=SaveMeter(),
         )
-        writer = RankWriter(write_input) if self.codec is None else EncodedWriter(write_input, self.codec)
-        row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.run()], "replicas": {}}
+        writer.run()
+        row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.files], "replicas": {}}
         if isinstance(writer, EncodedWriter):
             row["coded"] = len(writer.codecs)
         return row
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: index and commit."""
-        if self._opened is None:
+        if self._leader is None:
             raise UsageError("nothing was planned here", hint="DCP calls prepare_global_plan on the rank that it calls finish on")
         rows: dict[int, Row] = {}
         values: dict[str, tree.Node] = {}
         for position, row, nodes in (result.storage_data for of_rank in results for result in of_rank):
             rows[position] = row
             values |= nodes
-        replace(self._opened, given=Values(_state(metadata, values), {})).commit(rows).remove_older()
+        self._leader.commit(rows, Values(_state(metadata, values), {}))
+        self._leader.remove_older()
 
 
 _ONLY: dict[str, tuple[Any, str]] = {

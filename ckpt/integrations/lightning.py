@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ckpt.engine.save.background import SaveHandle, start_save
-from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import configure_storage

@@ -23,7 +23,7 @@ import xxhash
 
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
-from ckpt.converters.select.selection import OutputTensor, SelectOptions, Views, choose
+from ckpt.converters.selection import OutputTensor, SelectOptions, Views, choose
 from ckpt.engine.load.whole_chunks import Stored, copy_box
 from ckpt.errors import CkptError, ConsistencyError, UsageError
 from ckpt.net.channel import Row
@@ -248,10 +248,6 @@ class Filling:
         self.placed = 0
         """Bytes of all boxes that are filled."""
         self._lock = threading.Lock()
-
-    def zero_padding(self) -> None:
-        for memory in self.plan.padding:
-            _ = (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
 
     def copy_own(self, source: Mapping[str, LocalTensor], beat: Callable[[], None]) -> None:
         """Copy what this rank has itself: ``source`` are its tensors by their names in the catalog. Memory that is in both stays."""

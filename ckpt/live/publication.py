@@ -21,7 +21,7 @@ from ckpt.engine.save.fence import CaptureFence, Outcome
 from ckpt.engine.save.leader import grouped
 from ckpt.engine.save.plan import RankPlan, plan_image, replicated_chunks
 from ckpt.engine.save.replicas import Replicas, compare_replicas
-from ckpt.engine.save.staging import SaveMeter, Segment, StagedBatches
+from ckpt.engine.save.staging import Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import ConsistencyError, DeadlineError
 from ckpt.net.call import Call
@@ -33,6 +33,7 @@ from ckpt.plan.values import join_values
 from ckpt.state.collect import Collected
 from ckpt.state.tensors import RAW, LocalShard, LocalTensor
 from ckpt.telemetry.callbacks import Stall
+from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans, SpanTable
 from ckpt.text import parse_json
 
@@ -136,7 +137,7 @@ def prepare_image(
     meter.total = sum(batch.length for batch in batches)
     # Whoever publishes eagerly waits for the copy alone; hashing on the way would be one pass less, and a longer wait.
     filled = segment.digests.filled if lazy else None
-    capture = Capture(image.plan, collected.shard_table, source, stage, None, None, spans, meter, filled)
+    capture = Capture(source, collected.shard_table, stage, spans, meter, filled=filled)
     if lazy:
         capture.capture_unfenced(threads, beat)
     own = image.own_table

@@ -21,7 +21,7 @@ from weakref import finalize
 
 from ckpt import settings
 from ckpt.concurrency import Pending
-from ckpt.engine.save.job import check_capture
+from ckpt.engine.save.options import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row

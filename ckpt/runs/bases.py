@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from ckpt.catalog import Catalog
 from ckpt.engine.save.base import SaveBase
-from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.options import SaveOptions
 from ckpt.errors import UsageError
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, XOR_PLANES
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, XOR_PLANES
 from ckpt.policies import Anchor, TrustFrozen
 
 

@@ -20,7 +20,7 @@ from ckpt.catalog import Catalog
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base import SaveBase
-from ckpt.engine.save.job import SaveArguments, SaveOptions, check_capture
+from ckpt.engine.save.options import SaveArguments, SaveOptions, check_capture
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.net.group import current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ckpt import units
-from ckpt.engine.load.job import PARTLY_WRITTEN, UNCHANGED
+from ckpt.engine.load.load import PARTLY_WRITTEN, UNCHANGED
 from ckpt.errors import (
     AccessError,
     CkptError,

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.options import SaveOptions
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend

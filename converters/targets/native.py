@@ -11,17 +11,16 @@ import numpy as np
 from ckpt import settings
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
 from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, cuts_at
-from ckpt.converters.select.renamed_state import RenamedOptimizer, groups_by_name
-from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
-from ckpt.converters.select.state_values import below, is_optimizer, pruned
+from ckpt.converters.selected_state import RenamedOptimizer, below, groups_by_name, is_optimizer, pruned
+from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
 from ckpt.errors import ConflictError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
+from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import committed_id, write_index
+from ckpt.io_backends.checks import read_alike
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.retries import read_alike
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.match import enclosing_module

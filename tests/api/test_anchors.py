@@ -16,8 +16,8 @@ import ckpt
 from ckpt.catalog import Extent
 from ckpt.converters.convert import convert
 from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import save_cache
-from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, UsageError
 from ckpt.formats.native import commit

@@ -19,7 +19,7 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt.engine.save.job import SaveArguments
+from ckpt.engine.save.options import SaveArguments
 from ckpt.errors import CkptError
 
 ROOT = Path(__file__).resolve().parents[2]

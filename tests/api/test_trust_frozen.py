@@ -12,8 +12,8 @@ from torch import nn
 
 import ckpt
 from ckpt.engine.save import reuse
+from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import save_cache
-from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.net.group import current_group

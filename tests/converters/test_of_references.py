@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import save_cache
-from ckpt.engine.save.reuse import SeenVersions
 from ckpt.net.group import current_group
 
 SHAPE = (40, 25)

@@ -293,7 +293,7 @@ def writer_that_cannot_be_made(url: str, who: int, background: bool) -> tuple[st
     rank = dist.get_rank()
     ckpt.save(url, good())
 
-    def no_memory(prepared: object, id: str) -> Any:
+    def no_memory(*given: object) -> Any:
         raise MemoryError("no memory for the writer")
 
     original, began = save._make_writer, time.monotonic()

@@ -11,10 +11,10 @@ from hypothesis import given
 from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
-from ckpt.engine.save.index_rows import Grids
+from ckpt.engine.save.index_rows import Chunking, Grids
 from ckpt.engine.save.plan import chunks_of, specs_of
-from ckpt.formats.native.datafiles import datafile
-from ckpt.formats.native.datafiles.datafile import coded_groups
+from ckpt.formats.native import datafile
+from ckpt.formats.native.datafile import coded_groups
 from ckpt.plan import ownership
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Shard
@@ -54,7 +54,7 @@ def test_coded_chunks_are_where_their_ranks_put_them(tensors: list[TensorSpec]) 
     owned, by_name = assign(tensors), {t.name: t for t in tensors}
     ranks = sorted({r for t in tensors for r in t.layout.mesh.ranks})
     files, right = dealt(owned, by_name, ranks)
-    grids = Grids(files, owned, by_name, ranks, coded=True)
+    grids = Grids(files, owned, by_name, ranks, Chunking(coded=True))
     assert {(t.name, i): grids.of(t.name).file(i) for t in tensors for i in range(len(owned[t.name].owners))} == right
 
 
@@ -67,7 +67,7 @@ def test_files_of_many_ranks_are_told_apart_without_planning_each_again() -> Non
         owned = assign(tensors.values())
         files = [DataFile(path=f"{r}-{n}", size=1, header=1, digest="", rank=r) for r in range(ranks) for n in range(5)]
         began = time.process_time()
-        grids = Grids(files, owned, tensors, range(ranks), coded=True)
+        grids = Grids(files, owned, tensors, range(ranks), Chunking(coded=True))
         made = {name: grids.of(name) for name in sorted(tensors)}
         costs[ranks] = time.process_time() - began
         assert len({id(grid) for grid in made.values()}) == 5

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
 from ckpt.net.group import Group

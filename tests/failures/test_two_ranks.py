@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 import ckpt
-from ckpt.engine.save.job import SaveOptions
+from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import DeadlineError, NoSpaceError, RankFailedError, StorageError
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash

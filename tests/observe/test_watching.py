@@ -18,12 +18,11 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.save.staging import SaveMeter
-from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
+from ckpt.formats.native.runlog import PROGRESS_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import Group
 from ckpt.net.store import group_store
-from ckpt.telemetry.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
+from ckpt.telemetry.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveMeter, SaveProgress, SlowRank, Standing
 
 ID = "0mws5q30zmyejgar"
 SLOW = SlowRank(rank=5, host="b", phase="write", done=1, total=4, quiet=0.0, still=1.0)
@@ -120,7 +119,7 @@ def test_a_run_that_has_nothing(tmp_path: Path) -> None:
 HOSTILE: dict[str, Any] = {
     "no JSON": b"{",
     "deep": b"[" * 10_000,
-    "huge": b" " * (SIZE_LIMIT + 1),
+    "huge": b" " * (PROGRESS_LIMIT + 1),
     "no object": b"[]",
     "bytes": b"\xff\xfe\x00",
     "other version": {"version": 2},
@@ -197,10 +196,10 @@ def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen: list[int] = []
     commit = ckpt.engine.save.leader.write_index  # type: ignore[attr-defined]
 
-    def slow(begun: Any) -> Any:
+    def slow(*given: Any) -> Any:
         time.sleep(0.8)
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
-        return work(begun)
+        return work(*given)
 
     def committing(*args: Any, **kwargs: Any) -> Any:
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))

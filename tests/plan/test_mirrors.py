@@ -17,10 +17,10 @@ from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
 from ckpt.engine.save import index_rows as grids_module
 from ckpt.engine.save import plan as plan_module
-from ckpt.engine.save.index_rows import Grids
+from ckpt.engine.save.index_rows import Chunking, Grids
 from ckpt.engine.save.plan import RankPlan, plan_mirrored
-from ckpt.formats.native.datafiles import datafile
-from ckpt.formats.native.datafiles.datafile import plan_data_files
+from ckpt.formats.native import datafile
+from ckpt.formats.native.datafile import plan_data_files
 from ckpt.formats.native.paths import data_number
 from ckpt.plan import ownership
 from ckpt.plan.copies import MirrorPlacement, missing_copies
@@ -101,7 +101,7 @@ def test_all_who_write_a_file_have_its_bytes_and_make_it_alike(job: tuple[list[T
             assert all(box <= elements[name, rank] for rank in writers)
             there = {mirrors.domains[rank] for rank in assignments[name].holders[number].tolist()}
             assert len(writers) == min(mirrors.copies + 1, len(there))
-    grids = Grids(rows, assignments, by_name, list(mirrors.domains), coded=False, mirrors=mirrors)
+    grids = Grids(rows, assignments, by_name, list(mirrors.domains), Chunking(mirrors=mirrors))
     assert {(name, i): grids.of(name).file(i) for name, i in expected} == expected
 
 
@@ -185,7 +185,7 @@ def test_a_job_of_many_machines_is_planned_in_time() -> None:
             for r in domains
         ]
         assert data_number(files[5].path) == 14
-        grids = Grids(files, assignments, {t.name: t for t in tensors}, range(ranks), coded=False, mirrors=mirrors)
+        grids = Grids(files, assignments, {t.name: t for t in tensors}, range(ranks), Chunking(mirrors=mirrors))
         assert len({id(grids.of(t.name)) for t in tensors}) <= 20
         costs[ranks] = time.thread_time() - began
         assert np.array_equal(grids.of("w3").files, assignments["w3"].owners)

@@ -15,8 +15,9 @@ import torch
 
 import ckpt
 from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.save.job import SaveOptions, save_cache
-from ckpt.engine.save.reuse import SeenVersions
+from ckpt.engine.save.candidates import SeenVersions
+from ckpt.engine.save.job import save_cache
+from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError

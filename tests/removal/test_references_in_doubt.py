@@ -14,10 +14,10 @@ import torch
 import xxhash
 
 import ckpt
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import save_cache
-from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError
 from ckpt.formats.native.commit import CommitRecord

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import save_cache
-from ckpt.engine.save.reuse import SeenVersions
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.io_backends import open_backend

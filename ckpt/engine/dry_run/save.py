@@ -6,12 +6,13 @@ import math
 
 from ckpt import settings
 from ckpt.concurrency import gc_paused
-from ckpt.engine.save.job import SaveJob, SaveOptions, SaveReport
+from ckpt.engine.save.job import SaveJob
 from ckpt.engine.save.leader import Leader
-from ckpt.engine.save.phases import Prepared
+from ckpt.engine.save.options import SaveOptions, SaveReport
 from ckpt.engine.save.plan import NO_ID, RankPlan
-from ckpt.engine.save.save import begin_row, prepare
-from ckpt.formats.native.datafiles.datafile import plan_coded_file
+from ckpt.engine.save.save import RankShare, begin_row, prepare
+from ckpt.formats.native.clearing import check_no_link
+from ckpt.formats.native.datafile import plan_coded_file
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 
@@ -23,20 +24,20 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
     job = SaveJob.begin(group.call("save", url, options.timeout), options)
     call = job.call
     with gc_paused(), call.phase("plan"):
-        prepared = prepare(job, state)
-        row = begin_row(prepared) | {"bytes": _rank_bytes(prepared.plan)}
+        share = prepare(job, state)
+        row = begin_row(job, share) | {"bytes": _rank_bytes(share.plan)}
 
         def decide(rows: dict[int, Row]) -> Row:
-            leader = Leader(
-                call=call,
-                backend=prepared.backend,
-                known=list(job.cache.tables),  # a copy: the next save is still the first one, if it is
-                merge_flat_shards=options.merge_flat_shards,
-            )
+            check_no_link(share.backend)
+            known = list(job.cache.tables)  # a copy: the next save is still the first one, if it is
+            leader = Leader(call=call, backend=share.backend, options=options, known=known)
+            tables = leader.join(rows)
+            _ = leader.values  # they may contradict each other
+            tensors = [*tables.joined.tensors.values(), *(t for table in tables.own.values() for t in table.tensors)]
             rate = rate_of_saves(url)
             longest = max(row["bytes"] for row in rows.values())
             return {
-                "tensor_bytes": leader.forecast(rows),
+                "tensor_bytes": sum(row.get("own_bytes", 0) for row in rows.values()) + sum(t.nbytes for t in tensors),
                 "seconds": None if rate is None else longest / max(rate.bytes_per_second, 1.0),
                 "measured": None if rate is None else rate.measured,
             }
@@ -48,13 +49,13 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
         id="",
         tensor_bytes=decision["tensor_bytes"],
         rank_bytes=row["bytes"],
-        sent_bytes=_moved(prepared.plan)[0],
+        sent_bytes=_moved(share.plan)[0],
         seconds=math.nan if decision["seconds"] is None else decision["seconds"],
-        requests=prepared.plan.requests,
-        files=len(prepared.plan.batches),
-        memory=_memory(prepared),
+        requests=share.plan.requests,
+        files=len(share.plan.batches),
+        memory=_memory(job, share),
         dry_run=True,
-        reused_bytes=prepared.reuse.nbytes if prepared.reuse is not None else 0,
+        reused_bytes=share.reuse.nbytes if share.reuse is not None else 0,
         estimated_from=decision["measured"],
     )
 
@@ -76,10 +77,10 @@ def _moved(plan: RankPlan) -> tuple[int, int]:
     return sent, received
 
 
-def _memory(prepared: Prepared) -> int:
+def _memory(job: SaveJob, share: RankShare) -> int:
     """A block for each thread, the fragments, and with a codec the coded chunks of one file."""
-    plan, options = prepared.plan, prepared.job.options
-    threads = max(options.threads, prepared.backend.io_hints.concurrency)
+    plan, options = share.plan, job.options
+    threads = max(options.threads, share.backend.io_hints.concurrency)
     small = any(len(batch.numbers) > 1 for batches in plan.batches for batch in batches)
     coded = max((sum(batch.length for batch in batches) for batches in plan.batches), default=0) if plan.groups else 0
     return (threads * settings.CACHE_BLOCK if small else 0) + sum(_moved(plan)) + coded

@@ -20,16 +20,16 @@ from weakref import WeakKeyDictionary
 from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.engine.devices import devices_of
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
-from ckpt.io_backends.retries import Retries
+from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.telemetry.profiling import in_trace
 
 from .capture import Capture
 from .fence import CaptureFence, Outcome, Throttle
-from .job import BlockedTime, SaveJob, SaveOptions, SaveReport
-from .phases import Committed, Prepared
-from .save import OnFailure, begin, prepare, stage, write_and_commit
+from .job import BlockedTime, Heartbeat, SaveJob
+from .options import SaveOptions, SaveReport
+from .save import OnFailure, RankShare, begin, prepare, stage, write_and_commit
 
 log = logging.getLogger("ckpt")
 
@@ -49,6 +49,18 @@ class RankProgress:
     phase: Literal["capture", "write", "done", "failed"]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackgroundRun:
+    """What a save in the background works with. ``then`` is run on the leading rank when the save is committed, before its handle says so;
+    ``failed`` is called when the handle has said why the save failed."""
+
+    job: SaveJob
+    share: RankShare
+    capture: Capture
+    then: Callable[[], None] | None
+    failed: OnFailure | None
+
+
 class SaveHandle:
     """A save in the background, as :func:`ckpt.save_async` gives it.
 
@@ -56,7 +68,7 @@ class SaveHandle:
     raise what went wrong.
     """
 
-    def __init__(self, job: SaveJob, blocked: BlockedTime, throttle: Throttle) -> None:
+    def __init__(self, job: SaveJob, blocked: BlockedTime, cancelled: threading.Event, throttle: Throttle) -> None:
         self._fence = CaptureFence(blocked.stall, throttle)
         self.url = job.call.url
         self.captured: Outcome[None] = self._fence.captured
@@ -75,7 +87,7 @@ class SaveHandle:
         """Seconds from the call to the failure, if it failed."""
         # Not the job: whoever keeps a handle, ``_in_flight`` among them, would keep the group, and with it the job's store.
         self._meter = job.meter
-        self._cancelled = job.heartbeat.cancelled
+        self._cancelled = cancelled
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -148,28 +160,17 @@ class SaveHandle:
 
     # ---- the work
 
-    def start(
-        self,
-        prepared: Prepared,
-        capture: Capture,
-        threads: int,
-        *,
-        then: Callable[[], None] | None = None,
-        failed: OnFailure | None = None,
-        now: bool = False,
-    ) -> None:
-        """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured. ``then`` is run on the leading
-        rank when the save is committed, before the handle says so; ``failed`` is called when it has said why the save failed."""
-        _in_flight[prepared.job.call.group] = self
-        self._fence.up(on_devices=bool(devices_of(prepared.collected.shard_table.tensors.values())))
-        copy = partial(self._capture, capture, threads, prepared.job.heartbeat.give)
+    def start(self, run: BackgroundRun, threads: int, *, now: bool = False) -> None:
+        """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured."""
+        _in_flight[run.job.call.group] = self
+        self._fence.up(on_devices=bool(devices_of(run.share.collected.shard_table.tensors.values())))
+        copy = partial(self._capture, run.capture, threads, run.job.beat)
         if now:
             self.hurry()
             copy()
         # One thread, which starts the other: a thread that is started keeps the caller waiting until it runs.
         # Not a daemon: a program that ends waits for the save that it began.
-        run = partial(self._run, prepared, capture, None if now else copy, then=then, failed=failed)
-        self._thread = threading.Thread(target=run, name="ckpt-save")
+        self._thread = threading.Thread(target=partial(self._run, run, None if now else copy), name="ckpt-save")
         self._thread.start()
 
     def _capture(self, capture: Capture, threads: int, alive: Callable[[], None]) -> None:
@@ -180,26 +181,21 @@ class SaveHandle:
             error = err
         self._fence.down(error)
 
-    def _run(
-        self,
-        prepared: Prepared,
-        capture: Capture,
-        copy: Callable[[], None] | None,
-        *,
-        then: Callable[[], None] | None,
-        failed: OnFailure | None,
-    ) -> None:
-        job = prepared.job
+    def _run(self, run: BackgroundRun, copy: Callable[[], None] | None) -> None:
+        job = run.job
         try:
             # Two threads per save: this one agrees and writes, the other one copies. Writing a batch waits for its
             # copy, so an error on either side must end the other's waiting: ``stage.fail`` does.
             copying = None if copy is None else Pending(copy, "ckpt-capture")
             try:
-                committed = _agree_and_write(prepared)
-                if then is not None and job.call.is_leader:
-                    _afterwards(then, self.url)
+                with job.noted():
+                    with job.spans.span("agree"), job.call.phase("begin"):
+                        writer, leader = begin(job, run.share)
+                    committed = write_and_commit(job, run.share, writer, leader)
+                if run.then is not None and leader is not None:
+                    _afterwards(run.then, self.url)
             except BaseException as err:
-                capture.stage.fail(err)
+                run.capture.stage.fail(err)
                 raise
             finally:
                 if copying is not None:
@@ -211,12 +207,12 @@ class SaveHandle:
             log.log(logging.DEBUG if heard else logging.ERROR, "the save of %s in the background failed: %s", self.url, err)
             phase, seconds = job.call.phase_name, time.perf_counter() - job.began
             self.failed_in, self.ran = phase, seconds
-            capture.stage.close()
+            run.capture.stage.close()
             if not self.captured.done():  # no thread could be started for it
                 self._fence.down(err)
             self.durable.set_exception(err)
-            if failed is not None:
-                failed(err, phase, seconds)
+            if run.failed is not None:
+                run.failed(err, phase, seconds)
         else:
             self.busy, self.retries = committed.busy, committed.retries
             self.durable.set_result(committed.report)
@@ -228,15 +224,6 @@ def _afterwards(then: Callable[[], None], url: str) -> None:
         then()
     except Exception:  # whatever it is, the save is no worse for it
         log.exception("%s is committed and whole; what was to follow has failed", url)
-
-
-def _agree_and_write(prepared: Prepared) -> Committed:
-    """The phases of a save that follow ``prepare`` (``save.py``), in the background's thread."""
-    job = prepared.job
-    with job.noted():
-        with job.spans.span("agree"), job.call.phase("begin"):
-            begun = begin(prepared)
-        return write_and_commit(begun)
 
 
 _in_flight: WeakKeyDictionary[Members, SaveHandle] = WeakKeyDictionary()
@@ -278,28 +265,29 @@ def start_save(
     then: Callable[[], None] | None = None,
     failed: OnFailure | None = None,
 ) -> SaveHandle:
-    """Begin a save in the background; collective over ``group``. ``then``, ``failed``: see ``SaveHandle.start``; ``failed`` is also called
+    """Begin a save in the background; collective over ``group``. ``then``, ``failed``: see ``BackgroundRun``; ``failed`` is also called
     where the save fails here."""
     began = time.perf_counter()
     blocked = _blocked[group] = BlockedTime(_blocked.get(group))
-    job = SaveJob.begin(group.call("save", url, options.timeout), options, blocked)
+    heartbeat = Heartbeat(group.call("save", url, options.timeout))
+    job = SaveJob.begin(heartbeat.call, options, heartbeat.give, blocked)
     try:
         with gc_paused():
-            prepared = prepare(job, state)
-            capture = stage(prepared)
+            share = prepare(job, state, background=True)
+            capture = stage(job, share)
             if when == "lazy":
-                capture.capture_unfenced(options.threads, job.heartbeat.give)
+                capture.capture_unfenced(options.threads, job.beat)
     except BaseException as err:
         # An error before the first message would leave the other ranks waiting in "begin" until the deadline.
         job.call.fail("begin", err)
         if failed is not None:
             failed(err, job.call.phase_name, time.perf_counter() - began)
         raise
-    handle = SaveHandle(job, blocked, capture.stage.throttle)
+    handle = SaveHandle(job, blocked, heartbeat.cancelled, capture.stage.throttle)
     # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
     now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
-    threads = 1 if when == "lazy" else options.threads
-    handle.start(replace(prepared, capture=capture), capture, threads, then=then, failed=failed, now=now)
+    run = BackgroundRun(job=job, share=replace(share, capture=capture), capture=capture, then=then, failed=failed)
+    handle.start(run, 1 if when == "lazy" else options.threads, now=now)
     if when == "eager":
         handle.hurry()
         handle.captured.error()  # waits

@@ -14,13 +14,12 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry, job_tensors
 from ckpt.concurrency import run_tasks
-from ckpt.engine.byte_source import ChunkName, StorageSource
-from ckpt.engine.digest_reader import DigestReader
+from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.errors import CkptError, ConflictError, FormatError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, open_native
-from ckpt.formats.native.coding.codecs import CODECS, WITHOUT_ANCHOR
-from ckpt.formats.native.datafiles.datafile import DataFilePlan, chunk_key, coded_key
-from ckpt.formats.native.datafiles.references import RunBackend, check_not_replaced, reference_to, split_url
+from ckpt.formats.native.codecs import CODECS, WITHOUT_ANCHOR
+from ckpt.formats.native.datafile import DataFilePlan, chunk_key, coded_key
+from ckpt.formats.native.references import RunBackend, check_not_replaced, reference_to, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.text import parse_json
@@ -103,8 +102,8 @@ class RememberedBase:
         return True
 
     @cached_property
-    def source(self) -> StorageSource:
-        return StorageSource(RunBackend(open_backend(self.url)))
+    def source(self) -> RunBackend:
+        return RunBackend(open_backend(self.url))
 
     def fits(self, plan: RankPlan) -> bool:
         """Whether a plan has the same chunks with the same numbers."""
@@ -171,7 +170,7 @@ class OpenedBase:
         self.name = split_url(here)[1]
         self.id = catalog.record.id
         self.reusable = catalog.record.reusable
-        self.source = StorageSource(RunBackend(here))
+        self.source = RunBackend(here)
         self._catalog = catalog
         self._tensors = job_tensors(catalog)
         self._numbers: dict[int, dict[tuple[object, ...], int]] = {}
@@ -253,35 +252,28 @@ class OpenedBase:
 Base: TypeAlias = RememberedBase | OpenedBase
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BaseLookup:
-    """Where one save looks for its base. ``backend``: where it is saved; ``remembered``: what this process saved before; ``open_together``
+def find_base(
+    base: SaveBase, plan: RankPlan, backend: Backend, remembered: Sequence[RememberedBase], open_together: Callable[[str], Catalog]
+) -> Base:
+    """The base of a save with this plan. ``backend``: where it is saved; ``remembered``: what this process saved before; ``open_together``
     opens a checkpoint on all ranks."""
-
-    base: SaveBase | None
-    backend: Backend
-    remembered: Sequence[RememberedBase]
-    open_together: Callable[[str], Catalog]
-
-    def find(self, base: SaveBase, plan: RankPlan) -> Base:
-        """The base of a save with this plan."""
-        here = open_backend(base.url)
-        (run, name), (own_run, own_name) = split_url(here), split_url(self.backend)
-        elsewhere = real_url(run) != real_url(own_run)
-        own = [r for r in self.remembered if (r.run, r.name) == (real_url(run), name) and base.id in (None, r.id)]
-        is_link = not own and here.link() is not None
-        if elsewhere or name == own_name or is_link:
-            what = f"does not lie in {own_run}" if elsewhere else "is a link" if is_link else "is what this save replaces"
-            hint = "name another step of the same run as base="
-            if elsewhere:
-                hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
-            raise UsageError(f"the base {base.url} {what}", where=self.backend.url, hint=hint)
-        if own and own[-1].fits(plan):
-            return own[-1]
-        if base.catalog is not None:
-            return OpenedBase(base, here, base.catalog)
-        # The other ranks may have the state that they had then, and need nothing: so this one opens the base alone.
-        return OpenedBase(base, here, open_native(here) if own else self.open_together(base.url))
+    here = open_backend(base.url)
+    (run, name), (own_run, own_name) = split_url(here), split_url(backend)
+    elsewhere = real_url(run) != real_url(own_run)
+    own = [r for r in remembered if (r.run, r.name) == (real_url(run), name) and base.id in (None, r.id)]
+    is_link = not own and here.link() is not None
+    if elsewhere or name == own_name or is_link:
+        what = f"does not lie in {own_run}" if elsewhere else "is a link" if is_link else "is what this save replaces"
+        hint = "name another step of the same run as base="
+        if elsewhere:
+            hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
+        raise UsageError(f"the base {base.url} {what}", where=backend.url, hint=hint)
+    if own and own[-1].fits(plan):
+        return own[-1]
+    if base.catalog is not None:
+        return OpenedBase(base, here, base.catalog)
+    # The other ranks may have the state that they had then, and need nothing: so this one opens the base alone.
+    return OpenedBase(base, here, open_native(here) if own else open_together(base.url))
 
 
 def _same(a: Sequence[int], b: Sequence[int]) -> bool:

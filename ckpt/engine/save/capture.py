@@ -34,11 +34,12 @@ from ckpt.errors import ConsistencyError
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import RAW, raw_view, reads_otherwise
 from ckpt.telemetry.profiling import in_trace
+from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
-from .plan import Batch, RankPlan
+from .plan import Batch
 from .replicas import Replicas
-from .staging import SaveMeter, StagedBatches
+from .staging import StagedBatches
 from .tensor_source import FENCE, ChunkSource, FragmentExchange
 from .writer import MANY
 
@@ -173,18 +174,18 @@ class Capture:
 
     def __init__(
         self,
-        plan: RankPlan,
-        shard_table: ShardTable,
         source: ChunkSource,
+        shard_table: ShardTable,
         stage: StagedBatches,
-        fragments: FragmentExchange | None,
-        replicas: Replicas | None,
         spans: Spans,
         meter: SaveMeter,
+        *,
+        fragments: FragmentExchange | None = None,
+        replicas: Replicas | None = None,
         filled: Callable[[int, int], None] | None = None,
     ) -> None:
         """``filled`` hears of each range of a file that was captured in the background, right after the copy, as long as nobody waits."""
-        self.plan = plan
+        self.plan = source.plan
         self.shard_table = shard_table
         self.source = source
         self.stage = stage

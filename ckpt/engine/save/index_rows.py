@@ -5,25 +5,41 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckpt.catalog import DataFile, Grid, TensorEntry
-from ckpt.formats.native.datafiles.datafile import CodedFiles, plan_data_files
+from ckpt.formats.native.datafile import CodedFiles, plan_data_files
 from ckpt.formats.native.paths import data_number
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.geometry import IntArray
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Joined, Table
 
+from .base import NO_REFERENCES, ReferenceRows
 from .plan import NO_ID, chunks_of, mirrored_groups, own_tensors, specs_of
 
 # The stored grids of a checkpoint: which data file has each chunk.
 
-_NONE: Mapping[str, Mapping[int, int]] = {}
 Numbers = np.ndarray[tuple[int], np.dtype[np.int32]]
 """For each chunk, in which of its rank's files it is."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chunking:
+    """What decides, besides tables, which file has a chunk. ``coded``: whether chunks may be coded; ``with_128``: ranks whose headers have
+    digests of 128 bits; ``references``: chunks in other checkpoints; ``mirrors``: by which each rank's chunks are dealt out to files."""
+
+    coded: bool = False
+    with_128: AbstractSet[int] = frozenset()
+    references: ReferenceRows = NO_REFERENCES
+    mirrors: MirrorPlacement | None = None
+
+    def key(self, files: Sequence[DataFile]) -> tuple[object, ...]:
+        """Equal for two saves that deal out their chunks alike."""
+        placed = None if self.mirrors is None else (self.mirrors.text, tuple(data_number(f.path) for f in files))
+        return self.coded, self.with_128, self.references.key, placed
 
 
 class Grids:
@@ -35,17 +51,9 @@ class Grids:
         assignments: Mapping[str, ChunkAssignment],
         tensors: Mapping[str, TensorSpec],
         ranks: Sequence[int],
-        *,
-        coded: bool,
-        referred: Mapping[str, Mapping[int, int]] = _NONE,
-        anchors: Mapping[str, Mapping[int, int]] = _NONE,
-        with_128: AbstractSet[int] = frozenset(),
-        mirrors: MirrorPlacement | None = None,
+        how: Chunking,
     ) -> None:
-        """``referred``: name → number of a chunk → how far after the last of ``files`` the one is that has it already;
-        ``anchors``: the same of chunks' anchors. ``with_128``: ranks
-        whose headers have digests of 128 bits. ``mirrors``: by which each rank's chunks are dealt out to files, if they are."""
-        self.with_128 = with_128
+        self.with_128 = how.with_128
         self.assignments = assignments
         self.tensors = tensors
         self.first: dict[int, int] = {}
@@ -55,17 +63,17 @@ class Grids:
             rank = ranks[f.rank]
             self.first.setdefault(rank, row)
             self.many[rank] = self.many.get(rank, 0) + 1
-        self.referred = _rows_elsewhere(referred, len(files))
-        self.anchors = _rows_elsewhere(anchors, len(files))
+        self.referred = _rows_elsewhere(how.references.chunks, len(files))
+        self.anchors = _rows_elsewhere(how.references.anchors, len(files))
         self.by_rank = np.full(max(ranks, default=0) + 1, -1, dtype=np.int32)
         for rank, row in self.first.items():
             self.by_rank[rank] = row
         self.made: dict[object, Grid] = {}
         split = [rank for rank, n in self.many.items() if n > 1]
-        if mirrors is not None:
-            self.numbers = self._mirrored(files, mirrors)
+        if how.mirrors is not None:
+            self.numbers = self._mirrored(files, how.mirrors)
         else:
-            self.numbers = (self._coded() if coded else self._split(split)) if split else {}
+            self.numbers = (self._coded() if how.coded else self._split(split)) if split else {}
 
     def of(self, name: str) -> Grid:
         assignment, numbers = self.assignments[name], self.numbers.get(name)
@@ -185,38 +193,16 @@ def chunks_apart(
 
 
 def index_rows(
-    joined: Joined,
-    own: Mapping[int, Table],
-    files: Sequence[DataFile],
-    apart: Sequence[TensorSpec],
-    ranks: Sequence[int],
-    *,
-    coded: bool,
-    referred: Mapping[str, Mapping[int, int]] | None = None,
-    anchors: Mapping[str, Mapping[int, int]] | None = None,
-    with_128: AbstractSet[int] = frozenset(),
-    mirrors: MirrorPlacement | None = None,
+    joined: Joined, own: Mapping[int, Table], files: Sequence[DataFile], apart: Sequence[TensorSpec], ranks: Sequence[int], how: Chunking
 ) -> tuple[TensorEntry, ...]:
-    """The entries of all tensors by name. ``own``: tables of single ranks' tensors by position; ``apart``: see ``chunks_apart``; ``coded``:
-    whether chunks may be coded, which decides what shares a file; ``referred``: chunks in other checkpoints, and ``anchors`` of
-    chunks there; these, ``with_128`` and ``mirrors``: see ``Grids``."""
+    """The entries of all tensors by name. ``own``: tables of single ranks' tensors by position; ``apart``: see ``chunks_apart``."""
     tensors, assignments = dict(joined.tensors), dict(joined.assignments)
     rank_of: dict[str, int] = {}
     for rank, table in own.items():
         for t in table.tensors:
             tensors[t.name], rank_of[t.name] = t, rank
         assignments |= assign(table.tensors)
-    grids = Grids(
-        files,
-        assignments | assign(apart),
-        tensors | {t.name: t for t in apart},
-        ranks,
-        coded=coded,
-        referred=referred or {},
-        anchors=anchors or {},
-        with_128=with_128,
-        mirrors=mirrors,
-    )
+    grids = Grids(files, assignments | assign(apart), tensors | {t.name: t for t in apart}, ranks, how)
     entries = {
         name: TensorEntry(name=name, dtype=t.dtype, shape=t.shape, logical=t.logical, grid=grids.of(name), rank=rank_of.get(name))
         for name, t in tensors.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypedDict
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ckpt import settings
 from ckpt.dtypes import dtype
-from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
+from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.ranks import OwnTensor, encode_tensors
 from ckpt.plan.copies import MirrorPlacement
@@ -57,6 +58,17 @@ class Batch:
     lengths: Sequence[int]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteOptions:
+    """How one rank writes. ``position``: its place among those that take part."""
+
+    rank: int = 0
+    position: int = 0
+    merge_flat_shards: bool = False
+    codec: str | None = None
+    mirrors: MirrorPlacement | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPlan:
     """``shared`` are the parts of the rank's table as it sends them, ``own`` its own (only if it has values of its own), and
@@ -66,18 +78,18 @@ class RankPlan:
     their chunks, that other ranks have too."""
 
     key: _Key
-    shared: Sequence[bytes]
-    own: bytes
-    own_tensors: bytes
     assignments: Mapping[str, ChunkAssignment]
     chunks: Sequence[Chunk]
-    specs: Sequence[ChunkSpec]
-    files: Sequence[DataFilePlan]
-    groups: Sequence[slice]
     batches: Sequence[Sequence[Batch]]
-    sends: Sequence[Fragment]
-    receives: Sequence[Fragment]
-    replicated: Sequence[tuple[str, Sequence[int]]]
+    specs: Sequence[ChunkSpec] = ()
+    files: Sequence[DataFilePlan] = ()
+    groups: Sequence[slice] = ()
+    shared: Sequence[bytes] = ()
+    own: bytes = b""
+    own_tensors: bytes = b""
+    sends: Sequence[Fragment] = ()
+    receives: Sequence[Fragment] = ()
+    replicated: Sequence[tuple[str, Sequence[int]]] = ()
     numbers: Sequence[int] = ()
     """Of a plan without what is referred to: the number of each chunk in the whole plan."""
     has_128: bool = False
@@ -89,12 +101,12 @@ class RankPlan:
         """The number of a chunk in the whole plan."""
         return self.numbers[number] if self.numbers else number
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all chunks, before coding."""
         return sum(batch.length for batches in self.batches for batch in batches)
 
-    @property
+    @cached_property
     def requests(self) -> int:
         """Ranges that are handed to the storage: each batch, and the header of each file."""
         return sum(len(batches) + 1 for batches in self.batches)
@@ -109,42 +121,32 @@ class Plans:
     _kept: list[RankPlan] = field(default_factory=list)
     _reduced: list[_Reduced] = field(default_factory=list)
 
-    def plan(
-        self,
-        collected: Collected,
-        *,
-        rank: int,
-        position: int,
-        merge_flat_shards: bool,
-        codec: str | None,
-        mirrors: MirrorPlacement | None = None,
-    ) -> RankPlan:
+    def plan(self, collected: Collected, how: WriteOptions) -> RankPlan:
         """The plan for a collected state: a kept one, or a new one."""
         shard_table = collected.shard_table
         if len(self.shards.known) > 4 * len(shard_table.tensors) + 1000:
             self.shards.known.clear()  # of states that are not saved any more
         # The key has values, not objects: a training loop builds its state dictionary anew for each save, and equal
         # specs mean an equal plan. Limits are part of it, since tests change them.
-        options = rank, position, merge_flat_shards, mirrors, settings.CHUNK, settings.UNDIVIDED
-        infos = (t.info for t in shard_table.tensors.values())
-        key = _Key(tuple(infos), dict(shard_table.aliases), frozenset(shard_table.own), options, codec)
+        infos = tuple(t.info for t in shard_table.tensors.values())
+        key = _Key(infos, dict(shard_table.aliases), frozenset(shard_table.own), how, (settings.CHUNK, settings.UNDIVIDED))
         for i, kept in enumerate(self._kept):
-            if kept.key.same(key):
+            if kept.key.same_chunks(key) and kept.key.how.codec == how.codec:
                 self.hits += 1
                 self._kept.append(self._kept.pop(i))
                 return kept
-        made = make_plan(key, rank=rank, position=position, merge_flat_shards=merge_flat_shards, codec=codec, mirrors=mirrors)
+        made = make_plan(key)
         self._kept = [*self._kept, made][-KEPT:]
         return made
 
-    def without(self, plan: RankPlan, numbers: Sequence[int], *, position: int, codec: str | None, has_128: bool) -> RankPlan:
+    def without(self, plan: RankPlan, numbers: Sequence[int], *, has_128: bool) -> RankPlan:
         """What is left of a plan that :meth:`plan` gave: the chunks of these numbers. ``has_128``: headers have digests of 128 bits."""
         for kept in self._reduced:
             if kept.of is plan and kept.plan.has_128 == has_128 and kept.plan.numbers == numbers:
                 return kept.plan
         specs = [plan.specs[n] for n in numbers]
         made = replace(plan, chunks=[plan.chunks[n] for n in numbers], numbers=numbers, has_128=has_128)
-        made = replace(made, **_files_for(specs, position=position, codec=codec, has_128=has_128))
+        made = replace(made, **_files_for(specs, position=plan.key.how.position, codec=plan.key.how.codec, has_128=has_128))
         made = replace(made, own_tensors=_own_tensors(made, split_tables(plan.key.infos, plan.key.aliases, plan.key.own)[1]))
         self._reduced = [*self._reduced, _Reduced(plan, made)][-KEPT:]
         return made
@@ -159,46 +161,44 @@ class _Reduced(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Key:
-    infos: tuple[TensorSpec, ...]
-    aliases: dict[str, str]
-    own: frozenset[str]
-    options: tuple[object, ...]
-    codec: str | None = None
+    """What a plan follows from."""
 
-    def same(self, other: _Key) -> bool:
-        return self.codec == other.codec and self.same_chunks(other)
+    infos: tuple[TensorSpec, ...]
+    aliases: dict[str, str] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+    how: WriteOptions = WriteOptions()
+    limits: tuple[int, ...] = ()
 
     def same_chunks(self, other: _Key) -> bool:
         """Whether the rank writes the same chunks, in whatever files."""
         return (
             len(self.infos) == len(other.infos)
             and all(a is b or a == b for a, b in zip(self.infos, other.infos, strict=True))
-            and (self.aliases, self.own, self.options) == (other.aliases, other.own, other.options)
+            and (self.aliases, self.own, self.limits) == (other.aliases, other.own, other.limits)
+            and replace(self.how, codec=None) == replace(other.how, codec=None)
         )
 
 
-def make_plan(
-    key: _Key, *, rank: int, position: int, merge_flat_shards: bool, codec: str | None, mirrors: MirrorPlacement | None = None
-) -> RankPlan:
+def make_plan(key: _Key) -> RankPlan:
+    how = key.how
     shared, own = split_tables(key.infos, key.aliases, key.own)
-    assignments = assign(shared.tensors, merge_flat_shards=merge_flat_shards) | assign(own.tensors)
-    sends, receives = fragments(shared.tensors, assignments, rank) if merge_flat_shards else ([], [])
-    if mirrors is None:
-        plan = plan_assigned(key.infos, assignments, rank=rank, position=position, codec=codec)
+    assignments = assign(shared.tensors, merge_flat_shards=how.merge_flat_shards) | assign(own.tensors)
+    sends, receives = fragments(shared.tensors, assignments, how.rank) if how.merge_flat_shards else ([], [])
+    if how.mirrors is None:
+        plan = plan_assigned(key.infos, assignments, how)
     else:
-        plan = plan_mirrored(key.infos, assignments, mirrors, rank=rank)
-    plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated_chunks(assignments, rank))
+        plan = plan_mirrored(key.infos, assignments, how.mirrors, rank=how.rank)
+    plan = replace(plan, key=key, sends=sends, receives=receives, replicated=replicated_chunks(assignments, how.rank))
     parts = [part.to_bytes() for part in shared.parts()]
     return replace(plan, shared=parts, own=own.to_bytes(), own_tensors=_own_tensors(plan, own))
 
 
-def plan_assigned(
-    infos: Sequence[TensorSpec], assignments: Mapping[str, ChunkAssignment], *, rank: int, position: int, codec: str | None
-) -> RankPlan:
+def plan_assigned(infos: Sequence[TensorSpec], assignments: Mapping[str, ChunkAssignment], how: WriteOptions) -> RankPlan:
     """The plan of a rank for chunks whose writers are known. Nothing is told, sent or compared."""
-    chunks = chunks_of(assignments, rank)
+    chunks = chunks_of(assignments, how.rank)
     specs = specs_of(chunks, {t.name: t for t in infos})
-    return _writing(infos, assignments, chunks, _files_for(specs, position=position, codec=codec, has_128=False))
+    files = _files_for(specs, position=how.position, codec=how.codec, has_128=False)
+    return RankPlan(key=_Key(tuple(infos)), assignments=assignments, chunks=chunks, **files)
 
 
 def plan_mirrored(
@@ -217,8 +217,8 @@ def plan_mirrored(
         first += len(group)
     position = mirrors.positions[rank]
     made_of = _FilePart(specs=specs_of(chunks, tensors), files=files, groups=[], batches=[_batches(n, f) for n, f in enumerate(files)])
-    plan = _writing(infos, assignments, chunks, made_of)
-    return replace(plan, mirrored=sum(f.rank != position for f in files))
+    count = sum(f.rank != position for f in files)
+    return RankPlan(key=_Key(tuple(infos)), assignments=assignments, chunks=chunks, mirrored=count, **made_of)
 
 
 def mirrored_groups(
@@ -236,23 +236,6 @@ def mirrored_groups(
         for owner, code, number, box in written[id(assignments[name])]:
             groups.setdefault((owner, code), []).append(Chunk(name, number, box))
     return {key: groups[key] for key in sorted(groups, key=lambda key: (key[0] != rank, key))}
-
-
-def _writing(
-    infos: Sequence[TensorSpec], assignments: Mapping[str, ChunkAssignment], chunks: Sequence[Chunk], files: _FilePart
-) -> RankPlan:
-    return RankPlan(
-        key=_Key(tuple(infos), {}, frozenset(), ()),
-        shared=(),
-        own=b"",
-        own_tensors=b"",
-        assignments=assignments,
-        chunks=chunks,
-        sends=[],
-        receives=[],
-        replicated=[],
-        **files,
-    )
 
 
 class _FilePart(TypedDict):
@@ -282,26 +265,11 @@ def plan_image(infos: Sequence[TensorSpec], boxes: Sequence[tuple[str, Box]]) ->
     sizes = {t.name: t.dtype.itemsize for t in infos}
     lengths = [chunk.box.numel * sizes[chunk.name] for chunk in chunks]
     starts = [0, *accumulate(lengths)]
-    return RankPlan(
-        key=_Key(tuple(infos), {}, frozenset(), ()),
-        shared=(),
-        own=b"",
-        own_tensors=b"",
-        assignments=dict.fromkeys(sizes, _UNMERGED),
-        chunks=chunks,
-        files=[],
-        specs=[],
-        groups=[],
-        batches=[
-            [
-                Batch(0, starts[g.start], sum(lengths[g.start : g.stop]), range(g.start, g.stop), lengths[g.start : g.stop])
-                for g in group_sizes(lengths, settings.CACHE_BLOCK)
-            ]
-        ],
-        sends=[],
-        receives=[],
-        replicated=[],
-    )
+    batches = [
+        Batch(0, starts[g.start], sum(lengths[g.start : g.stop]), range(g.start, g.stop), lengths[g.start : g.stop])
+        for g in group_sizes(lengths, settings.CACHE_BLOCK)
+    ]
+    return RankPlan(key=_Key(tuple(infos)), assignments=dict.fromkeys(sizes, _UNMERGED), chunks=chunks, batches=[batches])
 
 
 def own_tensors(row: bytes, rank: int) -> list[TensorSpec]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,9 @@ from ckpt.plan.tables import ranks_text
 from ckpt.state.tensors import LocalTensor, as_bytes
 from ckpt.text import parse_json
 
+from .extensions import Extension
 from .plan import Chunk
+from .writer import RankWriter
 
 _SHOWN = 3
 """Tensors that an error lists, and different values of each."""
@@ -121,6 +124,23 @@ class Replicas:
         return int(np.flatnonzero((self.assignments[name].cell_holders == self.rank).any(axis=1))[0])
 
 
+@dataclass(frozen=True, eq=False)
+class ReplicaCheck(Extension):
+    """The leader compares what this rank has of replicated tensors with what others have. Of a save in the background, ``Capture`` hashes
+    what other ranks write."""
+
+    replicas: Replicas
+    call: Call
+    threads: int
+    """That hash it, from the state's own memory; 0: it is hashed already."""
+
+    def written(self, row: Row, writer: RankWriter) -> None:
+        if self.threads:
+            with writer.spans.span("hash"):
+                self.replicas.hash(self.threads, writer.beat)
+        row["replicas"] = self.replicas.row(self.call, writer.digests)
+
+
 def replica_problems(variants: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:
     """Name the tensors that differ, and which ranks have the same bytes. ``variants``: ranks, and their digests by name."""
     problems = []
@@ -158,19 +178,3 @@ def compare_replicas(call: Call, rows: Mapping[int, Row]) -> None:
             hint="parts of larger tensors need layout= with a rule for each (docs/layouts.md), and values that are meant to differ "
             "go into ckpt.PerRank; real replicas drift apart by unsynchronised gradients or buffers, or bad memory",
         )
-
-
-def compare_mirrors(call: Call, rows: Mapping[int, Row]) -> None:
-    """Raise ReplicaError if a file that several ranks have written is not the same everywhere. Headers have the digests of all chunks, so
-    theirs speak for all bytes."""
-    files = {path: (rank, rest) for rank, row in rows.items() for path, *rest in row["files"]}
-    for rank, row in rows.items():
-        for path, *rest in row.get("mirrored", ()):
-            owner, expected = files.get(path, (None, None))
-            if rest != expected:
-                whose = "no rank" if owner is None else f"rank {owner}"
-                raise ReplicaError(
-                    f"{path}, written on rank {rank} as a second copy, is not the file of {whose}",
-                    where=call.url,
-                    hint="memory of one of them has changed during the save; save again, and look at the memory of these machines",
-                )

@@ -5,8 +5,8 @@ state's own memory or from the stage that holds a copy of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,14 +18,15 @@ from ckpt.catalog import DataFile
 from ckpt.concurrency import Pending, run_tasks
 from ckpt.errors import CkptError
 from ckpt.formats.journal import WriteJournal
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, encode, encode_difference
-from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_coded_file
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, encode, encode_difference
+from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
+from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
 from .base import AnchorChunks
 from .plan import Batch, RankPlan
-from .staging import SaveMeter, StagedBatches
+from .staging import StagedBatches
 from .tensor_source import ChunkSource, FragmentExchange
 
 MANY = 8
@@ -36,17 +37,9 @@ SLOWEST = 10e6
 """Bytes a second: storage that makes a file durable more slowly than this counts as hanging."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alive:
-    """Signs of life: ``beat`` gives one, ``during`` gives them while something runs that cannot, for at most some seconds."""
-
-    beat: Callable[[], None]
-    during: Callable[[Callable[[], None], float], None]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WriteInput:
-    """What it takes to write one rank's data files of one save."""
+@dataclass(kw_only=True, eq=False)
+class RankWriter:
+    """Writes one rank's data files of one save."""
 
     backend: Backend
     plan: RankPlan
@@ -55,45 +48,32 @@ class WriteInput:
     position: int
     """Place of the rank among those that take part: what the checkpoint knows it by."""
     threads: int
-    alive: Alive
-    spans: Spans
     meter: SaveMeter
+    spans: Spans
+    beat: Callable[[], None]
+    """Gives a sign of life."""
+    alive_while: Callable[[Callable[[], None], float], None]
+    """Gives them while something runs that cannot, for at most some seconds."""
     stage: StagedBatches | None = None
     """None if the state keeps still until the save is over."""
     fragments: FragmentExchange | None = None
-    digests128: Mapping[int, str] = field(default_factory=dict)
+    digests128: dict[int, str] = field(default_factory=dict)
     """XXH3-128 of some chunks before coding, in hex, by their numbers in the plan."""
 
-
-class RankWriter:
-    """Writes the chunks of one rank of one save."""
-
-    def __init__(self, given: WriteInput) -> None:
-        self.backend = given.backend
-        self.plan = given.plan
-        self.source = given.source
-        self.stage = given.stage
-        self.fragments = given.fragments
-        self.id = given.id
-        self.position = given.position
-        self.threads = given.threads
-        self.alive = given.alive
-        self.spans = given.spans
-        self.meter = given.meter
-        self.digests: list[int] = [0] * len(self.plan.chunks)
-        """XXH3-64 of each chunk, by its number in the plan."""
+    def __post_init__(self) -> None:
+        self.journal = WriteJournal(self.backend)
+        self.files: list[DataFile] = []
+        """Those that are written."""
         self.layouts: list[tuple[int, DataFilePlan]] = []
         """Of each file: number of its first chunk, and where each is."""
-        self.journal = WriteJournal(given.backend)
+        self.digests: list[int] = [0] * len(self.plan.chunks)
+        """XXH3-64 of each chunk, by its number in the plan."""
         self._mixed = frozenset(self.fragments.mixed.values()) if self.fragments is not None else frozenset()
-        self.digests128: Mapping[int, str] = given.digests128
-        """XXH3-128 of some chunks before coding, by their numbers in the plan."""
         self._local = threading.local()
 
-    def run(self) -> tuple[DataFile, ...]:
+    def run(self) -> None:
         """Write and make durable. On failure every file that was made is removed."""
         commits: list[tuple[Writer, Pending[None]]] = []
-        files = []
         try:
             try:
                 # File after file: the next one is written while up to COMMITS earlier ones are made durable. An fsync
@@ -103,7 +83,7 @@ class RankWriter:
                     commits.append((writer, Pending(partial(self._commit, writer, plan), "ckpt-sync")))
                     if len(commits) >= COMMITS:
                         commits[-COMMITS][1].wait()
-                    files.append(plan.row(header))
+                    self.files.append(plan.row(header))
                     self.layouts.append((self.plan.groups[number].start if self.plan.groups else plan.first, plan))
             finally:
                 for _, commit in commits:
@@ -114,13 +94,8 @@ class RankWriter:
             for writer, _ in commits:
                 with suppress(CkptError):
                     writer.abort()
-            self.discard()
+            self.journal.discard()
             raise
-        return tuple(files)
-
-    def discard(self) -> None:
-        """Remove what was written; what cannot be removed stays as an orphan that nothing refers to."""
-        self.journal.discard()
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         """Write one file, all but making it durable."""
@@ -130,14 +105,15 @@ class RankWriter:
             run_tasks([partial(self._batch, writer, batch) for batch in self.plan.batches[number]], self.threads, "ckpt-write")
             # The header has the digests of all chunks, so it is written last, into room that the plan has left at
             # byte 0. Until then the file is not a valid one, and no commit record names it.
-            header = plan.encode_header(self.digests[plan.first : plan.first + len(plan)], self.strong_digests(plan.first, len(plan)))
-            writer.write(0, [header])
-        return writer, plan, header
+            return writer, plan, self._header(writer, plan, plan.first, self.digests[plan.first : plan.first + len(plan)])
 
-    def strong_digests(self, first: int, count: int) -> dict[int, str]:
-        """XXH3-128 of those that have one of ``count`` chunks from number ``first`` on, by place among them."""
+    def _header(self, writer: Writer, plan: DataFilePlan, first: int, digests: Sequence[int]) -> bytes:
+        """Write the header of a file whose first chunk is number ``first``."""
         known = self.digests128
-        return {n - first: known[n] for n in range(first, first + count) if n in known} if known else {}
+        strong = {n - first: known[n] for n in range(first, first + len(digests)) if n in known} if known else {}
+        header = plan.encode_header(digests, strong)
+        writer.write(0, [header])
+        return header
 
     @contextmanager
     def open(self, plan: DataFilePlan, lent: LentMemory | None = None) -> Iterator[Writer]:
@@ -153,25 +129,29 @@ class RankWriter:
 
     def _commit(self, writer: Writer, plan: DataFilePlan) -> None:
         with self.journal.making(plan.path), self.spans.span("sync", plan.size):
-            self.alive.during(writer.commit, plan.size / SLOWEST)
+            self.alive_while(writer.commit, plan.size / SLOWEST)
 
     # ---- one batch
 
     def _batch(self, writer: Writer, batch: Batch) -> None:
-        staged = self.staged(batch)
-        self.alive.beat()
-        with self._paced(batch), self.spans.span("write", batch.length):
-            if len(batch.numbers) > 1:
-                self._small(writer, batch, self._scratch(batch) if staged is None else staged)
-            else:
+        staged = self.staged(batch) if self._mixed or self.stage is not None else None
+        self.beat()
+        # In the background, small chunks are worked on in a pace that leaves training its speed.
+        paced = nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.throttle.work()
+        with paced, self.spans.span("write", batch.length):
+            if len(batch.numbers) == 1:
                 number = batch.numbers[0]
                 self._large(writer, batch.start, number, self.source.view(number) if staged is None else staged)
+            else:
+                data, at = self._scratch(batch) if staged is None else staged, 0
+                for number, length in zip(batch.numbers, batch.lengths, strict=True):
+                    self.digests[number] = xxhash.xxh3_64_intdigest(data[at : at + length])
+                    at += length
+                writer.write(batch.start, [data])
+                self.meter.add(written=batch.length)
+                self.beat()
         if self.stage is not None:
             self.stage.release(batch)
-
-    def _paced(self, batch: Batch) -> AbstractContextManager[None]:
-        """In the background, small chunks are worked on in a pace that leaves training its speed."""
-        return nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.throttle.work()
 
     def staged(self, batch: Batch) -> memoryview | None:
         """The bytes of a batch in the stage, complete; None if there is no stage. Waits for capture and for other ranks' fragments."""
@@ -199,14 +179,6 @@ class RankWriter:
                 self.source.patch(number, scratch[begin : begin + self.source.nbytes(number)])
         return scratch.numpy().data[: batch.length]
 
-    def _small(self, writer: Writer, batch: Batch, data: memoryview) -> None:
-        at = 0
-        for number, length in zip(batch.numbers, batch.lengths, strict=True):
-            self.digests[number] = xxhash.xxh3_64_intdigest(data[at : at + length])
-            at += length
-        writer.write(batch.start, [data])
-        self.count(batch.length)
-
     def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
         # Hash and write block by block: a block that was just hashed is still in the cache when it is copied to the
         # page cache or the network, so memory is read once instead of twice.
@@ -216,36 +188,31 @@ class RankWriter:
         while at < len(data):
             block = data[at:end]
             writer.write_hashed(offset + at, block, digest.update)
-            self.count(len(block))
+            self.meter.add(written=len(block))
+            self.beat()
             at, end = end, end + step
         self.digests[number] = digest.intdigest()
-
-    def count(self, nbytes: int) -> None:
-        """So many bytes more are written."""
-        self.meter.add(written=nbytes)
-        self.alive.beat()
 
 
 # Writes one rank's data files with coded chunks (docs/format.md, codecs). What a chunk takes is known only when it is coded, so a file
 # is laid out when all of its chunks are.
 
 
+@dataclass(kw_only=True, eq=False)
 class EncodedWriter(RankWriter):
     """A :class:`RankWriter` that codes what is worth it. Memory: the coded chunks of one file, at most 128 MiB, beside the state.
 
     ``digests`` of tensors that other ranks have too are those of the bytes before coding: that is what replicas are compared by.
     """
 
-    def __init__(self, given: WriteInput, codec: str, anchors: AnchorChunks | None = None) -> None:
-        super().__init__(given)
-        self.codec = WITHOUT_ANCHOR.get(codec, codec)
-        """Of chunks that have no anchor, or do not gain by it."""
+    codec: str
+    anchors: AnchorChunks | None = None
+    """From which chunks are stored as differences, where that is asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.anchored: dict[int, DataFile] = {}
         """The file that has the anchor of each chunk which is stored as a difference, by its number in the plan."""
-        self._difference = codec
-        self._anchors = anchors
-        self._strong = dict(given.digests128)
-        self.digests128 = self._strong
         self.codecs: dict[int, str] = {}
         """Of the chunks that are stored coded, by their numbers in the plan."""
         self.stored = [0] * len(self.plan.chunks)
@@ -267,17 +234,15 @@ class EncodedWriter(RankWriter):
             has_128=self.plan.has_128 or any(i in self.anchored for i in numbers),
         )
         with self.open(plan) as writer:
-            run_tasks(
-                [partial(self._store, writer, int(plan.offsets[k]), blobs[i][1]) for k, i in enumerate(numbers)], self.threads, "ckpt-write"
-            )
-            header = plan.encode_header(self.stored[group], self.strong_digests(group.start, len(numbers)))
-            writer.write(0, [header])
+            blocks = [partial(self._store, writer, int(plan.offsets[k]), blobs[i][1]) for k, i in enumerate(numbers)]
+            run_tasks(blocks, self.threads, "ckpt-write")
+            header = self._header(writer, plan, group.start, self.stored[group])
         self.codecs |= {i: codec for i, (codec, _) in blobs.items() if codec is not None}
         return writer, plan, header
 
     def _encode(self, batch: Batch, blobs: dict[int, tuple[str | None, memoryview]]) -> None:
         number = batch.numbers[0]
-        staged = self.staged(batch)
+        staged = self.staged(batch) if self._mixed or self.stage is not None else None
         raw = self.source.view(number) if staged is None else staged
         with self.spans.span("encode", len(raw)):
             codec, blob = self._coded(number, raw)
@@ -288,23 +253,25 @@ class EncodedWriter(RankWriter):
                 self.digests[number] = xxhash.xxh3_64_intdigest(raw)
         self.meter.add(saved=len(raw) - len(stored))
         blobs[number] = (None if blob is None else codec, stored)
-        self.alive.beat()
+        self.beat()
         if self.stage is not None:
             self.stage.release(batch)
 
     def _coded(self, number: int, raw: memoryview) -> tuple[str, memoryview | None]:
         """The codec, and what it makes of a chunk; None if that is not worth it."""
         itemsize = self.plan.specs[number].dtype.itemsize
-        anchor = self._anchors.read(self.plan, number) if self._anchors is not None else None
+        anchor = self.anchors.read(self.plan, number) if self.anchors is not None else None
         if anchor is not None and (blob := encode_difference(raw, anchor[0], itemsize)) is not None:
             self.anchored[number] = anchor[1]
-            self._strong[number] = xxhash.xxh3_128_hexdigest(raw)
-            return self._difference, blob
-        return self.codec, encode(self.codec, raw, itemsize) if len(raw) else None
+            self.digests128[number] = xxhash.xxh3_128_hexdigest(raw)
+            return self.codec, blob
+        codec = WITHOUT_ANCHOR.get(self.codec, self.codec)
+        return codec, encode(codec, raw, itemsize) if len(raw) else None
 
     def _store(self, writer: Writer, offset: int, data: memoryview) -> None:
         step = max(settings.CACHE_BLOCK, writer.block_size)
         with self.spans.span("write", len(data)):
             for at in range(0, len(data), step):
                 writer.write(offset + at, [data[at : at + step]])
-                self.count(len(data[at : at + step]))
+                self.meter.add(written=len(data[at : at + step]))
+                self.beat()

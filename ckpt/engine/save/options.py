@@ -1,0 +1,142 @@
+"""What a save is asked for, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from ckpt import settings
+from ckpt.errors import UsageError
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, check_choice
+from ckpt.formats.native.commit import Branches
+from ckpt.plan.copies import MirrorPlacement
+from ckpt.plan.layout.layout import Layout
+from ckpt.plan.values import StatePart
+from ckpt.policies.save import TrustFrozen
+from ckpt.settings import check_flags
+from ckpt.telemetry.callbacks import ProgressCallback
+
+from .base import SaveBase
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReport:
+    """What a save did, or with ``dry_run`` would do. ``tensor_bytes`` is the whole checkpoint's, ``rank_bytes`` what this rank wrote
+    (headers included) in ``requests`` writes, which storage may split, to ``files`` files; ``sent_bytes`` what it sent to other ranks to
+    merge flat shards, ``seconds`` wall time from the call to the commit; ``reused_bytes`` what it referred to in its base, in place of
+    writing it; ``mirrored_bytes`` what of ``rank_bytes`` another rank wrote, too: a second copy that cost no network.
+
+    Of a dry run, ``id`` is empty, ``rank_bytes`` is what it is before coding, and ``memory`` the most that writing takes beside the state,
+    in bytes. ``seconds`` is an estimate for the slowest rank, from what ``estimated_from`` says; NaN if no earlier save says how fast the
+    storage is.
+    """
+
+    url: str
+    id: str
+    tensor_bytes: int
+    rank_bytes: int
+    sent_bytes: int
+    seconds: float
+    requests: int = 0
+    files: int = 0
+    memory: int | None = None
+    dry_run: bool = False
+    estimated_from: str | None = None
+    reused_bytes: int = 0
+    mirrored_bytes: int = 0
+
+
+class SaveArguments(TypedDict, total=False):
+    """What every way to save takes, as :func:`ckpt.save` says it."""
+
+    only: str | Sequence[str] | None
+    trainable: bool
+    layout: Layout | None
+    check_replicas: bool
+    merge_flat_shards: bool
+    codec: str | None
+    timeout: float | None
+    threads: int | None
+    process_group: ProcessGroup | None
+    progress: bool | ProgressCallback | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """The arguments of a save, checked."""
+
+    layout: Layout | None
+    timeout: float
+    check_replicas: bool
+    threads: int
+    merge_flat_shards: bool = True
+    codec: str | None = None
+    part: StatePart | None = None
+    """What of the state is saved; None: all of it."""
+    spans: bool = True
+    staging: int | None = None
+    metrics: Mapping[str, float] | None = None
+    progress: ProgressCallback | None = None
+    earlier: Callable[[], str | None] | None = None
+    """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
+    branches: Callable[[], Branches] | None = None
+    """Gives, on the leader, the branches of the run that led to this save (``CommitRecord.branches``)."""
+    base: SaveBase | None = None
+    """What this save may refer to."""
+    reusable: bool = False
+    """Whether digests of 128 bits are stored of what may stay as it is, so that later saves may refer to it."""
+    trust: TrustFrozen | None = None
+    """Which frozen tensors are not hashed by every save."""
+    placement: MirrorPlacement | None = None
+    """Which ranks may write what others own, too, so that it need not be copied; see ``mirrors``."""
+
+    @property
+    def mirrors(self) -> MirrorPlacement | None:
+        """The placement, if mirrors can make the same files: not of replicas that may differ, nor of chunks that each rank codes or refers
+        to as it sees fit. Then all copies go over the network."""
+        return self.placement if self.check_replicas and self.codec is None and not self.reusable else None
+
+    @classmethod
+    def of(
+        cls,
+        arguments: SaveArguments,
+        *,
+        progress: ProgressCallback | None = None,
+        base: str | None = None,
+        reusable: bool = False,
+        staging: int | None = None,
+    ) -> SaveOptions:
+        """What a caller gives, with the defaults of the environment."""
+        if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
+            raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
+        check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
+        codec = arguments.get("codec")
+        if codec is not None:
+            check_choice(codec)
+        check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
+        return cls(
+            layout=arguments.get("layout"),
+            timeout=settings.timeout(arguments.get("timeout")),
+            check_replicas=check_replicas,
+            threads=settings.threads(arguments.get("threads")),
+            merge_flat_shards=merge_flat_shards,
+            codec=codec,
+            part=StatePart.of(arguments.get("only"), trainable=arguments.get("trainable", False)),
+            spans=settings.spans(),
+            staging=staging,
+            progress=progress,
+            base=SaveBase(url=base) if base is not None else None,
+            reusable=reusable or base is not None or codec in WITHOUT_ANCHOR,
+        )
+
+
+def check_capture(capture: object, staging_bytes: int | None) -> None:
+    """What a save in the background is asked for, before anything is done for it."""
+    if capture not in ("lazy", "eager"):
+        raise UsageError(f"capture is 'lazy' or 'eager', not {capture!r}")
+    if staging_bytes is not None and staging_bytes <= 0:
+        raise UsageError(f"staging_bytes must be a positive number, not {staging_bytes!r}")

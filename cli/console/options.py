@@ -1,0 +1,147 @@
+"""What commands that write a checkpoint through the pipeline of conversions have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt import units
+from ckpt.errors import UsageError
+
+from .output import URL, Command, GroupedOption, OneOf
+
+if TYPE_CHECKING:
+    from ckpt.converters.convert import Part
+    from ckpt.net.divided_work import DividedWork
+    from ckpt.plan.views import LogicalTensor
+
+
+INTERRUPTED = "run the same command again to resume: files that are complete are not written again; `ckpt gc` removes them"
+
+
+def grouped(group: str, *names: str, **attributes: Any) -> Callable[[Command], Command]:
+    """An option that ``--help`` shows in a group."""
+    return click.option(*names, cls=GroupedOption, group=group, **attributes)
+
+
+def config_options(command: Command) -> Command:
+    """``--config``, and ``--no-config``, which the command takes as ``require_config``."""
+    one = grouped(
+        "Output",
+        "--config",
+        metavar="PATH",
+        type=URL,
+        is_eager=True,
+        help="For hf: a config.json, or a model's directory with it and tokenizer.",
+    )
+    none = grouped("Output", "--no-config", "require_config", is_flag=True, callback=_inverted, help="For hf: a config.json is not needed.")
+    return one(none(command))
+
+
+def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) -> bool:  # noqa: FBT001 - click's arguments
+    if flag and context.params.get("config") is not None:
+        raise click.UsageError("--config names a configuration, and --no-config says that none is needed: give one of them")
+    return not flag
+
+
+def parse_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Bytes of ``5GB``, ``512MiB``, ``1000000B``: without a unit nobody knows what was meant."""
+    if text is not None and text.strip().replace(".", "").isdigit():
+        raise click.BadParameter(f"{text!r} has no unit: write {text}GB, {text}MiB or {text}B, which is bytes")
+    try:
+        return None if text is None else units.parse_size(text)
+    except UsageError as err:
+        raise click.BadParameter(err.message) from err
+
+
+def part_of_job(work: DividedWork | None) -> Part:
+    """This process's part: of the work that it divides with others, or by RANK and WORLD_SIZE of processes that do not communicate."""
+    from ckpt.net.group import rank_and_size
+
+    from .dividing import is_alone
+
+    if is_alone():
+        return 0, 1
+    return rank_and_size() if work is None else work
+
+
+# Options of the commands that translate names and layouts of tensors: which mapping, into which convention, what to skip.
+
+_MAPPINGS = ("llama", "mixtral", "qwen-moe", "deepseek-v3", "llama-plain", "transformers-moe", "transformers-mixtral")
+_CONVENTIONS = ("huggingface", "megatron", "plain", "transformers")
+_option = partial(click.option, cls=GroupedOption, group="Naming")
+
+
+@dataclass(frozen=True, slots=True)
+class MappingChoice:
+    """The values of ``--names``, ``--convention`` and ``--set``."""
+
+    names: str | None
+    convention: str | None
+    numbers: tuple[str, ...]
+
+
+def mapping_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--names``, ``--convention`` and ``--set``; the command takes them as one ``mapping``."""
+
+    @wraps(command)
+    def with_mapping(*args: Any, names: str | None, convention: str | None, numbers: tuple[str, ...], **options: Any) -> Any:
+        return command(*args, mapping=MappingChoice(names, convention, numbers), **options)
+
+    names = _option(
+        "--names",
+        metavar="MAPPING",
+        type=OneOf(_MAPPINGS, open_ended=True),
+        help=f"Translate names and layouts of tensors: {', '.join(_MAPPINGS)}, or the path of a .toml file. llama covers Mistral and Qwen.",
+    )
+    convention = _option(
+        "--convention",
+        metavar="NAME",
+        type=OneOf(_CONVENTIONS, open_ended=True),
+        help=f"The convention to translate to: {', '.join(_CONVENTIONS)}.",
+    )
+    numbers = _option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not contain.")
+    return names(convention(numbers(with_mapping)))
+
+
+def skip_option(command: Command) -> Command:
+    """``--skip``; the command takes it as ``skip``."""
+    text = "Leave out tensors whose name in SRC matches GLOB, before --names applies. Repeatable."
+    return click.option("--skip", cls=GroupedOption, group="Selection", multiple=True, metavar="GLOB", help=text)(command)
+
+
+def views_of(
+    source: str, mapping: MappingChoice, config: str | None = None
+) -> Callable[[Mapping[str, Sequence[int]]], dict[str, LogicalTensor]] | None:
+    """The translation that the options ask for; None if they ask for none. A ``config`` of transformers has numbers of the model too."""
+    if (mapping.convention is None) != (mapping.names is None):
+        raise UsageError("--names and --convention are only valid together", hint="--names llama --convention megatron")
+    if mapping.convention is None or mapping.names is None:
+        if mapping.numbers:
+            raise UsageError("--set is only valid with --names", hint="--names llama --convention megatron")
+        return None
+    from ckpt.converters.mapping.convention import translated_views
+    from ckpt.converters.targets.hf import read_configuration
+
+    numbers = {**read_configuration(config).numbers, **parse_numbers(mapping.numbers, "--set", "query_groups=8")}
+    return translated_views(source, mapping.names, mapping.convention, numbers)
+
+
+def left_out_message(names: Sequence[str]) -> str:
+    """The message about tensors and values of the source that the target does not have."""
+    return f"left out: {units.plural(len(names), 'name')}, such as {names[0]}"
+
+
+def parse_numbers(texts: Sequence[str], option: str, example: str) -> dict[str, int]:
+    """The numbers of an option that is given as ``NAME=N``, any number of times."""
+    numbers = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value.isdecimal():
+            raise UsageError(f"{option} expects NAME=N, not {text!r}", hint=f"{option} {example}")
+        numbers[name] = int(value)
+    return numbers
