@@ -196,12 +196,31 @@ class Tiers:
             if copies:
                 if step is None and any(s.damaged or s.abandoned is not None for s in run):
                     self._say_abandoned(run, copies[0])
+                if step is None and places:
+                    self._say_saved_later(at_root or (), copies[0])
                 return [[s.number, s.url, s.id, s.lost, branches_after(s, run, whole=at_root is not None)] for s in copies]
         if damaged is not None and not there:
             raise _unreadable(damaged)
         if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
+
+    def _say_saved_later(self, at_root: Iterable[Step], chosen: Step) -> None:
+        """Warn if the root has a lower step of the same branch that was saved after the one that is gone on from: jobs that did not see
+        each other's memory or disks have both gone on, and no record says so."""
+        later = [
+            s
+            for s in at_root
+            if s.committed and s.abandoned is None and str(s.id) > str(chosen.id) and (s.number or 0) < (chosen.number or 0)
+        ]
+        newest = max(later, key=lambda s: str(s.id), default=None)
+        if newest is not None and newest.id not in self._passed:
+            self._passed.add(str(newest.id))
+            log.warning(
+                "%s (save %s of %s) is gone on from, though %s (save %s of %s) was saved after it: a job that did not see these files "
+                "seems to have gone on from an earlier step, and what it did is undone; restore(state, step=%s) takes that up instead",
+                *(chosen.url, chosen.id, chosen.created, newest.url, newest.id, newest.created, newest.number),
+            )
 
     def _say_abandoned(self, run: Iterable[Step], chosen: Step) -> None:
         """Say which steps are not gone on from since the run went back, and which may be of a branch that nobody can see; once."""
