@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .plan.layout.placements import Stage as Stage
     from .plan.layout.placements import Uneven as Uneven
     from .runs.checkpointer import Checkpointer as Checkpointer
+    from .runs.members import MemberChanges as MemberChanges
     from .runs.node_tier import Memory as Memory
     from .runs.node_tier import NodeLocal as NodeLocal
     from .runs.restore_order import BeginFrom as BeginFrom
@@ -82,6 +83,7 @@ _WHERE = {
     "BeginFrom": "runs.restore_order",
     "NodeLocal": "runs.node_tier",
     "Memory": "runs.node_tier",
+    "MemberChanges": "runs.members",
     "load": "api",
     "open": "api",
     "list_steps": "runs.step_listing",

@@ -162,9 +162,11 @@ class LoadedCopy(NamedTuple):
     branches: Branches = ()
 
 
-def load_nearest(tiers: TierChain, group: Group, timeout: float, load: Callable[..., object], step: int | None) -> LoadedCopy | None:
+def load_nearest(
+    tiers: TierChain, group: Group, timeout: float, load: Callable[..., object], step: int | None, id: str | None = None
+) -> LoadedCopy | None:
     """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; None if there is none.
-    Collective, and so is ``load``.
+    With ``id``, of that save alone. Collective, and so is ``load``.
 
     A checkpoint that lost its values (``ckpt rebuild``) may lack what a job needs to go on as before. So unless ``step`` asks for it, it
     has to fit the state in full, also where ``load`` would take less; else it counts as damaged.
@@ -174,11 +176,13 @@ def load_nearest(tiers: TierChain, group: Group, timeout: float, load: Callable[
     while True:
         # Listed anew each time: what could not be read may have been removed because something newer is there.
         call = group.call("restore", tiers.root, timeout)
-        copies: list[list[Any]] = call.map_reduce("list", dict, lambda rows: tiers.copies(step, tried))
+        copies: list[list[Any]] = call.map_reduce(
+            "list", dict, lambda rows: [c for c in tiers.copies(step, tried) if id is None or c[2] == id]
+        )
         if not copies:
             break
-        number, url, id, lost, branches = copies[0]
-        tried.add((url, id))
+        number, url, copy_id, lost, branches = copies[0]
+        tried.add((url, copy_id))
         again = len(copies) > 1
         try:
             load(url, **({"strict": True} if lost and step is None else {}))
@@ -191,12 +195,12 @@ def load_nearest(tiers: TierChain, group: Group, timeout: float, load: Callable[
             if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise
             log.warning("%s is passed over: %s; what the run has beside it is tried next", url, _reason(err))
-            tiers.nearest.damaged.add(id)
+            tiers.nearest.damaged.add(copy_id)
             failed = err
             continue
         if tiers.uploader is not None:
             log.info("going on from step %d: %s", number, url)
-        places = [other for _, other, other_id, *_ in copies if other_id == id]
+        places = [other for _, other, other_id, *_ in copies if other_id == copy_id]
         lasting = [place for place in places if not is_spread(place)] if tiers.spreads else places
         return LoadedCopy(number, url, next(iter(lasting), None), tuple(Branch(*row) for row in branches))
     if failed is not None:
