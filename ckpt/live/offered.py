@@ -19,7 +19,7 @@ from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, For
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.message_fields import ADDRESSES, Either, Kind, checked, is_count, is_hex
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json
 

@@ -36,7 +36,7 @@ from ckpt.net.channel import Row
 from ckpt.net.endpoints import close_when_forked, listen
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan import machines, tree
 from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign

@@ -22,7 +22,7 @@ from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedErro
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.group import current_group
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings import check_flags

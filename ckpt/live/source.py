@@ -28,7 +28,7 @@ from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.connections import ConnectionServer
 from ckpt.net.group import current_group
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
