@@ -49,10 +49,9 @@ from ckpt.telemetry.spans import SpanTable
 from ckpt.text import parse_json
 
 from .filling import PlanCache
-from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts
+from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts, own_blob
 from .pull import Holder
 from .server import PieceServer
-from .versions import own_blob
 
 if TYPE_CHECKING:
     from ckpt.plan.layout.layout import Layout

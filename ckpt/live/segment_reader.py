@@ -33,6 +33,7 @@ from ckpt.plan.layout.geometry import Box
 from ckpt.telemetry.spans import Spans
 
 from .filling import FillPlan
+from .holdings import Manifest
 from .segment import (
     BLOCK,
     DATA,
@@ -49,7 +50,6 @@ from .segment import (
     digests_at,
     file_size,
 )
-from .versions import Manifest
 
 MOST_SEGMENT = 1 << 46
 """Bytes of a segment that a reader maps at most: what a peer says is not believed."""

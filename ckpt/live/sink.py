@@ -33,12 +33,12 @@ from ckpt.telemetry.spans import Spans
 
 from .control import SinkSecret, split_address
 from .filling import in_other_names, views_of
+from .holdings import Version
 from .offered import DROPS, OfferedVersion, SourceConnection, find_newest
 from .pull import Pulled
 from .relay import Relay, RelayedVersion
 from .take import Puller, bytes_that_came, dropped_anywhere, match_take, plan_take, stage_take, switch_take
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, StateVersion, SwitchedTake, TakeMeter, TakeReport
-from .versions import Version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

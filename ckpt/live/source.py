@@ -51,7 +51,7 @@ from .control import (
     split_address,
     with_port,
 )
-from .holdings import Holdings
+from .holdings import Holdings, Version
 from .publication import (
     ImagePlan,
     PreparedImage,
@@ -66,7 +66,6 @@ from .publication import (
 from .registry import VersionRegistry
 from .segment import PublishedSegment, SegmentPool
 from .server import PieceServer
-from .versions import Version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
