@@ -1,5 +1,6 @@
-"""What one rank has of a live state, and how boxes of it are packed; and what all ranks have, as one catalog, and as a version. Whoever serves it needs to
-know no receiver's layout. No torch."""
+"""What one rank has of a live state, and how boxes of it are packed; and what all ranks have, as one catalog, and as a version.
+
+Whoever serves it needs to know no receiver's layout. No torch."""
 
 from __future__ import annotations
 
