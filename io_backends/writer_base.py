@@ -58,16 +58,6 @@ class WrittenRanges:
         with self._lock:
             return sum(self._stops) - sum(self._starts)
 
-    def check(self, where: str) -> None:
-        """Raise StorageError unless every byte was written."""
-        count = self.count
-        if count != self.size:
-            raise StorageError(
-                f"{self.size} bytes were planned, but {count} were written",
-                where=where,
-                hint="a write failed or is missing: save again; if no error came before this one, please report it",
-            )
-
 
 # A Writer's life
 #
@@ -152,7 +142,13 @@ class WriterBase(Writer):
             self._check_open()
             if self._busy:
                 raise UsageError(f"{self._busy} writes are still running", where=self._where, hint="wait for all writes before commit")
-            self._written.check(self._where)
+            count = self._written.count
+            if count != self._size:
+                raise StorageError(
+                    f"{self._size} bytes were planned, but {count} were written",
+                    where=self._where,
+                    hint="a write failed or is missing: save again; if no error came before this one, please report it",
+                )
             self._settle()
             # Set before the attempt: if making it durable raises, the state is right already, and no second commit
             # can succeed on what the first one left.

@@ -6,6 +6,7 @@ are read through; ``list`` alone does not enter linked directories, because they
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -35,7 +36,6 @@ from .files import (
     regular_size,
     remove_file,
     storage_errors,
-    suppress_loops,
     sync_directories,
     write_all,
 )
@@ -56,19 +56,14 @@ def _root_of(url: str) -> str:
         path = "/" + unquote(rest)
     if not path or "\0" in path:
         raise UsageError(f"{url!r} is not a path of a directory", hint="give the directory of a checkpoint or of a run")
-    path = os.path.abspath(_without_parents(os.path.expanduser(path)))
-    return "/" + path.lstrip("/")  # POSIX lets abspath keep two leading slashes
-
-
-def _without_parents(path: str) -> str:
-    """The same place without ``..``, as the system sees it: after a link, that is the parent of where the link leads."""
+    path = os.path.expanduser(path)
     parts = path.split("/")
-    if ".." not in parts:
-        return path
-    # ``a/link/..`` is the parent of where the link leads, not ``a``. os.path.normpath would take the text alone, and
-    # with that another directory.
-    after = len(parts) - parts[::-1].index("..")
-    return os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
+    if ".." in parts:
+        # ``a/link/..`` is the parent of where the link leads, not ``a``. os.path.normpath would take the text alone, and
+        # with that another directory.
+        after = len(parts) - parts[::-1].index("..")
+        path = os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
+    return "/" + os.path.abspath(path).lstrip("/")  # POSIX lets abspath keep two leading slashes
 
 
 class PosixBackend(Backend):
@@ -204,9 +199,8 @@ class PosixBackend(Backend):
                 if path.startswith(prefix) and not entry.is_symlink():
                     yield from self._walk(path.removesuffix("/"), prefix)
             elif path.startswith(prefix):
-                size = _size_if_there(entry)
-                if size is not None:
-                    yield ObjectMeta(path, size)
+                with suppress(NotFoundError), storage_errors(entry.path, "get the size", reading=True):  # deleted since it was listed
+                    yield ObjectMeta(path, entry.stat().st_size)
 
     def list_dir(self, prefix: str = "") -> list[str]:
         """See ``Backend.list_dir``."""
@@ -316,19 +310,14 @@ def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:
     try:
         with storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:
             for entry in entries:
-                with suppress_loops():
+                try:
                     if entry.is_dir():
                         named.append((entry.name + "/", entry))
                     elif entry.is_file():
                         named.append((entry.name, entry))
+                except OSError as err:
+                    if err.errno != errno.ELOOP:  # links that lead to each other have nothing behind them, like those that lead nowhere
+                        raise
     except NotFoundError:
         return []
     return sorted(named, key=lambda item: item[0])
-
-
-def _size_if_there(entry: os.DirEntry[str]) -> int | None:
-    try:
-        with storage_errors(entry.path, "get the size", reading=True):
-            return entry.stat().st_size
-    except NotFoundError:  # deleted since the directory was read
-        return None
