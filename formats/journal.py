@@ -118,7 +118,7 @@ class CheckpointJournal(WriteJournal):
         """
         try:
             check_no_link(self.backend)
-            check_there(self.backend, self.id, sizes, self.base)
+            based = check_there(self.backend, self.id, sizes, self.base)
         except BaseException:
             self.discard()
             raise
@@ -136,7 +136,7 @@ class CheckpointJournal(WriteJournal):
                     self.discard()
                 raise
         try:
-            return confirm(self.backend, self.id, sizes, self.previous, self.base)
+            return confirm(self.backend, self.id, sizes, self.previous, self.base, based)
         except StorageError:
             if self._holds(record) is False:
                 self.discard()

@@ -138,7 +138,6 @@ class RunBackend(ReadOnly):
         backend.evict(inner, offset, length)
 
     def nearby(self, paths: Collection[str]) -> Collection[str] | None:
-        """See ``Backend.nearby``."""
         near = self._own.nearby([path for path in paths if not is_reference(path)])
         if near is None:
             return None
@@ -155,22 +154,18 @@ class RunBackend(ReadOnly):
         return backend.size(inner)
 
     def modified(self, path: str) -> float | None:
-        """See ``Backend.modified``."""
         backend, inner = self._place(path)
         return backend.modified(inner)
 
     def version_token(self, path: str) -> str | None:
-        """See ``Backend.version_token``."""
         backend, inner = self._place(path)
         return backend.version_token(inner)
 
     def link(self, path: str = "") -> str | None:
-        """See ``Backend.link``."""
         backend, inner = self._place(path)
         return backend.link(inner)
 
     def copy_source(self, path: str) -> CopySource | None:
-        """See ``Backend.copy_source``."""
         backend, inner = self._place(path)
         return backend.copy_source(inner)
 

@@ -95,12 +95,10 @@ class PosixBackend(Backend):
             return current(opened)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         check_read(offset, length)
         return self._reading(path, lambda file, fd, size: _read(file, fd, size, offset, length))
 
     def read_whole(self, path: str, limit: int) -> bytes:
-        """See ``Backend.read_whole``."""
 
         def read(file: str, fd: int, size: int) -> bytes:
             if size > limit:
@@ -115,7 +113,6 @@ class PosixBackend(Backend):
         return self._reading(path, lambda file, fd, size: (_read(file, fd, size, 0, min(length, size)), size))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
 
@@ -126,7 +123,6 @@ class PosixBackend(Backend):
         self._reading(path, read)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Backend.read_hashed``."""
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
         done = 0
@@ -157,7 +153,6 @@ class PosixBackend(Backend):
                 os.close(fd)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         file = self._file(path)
         with storage_errors(file, "get the size", reading=True):
             return current(lambda: regular_size(os.stat(file), file))
@@ -180,7 +175,6 @@ class PosixBackend(Backend):
         return {directory: token for part in map_tasks(tokens, parts, _THREADS, "ckpt-look") for directory, token in part.items()}
 
     def modified(self, path: str) -> float:
-        """See ``Backend.modified``."""
         file = self._file(path)
         with storage_errors(file, "get the time", reading=True):
             status = os.stat(file)
@@ -188,7 +182,6 @@ class PosixBackend(Backend):
             return status.st_mtime
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See ``Backend.list_prefix``."""
         check_prefix(prefix)
         return self._walk(prefix.rpartition("/")[0], prefix)
 
@@ -203,7 +196,6 @@ class PosixBackend(Backend):
                     yield ObjectMeta(path, entry.stat().st_size)
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         return [name for name, _ in _scan(os.path.join(self._root, check_prefix(prefix)))]
 
     def create(self, path: str, size: int) -> Writer:
@@ -226,19 +218,16 @@ class PosixBackend(Backend):
         return ClonedFile(self._file(path))
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> PosixSharedObject:
-        """See ``Backend.create_shared``."""
         file = self._file(path)
         check_size(size, file)
         return PosixSharedObject(file=file, root=self._root, size=size, token=token)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """See ``Backend.put_if``."""
         file = self._file(path)
         with storage_errors(file, "publish"):
             put_if(file, self._root, data, expected)
 
     def delete(self, path: str) -> None:
-        """See ``Backend.delete``."""
         file = self._file(path)
         with storage_errors(file, "delete"):
             delete_below(self._root, path)
