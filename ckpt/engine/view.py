@@ -7,10 +7,11 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
-from ckpt.engine.byte_source import source_of
 from ckpt.errors import NamesError, NotFoundError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
+
+from .byte_source import source_of
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.clearing import KnownRecords, references_of, remaining_files, remaining_references
 from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, Branches, CommitRecord, begun_last, left_at
-from ckpt.formats.native.paths import SOURCES, has_orphans, step_number
-from ckpt.formats.native.references import RunBackend
+from ckpt.formats.native.paths import SOURCES, RunBackend, has_orphans, step_number
 from ckpt.formats.native.virtual import decode_sources
 from ckpt.formats.registry import CONVERTING
 from ckpt.io_backends.protocol import Backend

@@ -28,9 +28,8 @@ from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSI
 from .datafile import box_text, chunk_key, coded_key
 from .header import Header, Known, Sought, StoredChunk, Stretches, find_alike, parse_header
 from .index import decode_index
-from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_orphans
+from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, RunBackend, has_orphans, is_reference, owner_of
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
-from .references import RunBackend, is_reference, owner_of
 from .tables import too_little_memory
 from .virtual import VirtualCatalog
 

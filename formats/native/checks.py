@@ -17,15 +17,14 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
+from ckpt.io_backends.checks import path_problem
 from ckpt.plan.tree_decoding import REFERENCES, tag_of
 
 from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES, name_problem
-from .paths import is_digest, path_problem
-from .references import is_reference, reference_problem
+from .paths import is_digest, is_reference, reference_problem
 from .tables import DIMENSIONS
 
 _MAX_BYTES = (1 << 63) - 1
@@ -130,11 +129,11 @@ def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
         return None
     if len(grid.anchors) != grid.count:
         return f"its grid has {grid.count} chunks, but names an anchor, or none, for {len(grid.anchors)}"
-    return f"its grid names an anchor that is not in one of the {files} data files" if _out_of_range(grid.anchors, files) else None
-
-
-def _out_of_range(anchors: npt.NDArray[np.int32], files: int) -> bool:
-    return bool(anchors.min() < -1 or anchors.max() >= files)
+    return (
+        f"its grid names an anchor that is not in one of the {files} data files"
+        if (bool(grid.anchors.min() < -1 or grid.anchors.max() >= files))
+        else None
+    )
 
 
 def _cuts_problem(cuts: Sequence[Sequence[int]], shape: tuple[int, ...]) -> str | None:

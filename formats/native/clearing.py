@@ -19,8 +19,20 @@ from ckpt.io_backends.registry import join_url, open_backend, real_url
 from .catalog import read_index, read_record
 from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, is_ours
 from .index import Recent, decode_files
-from .paths import CLEARING, FILES, INDEX_LIMIT, SOURCES, data_prefix, id_of, index_path, others_files
-from .references import UP, is_reference, owner_of, split_url
+from .paths import (
+    CLEARING,
+    FILES,
+    INDEX_LIMIT,
+    SOURCES,
+    UP,
+    data_prefix,
+    id_of,
+    index_path,
+    is_reference,
+    others_files,
+    owner_of,
+    split_url,
+)
 from .virtual import decode_sources
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import xxhash
 
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.io_backends.checks import path_problem
 from ckpt.text import parse_object
 
-from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem
+from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest
 
 # What a checkpoint went on from (docs/format.md §2): a run that goes back to an earlier step begins a branch.
 #

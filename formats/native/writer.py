@@ -22,8 +22,7 @@ from .catalog import read_record
 from .clearing import check_no_link
 from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id
 from .index import IndexCache, encode_index
-from .paths import RANK_ROWS, index_path
-from .references import is_reference
+from .paths import RANK_ROWS, index_path, is_reference
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog

@@ -155,7 +155,9 @@ class FsspecBackend(Backend):
             self._place.check_bucket()
         skip = len(self._place.root) + 1
         entries = [
-            ObjectMeta(name[skip:], int(info["size"])) for name, info in listed.items() if name.startswith(f"{base}/") and _is_file(info)
+            ObjectMeta(name[skip:], int(info["size"]))
+            for name, info in listed.items()
+            if name.startswith(f"{base}/") and (info.get("type", "file") == "file" and (not info["name"].endswith("/")))
         ]
         return iter(sorted(entry for entry in entries if entry.path.startswith(prefix)))
 
@@ -336,10 +338,6 @@ def _version(info: dict[str, Any]) -> str | None:
     """A text that is another one once the object was replaced; None if the listing does not tell."""
     token = next((info[key] for key in ("generation", "etag", "ETag") if info.get(key)), None)
     return None if token is None else f"{token} {info.get('size')}"
-
-
-def _is_file(info: Any) -> bool:
-    return info.get("type", "file") == "file" and not info["name"].endswith("/")
 
 
 def _conflict(where: str, content: bytes | None, *, new: bool = False) -> ConflictError:

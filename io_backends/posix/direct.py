@@ -64,7 +64,7 @@ class FileSystem:
         """What addresses of memory must be multiples of to be written directly; None if nothing can be. Tried in ``directory``."""
         with self._lock:
             if not self._addresses:
-                self._addresses.append(_or_no(lambda: _try_addresses(directory)))
+                self._addresses.append(_or_no(lambda: next((multiple for multiple in _ADDRESSES if _takes(directory, multiple)), None)))
             return self._addresses[0]
 
     def pays(self, directory: str) -> bool:
@@ -113,10 +113,6 @@ def _nameless_file(directory: str) -> Iterator[tuple[int, int]]:
             os.close(direct)
     finally:
         os.close(fd)
-
-
-def _try_addresses(directory: str) -> int | None:
-    return next((multiple for multiple in _ADDRESSES if _takes(directory, multiple)), None)
 
 
 def _takes(directory: str, multiple: int) -> bool:

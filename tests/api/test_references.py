@@ -24,7 +24,7 @@ from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError,
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.checks import find_problem
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.references import RunBackend
+from ckpt.formats.native.paths import RunBackend
 from ckpt.formats.native.writer import set_tags
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyProcess
