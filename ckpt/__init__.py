@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .converters.pipeline.target import MegatronParallel as MegatronParallel
     from .engine.copy.copy import CopyReport as CopyReport
     from .engine.copy.copy import copy_checkpoint
-    from .engine.load.job import LoadReport as LoadReport
+    from .engine.load.fill import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
     from .engine.save.options import SaveReport as SaveReport
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .runs.begin_from import BeginFrom as BeginFrom
     from .runs.begin_from import RestoredFrom as RestoredFrom
     from .runs.checkpointer import Checkpointer as Checkpointer
+    from .runs.members import MemberChanges as MemberChanges
     from .runs.node_tier import Memory as Memory
     from .runs.node_tier import NodeLocal as NodeLocal
     from .runs.step_listing import list_steps as list_steps
@@ -82,6 +83,7 @@ _WHERE = {
     "BeginFrom": "runs.begin_from",
     "NodeLocal": "runs.node_tier",
     "Memory": "runs.node_tier",
+    "MemberChanges": "runs.members",
     "load": "api",
     "open": "api",
     "list_steps": "runs.step_listing",
@@ -108,7 +110,7 @@ _WHERE = {
     "pipeline": "plan.layout.mesh",
     "experts": "plan.layout.mesh",
     "SaveReport": "engine.save.options",
-    "LoadReport": "engine.load.job",
+    "LoadReport": "engine.load.fill",
     "SaveHandle": "engine.save.background",
     "CopyReport": "engine.copy.copy",
     "VerifyReport": "engine.verify.verify",

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -16,11 +15,10 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, S
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.values import part_in
-from ckpt.settings import __version__
 
 from .catalog import read_record
 from .clearing import check_no_link
-from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id
+from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id, now, writer_name
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, index_path, is_reference
 
@@ -65,8 +63,8 @@ def write_index(
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
     record = CommitRecord(
         id=journal.id,
-        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        writer=f"ckpt {__version__}",
+        created=now(),
+        writer=writer_name(),
         world_size=world_size,
         features=features,
         index={n: IndexFile(path=index_path(journal.id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()},
