@@ -66,11 +66,17 @@ class JointRun:
 
     def __init__(self, root: str, member: str, members: Sequence[str], timeout: float) -> None:
         self.root, self.member, self.members, self.timeout = root, member, tuple(members), timeout
+        self._backend = open_backend(root)
+        self._lock = threading.Lock()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """This process is about to restore: for the others it is a new one."""
         self.generation: Generation | None = None
         """The one that this process takes part in."""
         self._life = secrets.token_hex(8)
-        self._backend = open_backend(root)
-        self._lock = threading.Lock()
+        self._joined: str | None = None
+        """Id of the last generation that it has joined."""
         self._waiting: dict[int, Future[JointOutcome]] = {}
         self._begun = -1
         """The highest step of this generation that this member has begun to save."""
@@ -86,24 +92,22 @@ class JointRun:
         one is decided, or another member has asked for the same."""
         end = time.monotonic() + self.timeout
         asked: Generation | None = None
-        mine: str | None = None
-        """The generation that this call has joined."""
         for _ in _polls(end):
             data, seen = self._read()
             before = None if seen is None else seen.joined.get(self.member)
             if seen is None or (before is not None and before.life != self._life):
-                if mine is not None and seen is not None and seen.id >= mine:
+                if self._joined is not None and seen is not None and seen.id >= self._joined:
                     raise ConflictError(f"another process restores as member {self.member}", where=self.root, hint="end one of the two")
                 begun = Generation(
                     id=new_id(later_than=None if seen is None else seen.id), members=self.members, joined=self._here("joined")
                 )
                 if self._swap(data, begun):
                     log.info("%s: %s begins generation %s", self.root, self.member, begun.id)
-                    mine = begun.id
+                    self._joined = begun.id
                 continue
             asked = seen
             if before is not None:
-                mine = seen.id
+                self._joined = seen.id
             if set(seen.members) != set(self.members):
                 if len(seen.joined) < len(seen.members):
                     continue  # those who began it may be gone, and begin another one

@@ -64,6 +64,7 @@ class Membership:
     ) -> int | None:
         """Load what all members go on from. ``load`` gets the step, and the URL and the id of this member's checkpoint of it: None of a
         step that this member has no part in, and of a run without steps. Collective, and so is ``load``."""
+        self._run.start_over()
         loaded: tuple[int | None, str | None] | None = None
         result: int | None = None
         while True:

@@ -46,6 +46,7 @@ def restored(runs: Sequence[JointRun], step: int | None = None) -> list[int | No
     """All members restore, and load nothing."""
 
     def restore(run: JointRun) -> int | None:
+        run.start_over()
         while True:
             decided = run.join(step)
             if run.loaded():
@@ -202,7 +203,7 @@ def test_two_processes_of_one_member_and_a_step_that_falls_are_errors(root: str)
     first.join()
     second.join()
     with pytest.raises(ConflictError, match="another process restores as member trainer"):
-        restored([first])
+        assert not first.loaded() and first.join()
     assert restored([second]) == [None]
     assert save(second, 5)().given_up is None
     for n in (5, 4):
