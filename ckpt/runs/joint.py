@@ -183,7 +183,7 @@ class JointRun:
             checkpoints = self._checkpoints(s, changes)
             log.info("%s: the members go on from step %d", self.root, s.number)
             left = tuple(other.number for other in steps if other.number is not None and other.number > s.number)
-            branches = branches_after(s, steps, whole=True)
+            branches = branches_after(s, steps, complete=True)
             return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches, left=left)
         if failed:
             raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` says more")
