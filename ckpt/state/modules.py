@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, refers, tag_of
 from ckpt.plan.values import LABEL, StatePart
 
-from .fsdp1 import FlatPart, flat_parts, is_wrapped, own_tensors
+from .fsdp1 import FSDP1, FlatPart, flat_parts, is_wrapped, own_tensors
 from .tensors import local_of
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -53,7 +54,7 @@ def clean_name(name: str) -> str:
 def tensors_of(module: nn.Module) -> ModuleTensors:
     """Everything that ``module.state_dict()`` would have, without copying."""
     module = unwrap(module)
-    if is_wrapped(module):
+    if FSDP1 in sys.modules and is_wrapped(module):
         return _of_flat(module)
     module_tensors = ModuleTensors()
     owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last

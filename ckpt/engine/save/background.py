@@ -276,7 +276,7 @@ def start_save(
             share = prepare(job, state, background=True)
             capture = stage(job, share)
             if when == "lazy":
-                capture.capture_unfenced(options.threads, job.beat)
+                capture.capture_unfenced(share.collected.fenced(), options.threads, job.beat)
     except BaseException as err:
         # An error before the first message would leave the other ranks waiting in "begin" until the deadline.
         job.call.fail("begin", err)

@@ -205,9 +205,9 @@ class Capture:
 
     # ---- in the caller's thread
 
-    def capture_unfenced(self, threads: int, beat: Callable[[], None]) -> None:
+    def capture_unfenced(self, fenced: AbstractSet[str], threads: int, beat: Callable[[], None]) -> None:
         """Capture what may change before anything waits, or set it aside, and note what everything else is like."""
-        unfenced = self._unfenced()
+        unfenced = self._unfenced(fenced)
         now = self._direct(unfenced)
         if now:
             self._capture_now(now, threads, beat)
@@ -229,10 +229,10 @@ class Capture:
     def _batches(self) -> list[Batch]:
         return [batch for batches in self.plan.batches for batch in batches]
 
-    def _unfenced(self) -> set[str]:
+    def _unfenced(self, fenced: AbstractSet[str]) -> set[str]:
         """What nothing waits for before it changes. Of the rest, what has no version counter, or is not in memory as it reads; and what
         is so small that its sample would be all of it, where that costs no clone."""
-        tensors, fenced = self.shard_table.tensors, self.shard_table.fenced
+        tensors = self.shard_table.tensors
         small = 0 if self._streams or self._is_short else WHOLE
         return {
             name
