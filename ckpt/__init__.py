@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from .converters.convert import convert as convert
     from .converters.export.export import export as export
     from .converters.export.plan import ExportReport as ExportReport
+    from .converters.importer import translated as translated
     from .converters.merge import MergeReport as MergeReport
     from .converters.merge import merge as merge
     from .converters.pipeline.target import MegatronParallel as MegatronParallel
-    from .converters.virtual.importer import translated as translated
     from .engine.copy.copy import CopyReport as CopyReport
     from .engine.copy.copy import copy_checkpoint
     from .engine.load.job import LoadReport as LoadReport
@@ -90,7 +90,7 @@ _WHERE = {
     "convert": "converters.convert",
     "merge": "converters.merge",
     "export": "converters.export.export",
-    "translated": "converters.virtual.importer",
+    "translated": "converters.importer",
     "configure_storage": "io_backends.registry",
     "PerRank": "state.walk",
     "Layout": "plan.layout.layout",

@@ -7,8 +7,7 @@ from statistics import median
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options
-from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import NotFoundError, UsageError
 
 _RECENT = 20

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt.cli.console.output import Output, options
-from ckpt.cli.console.parameters import OneOf
+from ckpt.cli.console.output import OneOf, Output, options
 
 _SHELLS = ("bash", "zsh", "fish")
 

@@ -12,17 +12,25 @@ import click
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import nothing_begun, when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torch
-from ckpt.cli.console.progress import progress
-from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
-from ckpt.cli.options.mapping import MappingChoice, left_out_message, mapping_options, parse_numbers, skip_option, views_of
+from ckpt.cli.console.options import (
+    INTERRUPTED,
+    MappingChoice,
+    config_options,
+    grouped,
+    left_out_message,
+    mapping_options,
+    parse_numbers,
+    parse_size,
+    part_of_job,
+    skip_option,
+    views_of,
+)
+from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
 from ckpt.errors import UsageError
 from ckpt.text import parse_json
 
 if TYPE_CHECKING:
-    from ckpt.converters.convert import ConvertReport
-    from ckpt.converters.pipeline.repair import RepairReport
+    from ckpt.converters.convert import ConvertReport, RepairReport
     from ckpt.converters.pipeline.target import Argument, MegatronParallel
 
 _TARGETS = ("native", "hf", "torch", "dcp", "torch_dist", "megatron")

@@ -10,9 +10,7 @@ import click
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL, require_torch
-from ckpt.cli.console.progress import Update, progress
+from ckpt.cli.console.output import URL, Output, Update, options, progress, require_torch, style
 
 if TYPE_CHECKING:
     from ckpt.engine.copy.copy import CopyReport

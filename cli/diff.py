@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
-from ckpt.cli.console.progress import progress
-from ckpt.cli.options.mapping import MappingChoice, mapping_options, views_of
+from ckpt.cli.console.options import MappingChoice, mapping_options, views_of
+from ckpt.cli.console.output import URL, Output, options, progress, style
 from ckpt.errors import UsageError
 from ckpt.text import parse_json
 

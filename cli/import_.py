@@ -9,13 +9,11 @@ import click
 
 from ckpt import units
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
-from ckpt.cli.console.progress import progress
-from ckpt.cli.options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
+from ckpt.cli.console.options import MappingChoice, left_out_message, mapping_options, skip_option, views_of
+from ckpt.cli.console.output import URL, Output, options, progress, style
 
 if TYPE_CHECKING:
-    from ckpt.converters.virtual.importer import ImportReport
+    from ckpt.converters.importer import ImportReport
 
 
 @click.command("import", short_help="Create a checkpoint that references files of another one.")
@@ -51,7 +49,7 @@ def command(
       ckpt import --names llama --convention huggingface --skip '*.master' m/ hf/
       ckpt import --digest runs/deepspeed/global_step100 imported/step-100
     """
-    from ckpt.converters.virtual.importer import import_checkpoint
+    from ckpt.converters.importer import import_checkpoint
 
     output = Output(json=as_json, quiet=quiet)
     views = views_of(source, mapping)

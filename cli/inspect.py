@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import CkptError, NamesError, NotFoundError, UsageError
 from ckpt.text import did_you_mean
 

@@ -6,8 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from ckpt.cli.console.output import Output, options
-from ckpt.cli.console.parameters import OneOf
+from ckpt.cli.console.output import OneOf, Output, options
 from ckpt.errors import UsageError
 
 

@@ -12,10 +12,8 @@ from click.core import ParameterSource
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible, refuse_executor
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torch
-from ckpt.cli.console.progress import progress
-from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
+from ckpt.cli.console.options import INTERRUPTED, config_options, grouped, parse_size, part_of_job
+from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
 from ckpt.errors import UsageError
 
 _TARGETS = ("hf", "native", "torch", "dcp")
@@ -91,7 +89,7 @@ def command(
 
 
 def _extract(urls: tuple[str, str, str], rank: int | None, output: Output, *, root: str | None, threads: int | None) -> None:
-    from ckpt.converters.lora_extract import extract
+    from ckpt.converters.lora import extract
 
     context = click.get_current_context()
     given = [p for p in context.command.params if context.get_parameter_source(p.name or "") is ParameterSource.COMMANDLINE]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.output import URL, Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.runs.step_listing import Step

@@ -20,7 +20,7 @@ import click
 
 from ckpt.cli.console.dividing import ARGUMENTS
 from ckpt.cli.console.interrupts import INTERRUPTED, quit_at_once
-from ckpt.cli.console.output import Output, logging_to_stderr, unwritable, verbose
+from ckpt.cli.console.output import Output, logging_to_stderr, near_url, unwritable, verbose
 from ckpt.errors import CkptError, StorageError
 from ckpt.settings import __version__
 from ckpt.text import did_you_mean, printable
@@ -208,8 +208,6 @@ def _hint_of(err: CkptError) -> str | None:
 
     if not isinstance(err, NotFoundError) or err.where is None:
         return err.hint
-    from ckpt.cli.console.nearby import near_url
-
     near = near_url(err.where)
     return f"did you mean {near}?" if near is not None else err.hint
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options
-from ckpt.cli.console.parameters import URL, OneOf
+from ckpt.cli.console.output import URL, OneOf, Output, options
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import address_text
 

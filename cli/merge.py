@@ -12,11 +12,19 @@ import click
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL, GroupedCommand, OneOf, require_torch
-from ckpt.cli.console.progress import progress
-from ckpt.cli.options.conversion import INTERRUPTED, config_options, grouped, parse_size, part_of_job
-from ckpt.cli.options.mapping import MappingChoice, left_out_message, mapping_options, skip_option, views_of
+from ckpt.cli.console.options import (
+    INTERRUPTED,
+    MappingChoice,
+    config_options,
+    grouped,
+    left_out_message,
+    mapping_options,
+    parse_size,
+    part_of_job,
+    skip_option,
+    views_of,
+)
+from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:

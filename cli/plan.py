@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options
-from ckpt.cli.console.parameters import URL, OneOf, require_torch
+from ckpt.cli.console.output import URL, OneOf, Output, options, require_torch
 
 if TYPE_CHECKING:
     from ckpt.engine.dry_run.layouts import MeshForecast

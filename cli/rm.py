@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import UsageError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt.cli.console.output import Output, options
-from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import FormatError, UsageError
 
 

@@ -9,9 +9,7 @@ import click
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import Output, options, style
-from ckpt.cli.console.parameters import URL
-from ckpt.cli.console.progress import progress
+from ckpt.cli.console.output import URL, Output, options, progress, style
 from ckpt.errors import FormatError
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import Output, options
-from ckpt.cli.console.parameters import URL
+from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.text import printable
 

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from .pipeline.target import OutputOptions as OutputOptions
     from .pipeline.target import OutputPlan as OutputPlan
     from .pipeline.target import Target as Target
-    from .select.selection import OutputSet as OutputSet
-    from .select.selection import OutputTensor as OutputTensor
-    from .select.selection import SelectOptions as SelectOptions
+    from .selection import OutputSet as OutputSet
+    from .selection import OutputTensor as OutputTensor
+    from .selection import SelectOptions as SelectOptions
 
 _WHERE = {
     "FileItem": "ckpt.converters.pipeline.target",
     "OutputFile": "ckpt.converters.pipeline.target",
     "OutputOptions": "ckpt.converters.pipeline.target",
     "OutputPlan": "ckpt.converters.pipeline.target",
-    "OutputSet": "ckpt.converters.select.selection",
-    "OutputTensor": "ckpt.converters.select.selection",
-    "SelectOptions": "ckpt.converters.select.selection",
+    "OutputSet": "ckpt.converters.selection",
+    "OutputTensor": "ckpt.converters.selection",
+    "SelectOptions": "ckpt.converters.selection",
     "Target": "ckpt.converters.pipeline.target",
 }
 

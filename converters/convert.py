@@ -1,33 +1,253 @@
 """Conversions: what is chosen of a checkpoint, written in another format; in bounded memory, resumable, by one process or several.
 
 Invariants: nothing can be opened at the destination before all of it is durable. A file is written by one process, and all compute from the
-plan which one does (``plan.machines.balanced``). Processes that communicate let the first one finish (``pipeline.divided``); of those that
+plan which one does (``plan.machines.balanced``). Processes that communicate let the first one finish (``write_divided``); of those that
 do not, whoever finds all files there does.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ckpt import settings
 from ckpt.catalog import Catalog
+from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.divided import Part, WrittenFiles, replacements_noticed, write_divided
-from ckpt.converters.pipeline.repair import RepairReport, repaired
-from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, Target, target
-from ckpt.converters.select.selection import OutputSet
+from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, target
 from ckpt.converters.targets.hf import read_configuration
-from ckpt.errors import MismatchError, UsageError
+from ckpt.errors import CkptError, ConsistencyError, FormatError, MismatchError, RankFailedError, UsageError
+from ckpt.formats.megatron.names import EMBEDDING
+from ckpt.formats.megatron.repair import RepairedTensor, repaired_catalog, repaired_states
+from ckpt.formats.megatron.stored_buffers import NAMES, Buckets, likely_buckets
+from ckpt.formats.megatron.training import CONTENT, MARK, STATE, MegatronCatalog
+from ckpt.formats.native.writer import replacement_noticed
 from ckpt.formats.registry import open_catalog
+from ckpt.net.channel import Row
+from ckpt.net.divided_work import DividedWork
+from ckpt.plan import tree
+from ckpt.plan.machines import balanced, bytes_of
+from ckpt.settings import __version__
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
 
+from .selection import OutputSet
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# A conversion that several processes divide among them, and that communicate: the first one begins and finishes it, each writes its files.
+#
+# Invariants: nobody writes before the first process has begun, and that one finishes only when every process has said that its files are
+# durable. The files that are left at the begin are divided, not all: after a kill, any number of processes resumes.
+
+log = logging.getLogger("ckpt")
+
+Part = tuple[int, int] | DividedWork
+"""Number of this process and how many there are, which do not communicate; or the work of processes that do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenFiles:
+    """What was written of a plan: files, bytes of them, bytes read of the sources; ``finished`` says whether the checkpoint exists."""
+
+    plan: OutputPlan
+    files: int
+    bytes: int
+    read: int
+    finished: bool
+
+
+def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressCallback | None) -> WrittenFiles:
+    """Write the conversion, together with the other processes of ``work``. Every process gives the counts of all."""
+    if conversion.name is not None:
+        text = f"{conversion.format.name} writes one file, and a file is written by one process"
+        raise UsageError(text, where=conversion.url, hint="run the command in one process; --threads says how many threads it has")
+    plans: list[OutputPlan] = []
+
+    def begin(rows: dict[int, Row]) -> Row:
+        _check_same(rows)
+        plans.append(conversion.begin((0, 1)))
+        left = conversion.missing(plans[0])
+        if left and len(left) < work.count:
+            text = "%d of %d processes have nothing to write: %d files are left. Smaller ones (--shard-size) divide better"
+            log.warning(text, work.count - len(left), work.count, len(left))
+        return {"id": conversion.id, "ended": conversion.has_ended, "left": left}
+
+    begun = work.agree("begin", lambda: {"digest": conversion.digest}, begin)
+    plan = plans[0] if plans else conversion.join(begun["id"], ended=begun["ended"])
+    sizes = [plan.files[number].size for number in begun["left"]]
+    shares = balanced(sizes, work.count)
+    mine = [begun["left"][n] for n in shares[work.number]]
+
+    def write() -> Row:
+        with replacements_noticed(conversion.chosen):
+            # What a lost process has made durable counts as written, and is not written again.
+            again = set(conversion.missing(plan)) if work.repeats else mine
+            read = conversion.write(plan, [n for n in mine if n in again], progress=report)
+        return {"files": len(mine), "bytes": sum(plan.files[i].size for i in mine), "read": read}
+
+    def finish(rows: dict[int, Row]) -> Row:
+        return {**_sums(rows), "finished": conversion.finish(plan, again=True)}
+
+    try:
+        with work.shown(bytes_of(sizes, shares), progress) as report:
+            return WrittenFiles(plan=plan, **work.agree("write", write, finish))
+    except CkptError as err:
+        if isinstance(err, MismatchError) or (isinstance(err, RankFailedError) and err.cause in _mismatches()):
+            work.agree("discard", dict, lambda rows: conversion.discard(plan))
+        raise
+
+
+def _check_same(rows: dict[int, Row]) -> None:
+    (first, expected), *others = rows.items()
+    for rank, row in others:
+        if row != expected:
+            raise ConsistencyError(
+                f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
+                hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
+            )
+
+
+def _sums(rows: dict[int, Row]) -> dict[str, Any]:
+    return {name: sum(row[name] for row in rows.values()) for name in ("files", "bytes", "read")}
+
+
+def _mismatches() -> set[str]:
+    """Names of the class and those below it."""
+    names, rest = set[str](), [MismatchError]
+    while rest:
+        one = rest.pop()
+        names.add(one.__name__)
+        rest += one.__subclasses__()
+    return names
+
+
+@contextmanager
+def replacements_noticed(chosen: OutputSet) -> Iterator[None]:
+    """Around reads of what was chosen: a checkpoint that was replaced meanwhile is an error that says so."""
+    with ExitStack() as watched:
+        for catalog in chosen.catalogs:
+            watched.enter_context(replacement_noticed(catalog))
+        yield
+
+
+# Conversions that repair what is known to be written wrong: states of optimizers that Megatron-Core 0.15 to 0.19 displaced. No torch.
+#
+# Invariant: a repaired checkpoint is one whose every master, cast, is its weight; what is not wrong is not touched.
+
+HINT = "say how the job put parameters into buckets: --job ddp_bucket_size=N, --job data_parallel_size=N, or another of its arguments"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepairReport:
+    """What a repair did. Without need nothing is changed, and ``reason`` says why not.
+
+    ``bucket_size`` (None: one bucket), ``data_parallel`` and ``divisor`` are the buckets that it found the elements with; ``masters`` were
+    compared with their weights.
+    """
+
+    needed: bool
+    reason: str
+    masters: int = 0
+    bucket_size: int | None = None
+    data_parallel: int | None = None
+    divisor: int | None = None
+    tensors: tuple[RepairedTensor, ...] = ()
+    """Those of the conversion that were mended or filled."""
+
+    @property
+    def mended(self) -> int:
+        return sum(t.mended for t in self.tensors)
+
+    @property
+    def filled(self) -> int:
+        return sum(t.filled for t in self.tensors)
+
+
+def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None = None) -> tuple[OutputSet, RepairReport]:
+    """The same choice of a repaired checkpoint. All masters are read and compared with the weights, before and after.
+
+    Args:
+        job: arguments of Megatron that the checkpoint does not have, or has wrong: ``formats.megatron.job.NAMES``.
+    """
+    unknown = sorted(set(job) - set(NAMES))
+    if unknown:
+        raise UsageError(f"--job {unknown[0]}: no argument that a repair needs", hint=f"one of {', '.join(NAMES)}")
+    catalog = chosen.catalog
+    if not isinstance(catalog, MegatronCatalog) or catalog.suspect is None:
+        return chosen, RepairReport(needed=False, reason=f"no defect is known in such a checkpoint ({catalog.format})")
+    taken = chosen.taken
+    if not any(name.startswith(STATE) for name in taken):
+        raise UsageError(
+            "--repair is for states of optimizers, and none is converted", hint="leave out --repair, or take the optimizer too"
+        )
+    masters, problems = misfit_masters(catalog, threads=threads, first=True)
+    if not masters:
+        raise FormatError("no master can be compared with its weight, so nobody knows whether states are displaced", where=catalog.url)
+    if not problems:
+        return chosen, RepairReport(needed=False, reason="every master is its weight", masters=masters)
+    arguments = {**catalog.arguments, **job}
+    tried = likely_buckets(arguments)
+    for buckets in tried:
+        result = _mended(catalog, buckets, arguments, threads)
+        if result is not None:
+            mended, tensors = result
+            mending = RepairReport(
+                needed=True,
+                reason="states were displaced by the padding of buckets (Megatron-LM pull request 5077)",
+                masters=masters,
+                bucket_size=buckets.size,
+                data_parallel=buckets.ranks,
+                divisor=buckets.divisor,
+                tensors=tuple(t for t in tensors if t.tensor in taken),
+            )
+            return replace(chosen, catalog=mended, state=_marked(chosen.state)), mending
+    attempts = " or ".join(
+        f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried
+    )
+    what = f"{problems[0].tensor} is not its weight, and would not be with {attempts} either"
+    raise UsageError(f"the optimizer's state cannot be repaired: {what}", where=catalog.url, hint=_hint(catalog, arguments))
+
+
+def _hint(catalog: MegatronCatalog, arguments: Mapping[str, object]) -> str:
+    """What to say of the job: the arguments that nobody said, and what the files let one think of its pipeline."""
+    unknown = [name for name in NAMES if arguments.get(name) is None]
+    advice = f"; nothing says {', '.join(unknown)}" if unknown else ""
+    states = [entry for name, entry in catalog.tensors.items() if name.startswith(STATE)]
+    writers = {catalog.files[row].rank for entry in states for row in entry.grid.files}
+    embedding = catalog.tensors.get(f"{STATE}{EMBEDDING}.master")
+    tensor = 1 if embedding is None else len({int(o) for o in embedding.grid.all_boxes()[0][:, 0]})
+    stages, rest = divmod(len(writers), tensor)
+    if stages > 1 and not rest and arguments.get("pipeline_model_parallel_size") in (None, 1):
+        advice += f". {len(writers)} ranks wrote the state, so it may be that --job pipeline_model_parallel_size={stages} is missing"
+    return HINT + advice
+
+
+def _marked(state: tree.Node) -> tree.Node:
+    """The state, where it says in which form Megatron-Core wrote the optimizer's: from now on it is ours, and nobody need suspect it."""
+    return {**state, MARK: __version__} if isinstance(state, dict) and CONTENT in state else state
+
+
+def _mended(
+    catalog: MegatronCatalog, buckets: Buckets, arguments: Mapping[str, object], threads: int | None
+) -> tuple[MegatronCatalog, tuple[RepairedTensor, ...]] | None:
+    """The catalog repaired for such buckets; None if masters would not be weights."""
+    try:
+        states = repaired_states(
+            catalog, bucket_size=buckets.size, data_parallel=buckets.ranks, divisor=buckets.divisor, arguments=arguments
+        )
+    except UsageError:
+        return None
+    mended, tensors = repaired_catalog(catalog, states)
+    _, problems = misfit_masters(mended, threads=threads, first=True)
+    return None if problems else (mended, tensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +337,8 @@ def _conversion(source: str, url: str, to: str, options: ConvertOptions) -> tupl
     format, catalog = target(to), open_catalog(source)
     beside = files_beside(format, url, options)
     chosen, repair = _chosen(format, catalog, options)
-    return Conversion(format, chosen, url, options, repair=repair, beside=beside), repair
+    needed = repair if repair is not None and repair.needed else None
+    return Conversion(format, chosen, url, options, repair=needed, beside=beside), repair
 
 
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError
-from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile, SingleFile
-from ckpt.formats.external.hf_index import shown
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile, SingleFile, shown
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stand_ins import StoredPart, StoredView
 from ckpt.formats.torchzip.archive import open_archive

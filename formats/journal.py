@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
+from ckpt.formats.conversion import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, CommitRecord
 from ckpt.formats.native.datafiles.references import is_reference
 from ckpt.formats.native.datafiles.referrers import referred_files
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path
+from ckpt.text import parse_json
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -232,6 +235,122 @@ class IntentJournal(WriteJournal):
             if self.is_alone():
                 super().discard()
                 self.backend.delete(self.record)
+
+
+# A conversion in the storage, from its begin to its end
+#
+#   convert.json put             the record: which files, and a digest of everything that they depend on. Other options: another digest,
+#                                which is refused; the same command finds its own record and resumes
+#   convert-<id>/00000, 00001 …  one mark for each file, put when it is durable. A file without mark may be cut off, so it is written anew
+#   convert-<id>/finish          the claim: of all processes that see all marks, the one that puts it writes what comes last
+#   convert.json deleted         the commit: readers refuse the directory as long as it is there
+#   marks deleted, claim last    whoever comes late finds no record but the claim, and knows that all has ended (``ended``)
+#
+# Killed between two lines, the same command continues at the line where it was.
+
+
+class ConversionJournal(IntentJournal):
+    """The conversion at ``backend``; ``name`` is that of the only file, if the destination is one. ``id`` is for names of files.
+
+    Several processes may take part, and a later attempt may resume it. So besides the record there is a mark for each file that is durable,
+    and one for the process that finishes.
+    """
+
+    def __init__(self, backend: Backend, name: str | None, id: str, digest: str) -> None:
+        super().__init__(backend, record_path(name))
+        self.id = id
+        self.digest = digest
+        self._marks = marks_prefix(name, id)
+
+    def mark(self, number: int) -> str:
+        """That of a file that is durable."""
+        return self._marks + mark_name(number)
+
+    def marks(self) -> set[str]:
+        """Those that are there."""
+        return {e.path for e in self.backend.list_prefix(self._marks)}
+
+    def done(self, number: int) -> None:
+        """Say that file ``number`` is durable."""
+        try:
+            self.backend.put_if(self.mark(number), b"{}\n", expected=None)
+        except ConflictError:
+            if self.mark(number) not in self.marks():
+                raise
+
+    def forget(self, number: int) -> None:
+        """Take back that file ``number`` is durable."""
+        self.backend.delete(self.mark(number))
+
+    def claim(self) -> bool:
+        """Whether it is for this process to finish: of all that ask, the first one."""
+        try:
+            self.backend.put_if(self._marks + CLAIM, json.dumps({"digest": self.digest}).encode() + b"\n", expected=None)
+        except ConflictError:
+            return False
+        return True
+
+    def remove(self, *, but_claim: bool = False) -> None:
+        """Take it away: the conversion is over. The marks go last, for who looks for them finds no record then. A claim that stays says to
+        ``ended`` which conversion this was."""
+        self.commit()
+        for path in sorted(self.marks()):
+            if not (but_claim and path.endswith(f"/{CLAIM}")):
+                self.backend.delete(path)
+
+
+def ended(backend: Backend, name: str | None, digest: str) -> str | None:
+    """The id of the conversion of this digest, if it took its record away and not its claim: see ``remove``, or it was killed."""
+    for folder, id in _folders(backend, name):
+        try:
+            claim = parse_json(backend.read_whole(folder + CLAIM, RECORD_LIMIT))
+        except (NotFoundError, CorruptError, ValueError):  # another one's, or of an older version
+            continue
+        if isinstance(claim, dict) and claim.get("digest") == digest:
+            return id
+    return None
+
+
+def forget_ended(backend: Backend, name: str | None) -> None:
+    """Remove the claims of conversions that have ended: what they wrote is not there any more."""
+    for folder, _ in _folders(backend, name):
+        backend.delete(folder + CLAIM)
+
+
+def _folders(backend: Backend, name: str | None) -> Iterator[tuple[str, str]]:
+    """Those with the marks of conversions, and their ids."""
+    starts = marks_prefix(name, "").removesuffix("/")
+    return ((f, f.removeprefix(starts).removesuffix("/")) for f in backend.list_dir() if f.startswith(starts) and f.endswith("/"))
+
+
+def find(backend: Backend, name: str | None, digest: str) -> ConversionJournal | None:
+    """The conversion that was begun here; None if there is none."""
+    try:
+        data = backend.read_whole(record_path(name), RECORD_LIMIT)
+    except NotFoundError:
+        return None
+    begun = ConversionRecord.from_bytes(data)
+    if begun is None or begun.digest != digest:
+        raise ConflictError(
+            f"another conversion was begun here and did not finish ({record_path(name)}): of another source, with other options, "
+            "or by another version",
+            where=backend.url,
+            hint="convert to another URL, or remove what is there",
+        )
+    return ConversionJournal(backend, name, begun.id, digest)
+
+
+def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> ConversionJournal:
+    """Begin a conversion, or join the same one that another process has begun meanwhile."""
+    record = ConversionJournal(backend, name, begun.id, begun.digest)
+    try:
+        record.begin(begun.to_bytes())
+    except ConflictError:
+        other = find(backend, name, begun.digest)
+        if other is None:
+            raise
+        return other
+    return record
 
 
 def without_referred(backend: Backend, paths: Sequence[str]) -> tuple[str, ...]:

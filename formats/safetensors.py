@@ -11,8 +11,21 @@ from ckpt.catalog import Extent, TensorEntry
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, candidates, grid_of, one_chunk_grid
-from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, shown, sizes_of
+from ckpt.formats.external.base import (
+    ChunkRequests,
+    ExternalCatalog,
+    ExternalContents,
+    ExternalFile,
+    candidates,
+    check_all_there,
+    check_index,
+    find_index,
+    grid_of,
+    one_chunk_grid,
+    read_index,
+    shown,
+    sizes_of,
+)
 from ckpt.text import parse_json, parse_object
 
 from .protocol import Format

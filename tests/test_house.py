@@ -66,8 +66,8 @@ WITHOUT_TORCH = (
     *("ckpt.runs.stored_sizes", "ckpt.runs.tiers", "ckpt.telemetry.callbacks", "ckpt.telemetry.trace_events"),
 )
 CONVERTERS = (
-    *("mapping", "select", "compare", "virtual", "pipeline", "targets", "export", "convert"),
-    *("averages", "merge", "lora", "lora_extract"),
+    *("mapping", "selected_state", "selection", "compare", "references", "importer", "pipeline", "targets", "export", "convert"),
+    *("merge", "lora"),
 )
 """The rooms of converters/ and its loose modules, from the ground up: each imports from itself and from those before it."""
 

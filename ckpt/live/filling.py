@@ -23,7 +23,7 @@ import xxhash
 
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
-from ckpt.converters.select.selection import OutputTensor, SelectOptions, Views, choose
+from ckpt.converters.selection import OutputTensor, SelectOptions, Views, choose
 from ckpt.engine.load.whole_chunks import Stored, copy_box
 from ckpt.errors import CkptError, ConsistencyError, UsageError
 from ckpt.net.channel import Row

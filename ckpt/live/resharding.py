@@ -28,7 +28,7 @@ import numpy as np
 
 from ckpt import settings
 from ckpt.concurrency import gc_paused
-from ckpt.converters.select.selection import Views
+from ckpt.converters.selection import Views
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.fitting import accept, renamed, row_of_match, run_each, set_all, verdict_of
 from ckpt.engine.load.job import LoadJob, LoadOptions, StateWrites

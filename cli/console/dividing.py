@@ -18,8 +18,7 @@ from ckpt import errors
 from ckpt.errors import CkptError, RankFailedError, UsageError
 
 from .interrupts import INTERRUPTED
-from .output import Command, Output
-from .parameters import OneOf, require_torch
+from .output import Command, OneOf, Output, require_torch
 
 if TYPE_CHECKING:
     from ckpt.net.divided_work import DividedWork, TaskPart

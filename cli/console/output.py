@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from ckpt.errors import StorageError
-from ckpt.text import printable, printable_json
+from ckpt import units
+from ckpt.errors import StorageError, UsageError
+from ckpt.text import did_you_mean, printable, printable_json
 
 # Text for a terminal: styles that only this program can give, and everything else made printable.
 #
@@ -262,3 +265,157 @@ def unwritable(err: OSError) -> StorageError:
 
 def _has_colours(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+# Progress of something long, on stderr: a bar on a terminal, otherwise a line every ten seconds; nothing if quiet.
+
+INTERVAL = 10.0
+"""Seconds between two lines in a log."""
+
+Update = Callable[[int, int], None]
+"""Called with the bytes done so far and the bytes in all."""
+
+
+@contextmanager
+def progress(label: str, output: Output) -> Iterator[Update]:
+    """A place to report bytes to, for as long as the block runs."""
+    if output.quiet or output.muted:
+        yield lambda done, total: None
+    elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        with _bar(label) as update:
+            yield update
+    else:
+        yield Lines(label, output.talk)
+
+
+@contextmanager
+def _bar(label: str) -> Iterator[Update]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class Lines:
+    """Progress for a log: ``verify: 12 GiB of 40 GiB (30 %), 1.2 GiB/s, 23 s left``, at most one line per interval."""
+
+    def __init__(self, label: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._label, self._say, self._clock = label, say, clock
+        self._began = self._last = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        if now - self._last < INTERVAL:
+            return
+        self._last = now
+        rate = done / (now - self._began)
+        left = f", {units.duration((total - done) / rate)} left" if rate > 0 else ""
+        percent = 100 * done // max(total, 1)
+        self._say(f"{self._label}: {units.size(done)} of {units.size(total)} ({percent} %), {units.size(rate)}/s{left}")
+
+
+# Types of arguments and options: URLs that a shell completes as paths, choices with suggestions, and options in groups; and whether what a
+# command needs is installed.
+
+if TYPE_CHECKING:
+    TextType = click.ParamType[str]
+else:
+    TextType = click.ParamType  # older versions of click have no type arguments
+
+
+class UrlType(TextType):
+    """A path or URL, as it is; a shell completes it as a path."""
+
+    name = "url"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+class OneOf(TextType):
+    """One of several words. With ``open_ended`` other words pass too, such as the path of a file, and the words are only completed."""
+
+    name = "choice"
+
+    def __init__(self, words: Sequence[str], *, open_ended: bool = False) -> None:
+        self.words = words
+        self.open_ended = open_ended
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in self.words and not self.open_ended:
+            close = did_you_mean(str(value), self.words)
+            self.fail(f"{value!r} is not one of {', '.join(self.words)}{f'; {close}' if close else ''}", param, ctx)
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        words = [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+        return words or ([CompletionItem(incomplete, type="file")] if self.open_ended else [])
+
+
+URL = UrlType()
+
+
+class GroupedOption(click.Option):
+    """An option that ``--help`` shows below the title of its group."""
+
+    def __init__(self, *args: Any, group: str, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command whose ``--help`` has a section for each group of options; those without a group come last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                sections.setdefault(getattr(parameter, "group", "General"), []).append(record)
+        general = sections.pop("General", [])
+        for title, records in [*sections.items(), ("General", general)]:
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def require_torch(command: str) -> None:
+    """Check that PyTorch is installed, before the command begins anything."""
+    if find_spec("torch") is None:
+        raise UsageError(f"{command} needs PyTorch, which is not installed", hint="pip install torch")
+
+
+# Names beside a URL where nothing is.
+
+_LISTED = 10_000
+
+
+def near_url(url: str) -> str | None:
+    """The URL of a directory beside ``url`` with the same step number (``step-100`` for ``step-00000100``) or nearly the same name."""
+    from ckpt.errors import CkptError
+    from ckpt.formats.native.paths import step_number
+    from ckpt.io_backends.registry import join_url, open_backend
+    from ckpt.text import close_names
+
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if not name or parent.endswith(":/"):
+        return None
+    try:
+        beside = [entry.rstrip("/") for entry in open_backend(parent or ("/" if url.startswith("/") else ".")).list_dir("")[:_LISTED]]
+    except CkptError:
+        return None  # the storage fails, or the directory above does not exist either: the error itself says enough
+    if name in beside:
+        return None
+    number = step_number(name)
+    same = [entry for entry in beside if number is not None and step_number(entry) == number]
+    # a step with another number is another checkpoint, never a typing error of this one
+    close = same or close_names(name, (entry for entry in beside if number is None or step_number(entry) is None), 1)
+    return join_url(parent, close[0]) if close and parent else close[0] if close else None

@@ -14,7 +14,7 @@ from ckpt import settings
 from ckpt.concurrency import Pending, run_tasks
 from ckpt.converters.pipeline.buffered import in_stored_order
 from ckpt.converters.pipeline.target import FileSegment, OutputFile, slabs
-from ckpt.converters.select.selection import OutputTensor
+from ckpt.converters.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.net.peers import Peers
 from ckpt.plan.layout.geometry import strided_blocks

@@ -26,14 +26,24 @@ import numpy as np
 import xxhash
 
 from ckpt.converters.pipeline.target import OutputFile
-from ckpt.converters.select.selection import OutputTensor
+from ckpt.converters.selection import OutputTensor
 from ckpt.errors import CkptError, MismatchError, StorageError, UsageError
 from ckpt.formats.conversion import ExportRecord
 from ckpt.formats.deltas.catalog import Base
 from ckpt.formats.deltas.chain import section_digest
 from ckpt.formats.deltas.changes import code_counts, encode_gaps, find_changes, gaps_of, mostly_changed
-from ckpt.formats.deltas.manifest import MANIFEST, DeltaFile, DeltaManifest, DeltaTensor
-from ckpt.formats.deltas.sections import COLUMNS, WrittenTensor, head_digest, lay_out, read_sections, signed
+from ckpt.formats.deltas.manifest import (
+    COLUMNS,
+    MANIFEST,
+    DeltaFile,
+    DeltaManifest,
+    DeltaTensor,
+    WrittenTensor,
+    head_digest,
+    lay_out,
+    read_sections,
+    signed,
+)
 from ckpt.formats.journal import IntentJournal, WriteJournal
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.plan.layout.geometry import flat_to_boxes

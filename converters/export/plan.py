@@ -25,7 +25,7 @@ from ckpt import settings
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.pipeline.target import FileSegment, OutputFile
-from ckpt.converters.select.selection import OutputTensor, SelectOptions
+from ckpt.converters.selection import OutputTensor, SelectOptions
 from ckpt.converters.targets.hf import ModelConfig
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend

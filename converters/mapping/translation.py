@@ -233,12 +233,13 @@ def _twice(name: str, one: LogicalTensor, other: LogicalTensor) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
-_BUILTIN = "ckpt.converters.mapping.names"
+_BUILTIN = files("ckpt.converters.mapping") / "names"
+"""Translations that come with the package, one TOML file each (docs/translations.md)."""
 
 
 def builtin() -> list[str]:
     """Names of the translations that come with this package."""
-    return sorted(f.name.removesuffix(".toml") for f in files(_BUILTIN).iterdir() if f.name.endswith(".toml"))
+    return sorted(f.name.removesuffix(".toml") for f in _BUILTIN.iterdir() if f.name.endswith(".toml"))
 
 
 def load_translation(source: str) -> Translation:
@@ -251,7 +252,7 @@ def load_translation(source: str) -> Translation:
             raise UsageError(f"the translation cannot be read: {err}", where=source) from err
     if source not in builtin():
         raise UsageError(f"there is no translation {source!r}", hint=f"one of {', '.join(builtin())}, or the path of a .toml file")
-    return parse_translation(files(_BUILTIN).joinpath(f"{source}.toml").read_text(encoding="utf-8"), source)
+    return parse_translation((_BUILTIN / f"{source}.toml").read_text(encoding="utf-8"), source)
 
 
 def parse_translation(text: str, where: str) -> Translation:

@@ -17,7 +17,7 @@ import torch
 
 from ckpt.catalog import Catalog
 from ckpt.concurrency import Pending, run_tasks
-from ckpt.converters.select.selection import Computed, OutputSet, seams_of
+from ckpt.converters.selection import Computed, OutputSet, seams_of
 from ckpt.dtypes import DTYPES
 from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
@@ -32,8 +32,7 @@ from ckpt.plan.reads import group_sorted
 from ckpt.plan.views import LogicalTensor, ViewPiece
 from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, torch_dtype
 
-from .passthrough import PAGE
-from .target import FileItem, FileSegment, FileWindow, slabs, windows
+from .target import PAGE, FileItem, FileSegment, FileWindow, slabs, windows
 
 # Boxes of views, read into memory: any part of a tensor that is made of stored ones, in any order of axes, cast if it has to be.
 

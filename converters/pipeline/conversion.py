@@ -4,26 +4,70 @@ until something is written.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from ckpt.converters.select.selection import OutputSet
+import xxhash
+
+from ckpt.catalog import Catalog
+from ckpt.converters.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, ConversionRecord
 from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.journal import ConversionJournal, begin, ended, find, forget_ended
+from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, new_id
+from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import committed_id, read_record
+from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, is_file_system, open_backend, real_url
 from ckpt.plan.machines import balanced
+from ckpt.settings import __version__
 from ckpt.settings import threads as default_threads
 from ckpt.telemetry.callbacks import ProgressCallback
 
-from .journal import ConversionJournal, begin, check_source, digest_of, ended, find, forget_ended
-from .repair import RepairReport
 from .target import ConvertOptions, OutputFile, OutputOptions, OutputPlan, Target, split_url
+
+
+def digest_of(chosen: OutputSet, *options: object) -> str:
+    """XXH3-128 of the identities of the sources, of all tensors that are wanted of them, and of what else was ``options``."""
+    digest = xxhash.xxh3_128(repr((__version__, [_identity(catalog) for catalog in chosen.catalogs], options)).encode())
+    for name in sorted(chosen.tensors):
+        wanted = chosen.tensors[name]
+        computed = () if wanted.computed is None else (wanted.computed,)
+        digest.update(repr((name, wanted.dtype.name, wanted.view, wanted.logical, wanted.alias, wanted.rank, *computed)).encode())
+    values = [chosen.state, {str(r): v for r, v in chosen.ranks.items()}, chosen.beside]
+    digest.update(json.dumps(values, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def check_source(chosen: OutputSet, digest: str, *options: object) -> None:
+    """That the source is still what it was when ``digest_of`` gave ``digest``: what has no digests of its own cannot say so by itself."""
+    try:
+        for number, catalog in enumerate(chosen.catalogs):
+            if isinstance(catalog, VirtualCatalog):
+                again = open_catalog(catalog.url)  # which looks at the sources anew
+                for name in chosen.taken_of(number):
+                    entry = again.tensors[name]
+                    again.extents(entry, range(len(entry.grid)))
+        same = digest_of(chosen, *options) == digest
+    except NotFoundError:
+        same = False
+    if not same:
+        hint = "convert again when nobody writes to the source"
+        raise CorruptError("the files changed while they were converted", where=", ".join(c.url for c in chosen.catalogs), hint=hint)
+
+
+def _identity(catalog: Catalog) -> object:
+    if isinstance(catalog, NativeCatalog | VirtualCatalog):
+        return catalog.record.id, sorted(f.digest for f in catalog.record.index.values())
+    backend = catalog.backend
+    files = catalog.files if isinstance(catalog, ExternalCatalog) else ()
+    return catalog.format, [(f.path, f.size, backend.version_token(f.path)) for f in files]
 
 
 class Conversion:
@@ -36,7 +80,7 @@ class Conversion:
         url: str,
         options: ConvertOptions,
         *,
-        repair: RepairReport | None = None,
+        repair: object = None,
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
         if options.parallel is not None and not format.parallel:
@@ -61,7 +105,7 @@ class Conversion:
             format.name,
             options.shard_size,
             options.parallel,
-            *([repair] if repair is not None and repair.needed else []),
+            *([] if repair is None else [repair]),
             *([self.beside] if self.beside else []),
         )
         self.digest = digest_of(chosen, *self._options_digested)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from ckpt import settings
-from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, Views
+from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, Views
 from ckpt.errors import ConflictError, UsageError
 from ckpt.needs import attribute, entry_points
 from ckpt.plan.layout.geometry import Box
@@ -81,6 +81,10 @@ class MegatronParallel:
 #     windows     |--------- 1 --------|------- 2 ---|---------- 3 ---------|     each at most ``most`` bytes
 #
 # A segment is at most UNIT long, so that several threads can fill one window.
+
+
+PAGE = 4096
+"""Bytes of a page, for direct I/O: where pieces of a file begin and end."""
 
 
 class FileItem(NamedTuple):
@@ -251,7 +255,7 @@ _BUILTIN = {
     "torch": "ckpt.converters.targets.torch_file:TARGET",
     "dcp": "ckpt.converters.targets.dcp:TARGET",
     "torch_dist": "ckpt.converters.targets.torch_dist:TARGET",
-    "megatron": "ckpt.converters.targets.megatron.ranks:TARGET",
+    "megatron": "ckpt.converters.targets.megatron_ranks:TARGET",
 }
 
 

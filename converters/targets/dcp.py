@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt import settings
 from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, publish_once, slabs
-from ckpt.converters.select.selection import OutputSet, OutputTensor, choose
+from ckpt.converters.selection import OutputSet, OutputTensor, choose
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 from ckpt.plan.layout.geometry import Box

@@ -16,7 +16,7 @@ from ckpt import settings
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.translation import of_config
 from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name, publish_once
-from ckpt.converters.select.selection import OutputSet, OutputTensor, choose_weights
+from ckpt.converters.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.external.base import ExternalCatalog

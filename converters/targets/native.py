@@ -11,9 +11,8 @@ import numpy as np
 from ckpt import settings
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
 from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, cuts_at
-from ckpt.converters.select.renamed_state import RenamedOptimizer, groups_by_name
-from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
-from ckpt.converters.select.state_values import below, is_optimizer, pruned
+from ckpt.converters.selected_state import RenamedOptimizer, below, groups_by_name, is_optimizer, pruned
+from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
 from ckpt.errors import ConflictError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog

@@ -17,12 +17,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, publish_once
-from ckpt.converters.select.selection import OutputSet, OutputTensor, SelectOptions, choose
-from ckpt.converters.targets.megatron.optimizer import HEAD, RELEASE, VERSION, Group, Optimizer, optimizer_of
+from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
-from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, expert_of, tensor_parallel_axis
-from ckpt.formats.megatron.params import gated_layers
+from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, expert_of, gated_layers, tensor_parallel_axis
 from ckpt.formats.megatron.torch_dist import FORMAT_NAME, RESHARDABLE
 from ckpt.formats.megatron.training import COMMON, CONTENT, KEPT, MARK
 from ckpt.io_backends.protocol import Backend
@@ -32,6 +30,7 @@ from ckpt.settings import __version__
 from ckpt.state.tensors import torch_dtype
 
 from .dcp import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, index_of, metadata, saved
+from .megatron_optimizer import HEAD, RELEASE, VERSION, Group, Optimizer, optimizer_of
 
 # Keys of tensors in Megatron-Core's format ``torch_dist``, from the names of parameters: what is read, the other way round. Pure.
 #

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.catalog import Grid
 from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target
-from ckpt.converters.select.selection import OutputSet, OutputTensor, choose
+from ckpt.converters.selection import OutputSet, OutputTensor, choose
 from ckpt.dtypes import DType
 from ckpt.engine.view import StoredPerRank, StoredTensor, View
 from ckpt.errors import UsageError

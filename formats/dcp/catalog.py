@@ -13,15 +13,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.dtypes import DTYPES, dtype
 from ckpt.errors import CorruptError, FormatError, NotCommittedError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, SingleFile, grid_of, one_chunk_grid
-from ckpt.formats.external.hf_index import sizes_of
+from ckpt.formats.external.base import (
+    ChunkRequests,
+    ExternalCatalog,
+    ExternalContents,
+    ExternalFile,
+    SingleFile,
+    grid_of,
+    one_chunk_grid,
+    sizes_of,
+)
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import TensorTable, node_maker
 from ckpt.plan import tree
 from ckpt.units import plural
 
-from .items import Places, open_items
-from .metadata import METADATA, DcpBox, DcpTensor, Metadata, read_metadata
+from .container import METADATA, DcpBox, DcpTensor, Metadata, Places, open_items, read_metadata
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

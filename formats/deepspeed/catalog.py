@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile
-from ckpt.formats.external.hf_index import sizes_of
+from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile, sizes_of
 from ckpt.formats.fsdp import RankValues
 from ckpt.formats.pickles.stand_ins import StoredView
 from ckpt.formats.protocol import Format
@@ -20,9 +19,20 @@ from ckpt.formats.torchzip.catalog import TensorTable
 from ckpt.plan import tree
 from ckpt.plan.tree_decoding import Node
 
-from .directory import Directory, PickledFile, is_checkpoint, open_files, read_directory, resolve
+from .files import (
+    MASTER,
+    Directory,
+    PickledFile,
+    RankStates,
+    in_one_order,
+    is_checkpoint,
+    open_files,
+    others_of,
+    read_directory,
+    read_states,
+    resolve,
+)
 from .partitions import Partitioned, StateTable, find_parameters
-from .states import MASTER, RankStates, in_one_order, others_of, read_states
 from .weights import MODEL, OPTIMIZER, STATE, Universal, Weights, by_parameter, node_maker, parameter_files
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ckpt.formats.pickles.stand_ins import StoredView
 from ckpt.formats.torchzip.catalog import StorageBlock, TensorTable
 from ckpt.plan.layout.geometry import Box
 
-from .states import MASTER, RankStates, same_groups
+from .files import MASTER, RankStates, same_groups
 from .weights import FlatRun, padded, split_each, split_evenly
 
 # Experts of DeepSpeed's MoE layers: every expert-parallel rank calls its own 0, 1, …, and keeps their states with its replicas.

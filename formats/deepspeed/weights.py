@@ -20,8 +20,7 @@ from ckpt.formats.torchzip.catalog import StorageBlock, TensorTable
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.tree_decoding import Node
 
-from .directory import PickledFile
-from .states import MASTER
+from .files import MASTER, PickledFile
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -18,8 +18,17 @@ import xxhash
 from ckpt import settings
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import AccessError, CkptError, CorruptError, FormatError, NotFoundError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, grid_of, one_chunk_grid, open_single
-from ckpt.formats.external.hf_index import Range, read_ranges
+from ckpt.formats.external.base import (
+    ChunkRequests,
+    ExternalCatalog,
+    ExternalContents,
+    ExternalFile,
+    Range,
+    grid_of,
+    one_chunk_grid,
+    open_single,
+    read_ranges,
+)
 from ckpt.formats.protocol import Format
 from ckpt.formats.safetensors import open_safetensors
 from ckpt.formats.safetensors import recognises as is_safetensors
@@ -28,8 +37,7 @@ from ckpt.io_backends.retries import read_checked
 from ckpt.plan.layout.geometry import Box, flat_to_boxes
 
 from .chain import AnchorPlace, ChainBackend, Link, result_of
-from .manifest import MANIFEST, DeltaManifest, DeltaTensor, LinkedExport
-from .sections import START, STOP, TensorSections, read_sections
+from .manifest import MANIFEST, START, STOP, DeltaManifest, DeltaTensor, LinkedExport, TensorSections, read_sections
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

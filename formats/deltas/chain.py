@@ -25,14 +25,12 @@ import numpy as np
 import xxhash
 
 from ckpt.errors import CorruptError
-from ckpt.formats.external.base import ReadOnly
-from ckpt.formats.external.hf_index import Range, read_ranges
+from ckpt.formats.external.base import Range, ReadOnly, read_ranges
 from ckpt.io_backends.protocol import IOHints, ObjectMeta
 from ckpt.io_backends.retries import read_checked
 
 from .changes import Section, decode_section, unit
-from .manifest import MANIFEST, DeltaManifest
-from .sections import CODES, COUNT, RESULT, START, STOP, STORED, TensorSections
+from .manifest import CODES, COUNT, MANIFEST, RESULT, START, STOP, STORED, DeltaManifest, TensorSections
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ckpt.formats.external.elements import flat_pieces, reach
 
-from .params import LocalParam
+from .names import LocalParam
 from .pieces import Source, SourcePiece
 
 ALIGNMENT = 64

@@ -13,11 +13,24 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.pickles.stand_ins import StoredView
 
 from .buffers import BufferSegment
-from .flat import FlatStates
-from .names import EMBEDDING, LAYER, NOT_TRAINED, OUTPUT, depends_on_specification, expert_name, expert_of, fused_norms, is_decayed
-from .params import LocalParam, cut_of, gated_layers, is_latent_cut, transposed_experts
+from .names import (
+    EMBEDDING,
+    LAYER,
+    NOT_TRAINED,
+    OUTPUT,
+    LocalParam,
+    cut_of,
+    depends_on_specification,
+    expert_name,
+    expert_of,
+    fused_norms,
+    gated_layers,
+    is_decayed,
+    is_latent_cut,
+    transposed_experts,
+)
 from .pieces import InArchive, PieceTable, whole_piece
-from .stored_buffers import HINT
+from .stored_buffers import HINT, FlatStates
 from .training import COMMON_STEP, STATE
 
 _TRANSPOSED = re.compile(r"mlp\.experts\.weight([12])")

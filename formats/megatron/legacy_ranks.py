@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ExternalFile
-from ckpt.formats.external.hf_index import sizes_of
+from ckpt.formats.external.base import ExternalFile, sizes_of
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stand_ins import StoredView
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
-from .flat import FlatStates, coalesced_layout, members_of
 from .legacy_names import ChunkNames, Local, PlainStates, Value, local_params
-from .names import EXTRA_STATE, LAYER
-from .params import LocalParam
+from .names import EXTRA_STATE, LAYER, LocalParam
 from .pieces import InArchive, PieceTable, SourcePiece
-from .stored_buffers import HINT, coalesced
+from .stored_buffers import HINT, FlatStates, coalesced, coalesced_layout, members_of
 from .torch_dist import optimizer_extras
 from .training import (
     LEFT_OUT,

@@ -12,11 +12,9 @@ import numpy as np
 from ckpt.catalog import Extent, Grid, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.items import Places
-from ckpt.formats.dcp.metadata import DcpBox, DcpItem
-from ckpt.formats.external.base import ChunkRequests, ExternalFile, grid_of, one_chunk_grid
+from ckpt.formats.dcp.container import DcpBox, DcpItem, Places
+from ckpt.formats.external.base import ChunkRequests, ExternalFile, Range, grid_of, one_chunk_grid, read_ranges
 from ckpt.formats.external.elements import reach, read_extent, strided
-from ckpt.formats.external.hf_index import Range, read_ranges
 from ckpt.formats.pickles.stand_ins import StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.catalog import rows_of

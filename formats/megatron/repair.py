@@ -18,12 +18,10 @@ from ckpt.formats.external.elements import read_box
 from ckpt.plan.layout.geometry import Box, box_to_flat, flat_to_boxes
 
 from .buffers import BUCKET_DIVISOR, BufferLayout, BufferSegment, buffer_layout, pieces_of, shifts
-from .flat import count, members_of
-from .names import EMBEDDING, ORDERS, OUTPUT, is_expert
+from .names import EMBEDDING, ORDERS, OUTPUT, LocalParam, ParamBlock, is_expert
 from .parallel_layout import ParallelLayout
-from .params import LocalParam, ParamBlock
 from .pieces import InFile, PieceTable, SourcePiece
-from .stored_buffers import Buffer, GroupOf
+from .stored_buffers import Buffer, GroupOf, count, members_of
 from .training import KEYS, MODEL, STATE, MegatronCatalog
 
 # The writer took parameter x from place ``slot.start`` of a buffer in which it lies at ``compact(slot)``, without the padding of buckets:

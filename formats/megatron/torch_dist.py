@@ -15,17 +15,15 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.items import open_items
-from ckpt.formats.dcp.metadata import METADATA, DcpTensor, Metadata, read_metadata
-from ckpt.formats.external.base import ExternalFile
+from ckpt.formats.dcp.container import METADATA, DcpTensor, Metadata, open_items, read_metadata
+from ckpt.formats.external.base import ExternalFile, sizes_of
 from ckpt.formats.external.elements import flat_pieces
-from ckpt.formats.external.hf_index import sizes_of
 from ckpt.formats.pickles.stand_ins import counts
 from ckpt.formats.torchzip.archive import Archive, open_archive
 
-from .bucket_space import add_bucket_space
 from .legacy_names import MASTERS
 from .names import EXTRA_STATE, LAYER, expert_name, fused_norms
+from .parallel_layout import add_bucket_space
 from .pieces import InItem, PieceTable, SourcePiece
 from .stored_buffers import BUCKET_SPACE, HINT
 from .training import (

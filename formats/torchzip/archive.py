@@ -6,22 +6,262 @@ Layout: all records lie in one directory: ``data.pkl`` the pickle, ``data/<key>`
 
 from __future__ import annotations
 
+import struct
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.hf_index import Range, read_ranges
+from ckpt.formats.external.base import Range, read_ranges
+from ckpt.formats.native.paths import path_problem
 from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.stand_ins import StoredStorage
 from ckpt.formats.pickles.values import PickleValues
-
-from .directory import FileRange, ZipRecord, data_offset, header_length, names_below, read_directory
+from ckpt.io_backends.retries import read_checked
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
+
+
+# The records of a zip archive, out of its central directory (APPNOTE.TXT 6.3.9 of PKWARE, with zip64). Only what ``torch.save`` writes
+# is read: records that are stored, one after another. Everything else is refused, so that nothing can unfold or overlap.
+
+# A range of a file, read as if it were a file of its own: an archive that lies inside a data file is read like any other.
+
+T = TypeVar("T")
+
+TAIL = 16 << 10
+"""Bytes at the end of an archive that are read first: they hold the directory of some 150 records."""
+
+
+class FileRange:
+    """``size`` bytes of ``path`` from ``start`` on. Positions count from there. Bytes that were read ahead are given by ``hold``.
+
+    ``tail`` is how many bytes at the end are read at once.
+    """
+
+    def __init__(self, backend: Backend, path: str, start: int, size: int, tail: int = TAIL) -> None:
+        self._backend = backend
+        self.path = path
+        self.start = start
+        self.size = size
+        self.tail = tail
+        self._ahead: list[tuple[int, bytes]] = []
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        inside = f", bytes {self.start} to {self.start + self.size}" if self.start else ""
+        return f"{self._backend.url.rstrip('/')}/{self.path}{inside}"
+
+    def hold(self, parts: Iterable[tuple[int, bytes]]) -> None:
+        """Keep bytes at hand: position and bytes of each part."""
+        self._ahead += parts
+
+    def checked(self, read: Callable[[], T]) -> T:
+        """What ``read`` gives, which reads this window and raises CorruptError if its bytes do not fit; called again if it does."""
+
+        def again() -> T:
+            try:
+                return read()
+            except CorruptError:
+                self._ahead.clear()  # what was read ahead may be what does not fit
+                raise
+
+        return read_checked(self._backend, self.path, again, offset=self.start, length=self.size)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """These bytes."""
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise CorruptError(
+                f"bytes {offset:,} to {offset + length:,} were wanted of {self.size:,}", where=self.where, hint="the file was cut off"
+            )
+        for start, data in self._ahead:
+            if start <= offset and offset + length <= start + len(data):
+                return data[offset - start : offset - start + length]
+        return self._backend.read(self.path, self.start + offset, length)
+
+
+# What is read, and what each record is compared with:
+#
+#     |header a|data a|header b|data b| ... |directory: a, b, ...|zip64 end|end|
+#      ^ offset from the directory           ^ from the end record          ^ searched from the back
+#
+# * The directory must lie in the file and have as many entries as the end record says.
+# * Sorted by place, each record must end before the next one, or the directory, begins: two entries for one place, or one that reaches
+#   into another, are how a small archive unfolds to a large one.
+# * A local header must have the directory's name, and its data must end exactly where the next record begins. Only that shows a changed
+#   length of the padding that ``torch.save`` puts before the data.
+
+
+_STORED = "`torch.save` stores records as they are; archives of TorchScript are not read"
+_END = struct.Struct("<4s4H2LH")
+_END64_AT = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_SIZE = _LOCAL.size
+_DESCRIPTOR, _DESCRIPTOR64 = 16, 24
+_MAX_COMMENT = 0xFFFF
+_FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF
+
+
+class ZipRecord(NamedTuple):
+    """One record: where its local header is, how many bytes of data it has, and where these must have ended; and their CRC-32, or 0 if
+    the archive does not say (``torch.serialization.set_crc32_options(False)``)."""
+
+    name: str
+    header: int
+    size: int
+    limit: int
+    crc: int
+
+
+def read_directory(window: FileRange) -> dict[str, ZipRecord]:
+    """Read and check the central directory: all records by name. Positions count from the start of the window."""
+    tail_at = max(window.size - window.tail, 0)
+    tail = window.read(tail_at, window.size - tail_at)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 and tail_at:
+        tail_at = max(window.size - _MAX_COMMENT - _END.size, 0)
+        tail = window.read(tail_at, window.size - tail_at)
+        at = tail.rfind(b"PK\5\6")
+    if at < 0 or at + _END.size > len(tail):
+        _damaged(window, "no end of its directory: it was cut off, or is no zip archive")
+    count, size, offset, end = _extent(window, tail[at:], tail_at + at)
+    if size > settings.FOREIGN_TABLE or offset + size > end or count * _ENTRY.size > size:
+        _damaged(window, f"a directory of {count:,} records in {size:,} bytes from {offset:,} on")
+    data = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else window.read(offset, size)
+    return _records(window, data, count, offset)
+
+
+def _extent(window: FileRange, tail: bytes, at: int) -> tuple[int, int, int, int]:
+    """Number of records, size and position of the directory, and where it must have ended."""
+    _, disk, disk_of, here, count, size, offset, _ = _END.unpack_from(tail)
+    if count != _FULL16 and _FULL not in (size, offset):
+        _whole(window, disk, disk_of, here, count)
+        return count, size, offset, at
+    if at < _END64_AT.size:
+        _damaged(window, "a directory whose size is not said")
+    magic, _, end_at, _ = _END64_AT.unpack(window.read(at - _END64_AT.size, _END64_AT.size))
+    if magic != b"PK\6\7":
+        _damaged(window, "a directory whose size is not said")
+    magic, _, _, _, disk, disk_of, here, count, size, offset = _END64.unpack(window.read(end_at, _END64.size))
+    if magic != b"PK\6\6":
+        _damaged(window, "a directory whose size is not said")
+    _whole(window, disk, disk_of, here, count)
+    return count, size, offset, end_at
+
+
+def _whole(window: FileRange, disk: int, disk_of: int, here: int, count: int) -> None:
+    if disk or disk_of or here != count:
+        raise FormatError("the archive is one of several parts", where=window.where, hint="`torch.save` writes whole archives")
+
+
+def _records(window: FileRange, data: bytes, count: int, end: int) -> dict[str, ZipRecord]:
+    records: list[ZipRecord] = []
+    at = 0
+    for _ in range(count):
+        if at + _ENTRY.size > len(data):
+            _damaged(window, "a directory that ends too early")
+        magic, _, _, flags, method, _, _, crc, packed, size, name_len, extra_len, note_len, *_, header = _ENTRY.unpack_from(data, at)
+        stop = at + _ENTRY.size + name_len + extra_len + note_len
+        if magic != b"PK\1\2" or stop > len(data):
+            _damaged(window, "a directory that is not one")
+        name = _name(window, data[at + _ENTRY.size : at + _ENTRY.size + name_len])
+        extra = data[at + _ENTRY.size + name_len : stop - note_len]
+        size, packed, header = _long_sizes(window, extra, size, packed, header)
+        if method or flags & 0x41 or size != packed:
+            how = "encrypted" if flags & 0x41 else "compressed"
+            raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
+        records.append(ZipRecord(name, header, size, 0, crc))
+        at = stop
+    return _checked(window, records, end)
+
+
+def _name(window: FileRange, raw: bytes) -> str:
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError:
+        _damaged(window, f"a record called {raw[:40]!r}")
+    if path_problem(name) is not None:
+        _damaged(window, f"a record called {name[:80]!r}")
+    return name
+
+
+def _long_sizes(window: FileRange, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+    """The zip64 extra field has those numbers, in this order, that do not fit 32 bits."""
+    if _FULL not in (size, packed, header):
+        return size, packed, header
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra[: at + 4 + length], at + 4))
+            sizes = [next(numbers, -1) if n == _FULL else n for n in (size, packed, header)]
+            size, packed, header = sizes
+        at += 4 + length
+    if min(size, packed, header) < 0 or _FULL in (size, packed, header):
+        _damaged(window, "a record whose size is not said")
+    return size, packed, header
+
+
+def _checked(window: FileRange, listed: list[ZipRecord], end: int) -> dict[str, ZipRecord]:
+    """Each record has to end before the next one, or the directory at ``end``, begins."""
+    listed.sort(key=lambda r: r.header)
+    limits = [*(after.header for _, after in pairwise(listed)), end]
+    records: dict[str, ZipRecord] = {}
+    for record, limit in zip(listed, limits, strict=True):
+        if record.name in records:
+            _damaged(window, f"two records called {record.name!r}")
+        if record.header + LOCAL_SIZE + len(record.name.encode()) + record.size > limit:
+            _damaged(window, f"a record {record.name!r} of {record.size:,} bytes that reaches into what comes after it")
+        records[record.name] = record._replace(limit=limit)
+    return records
+
+
+def header_length(record: ZipRecord) -> int:
+    """Bytes to read for :func:`data_offset`: the local header and its name; what follows the name need not be read."""
+    return LOCAL_SIZE + len(record.name.encode())
+
+
+def data_offset(record: ZipRecord, header: bytes, where: str) -> int:
+    """Where the data of a record begins, by its local header."""
+    magic, _, flags, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack_from(header)
+    start: int = record.header + LOCAL_SIZE + name_len + extra_len
+    named = header[LOCAL_SIZE : LOCAL_SIZE + name_len] == record.name.encode()
+    if magic != b"PK\3\4" or not named or method or flags & 0x41 or not _ends(record, start, described=bool(flags & 8)):
+        raise CorruptError(
+            f"the record {record.name!r} is not where the directory of the archive says", where=where, hint="get the file again"
+        )
+    return start
+
+
+def _ends(record: ZipRecord, start: int, *, described: bool) -> bool:
+    """Whether data from ``start`` on end where what comes next begins."""
+    # Nothing but this shows a wrong length of what stands before them.
+    #
+    # A local header may say that sizes follow the data: 16 bytes, or 24 where they are long.
+    gap = record.limit - start - record.size
+    if not record.size:
+        return gap >= 0
+    if not described:
+        return gap == 0
+    return gap == _DESCRIPTOR or (gap == _DESCRIPTOR64 and max(record.size, record.header) >= _FULL)
+
+
+def _damaged(window: FileRange, what: str) -> NoReturn:
+    raise CorruptError(f"the archive has {what}", where=window.where, hint="the file is damaged or was cut off: get it again")
+
+
+def names_below(records: Iterable[str]) -> str | None:
+    """The one directory that all records lie in, as ``torch.save`` writes them; None if there is none or more."""
+    heads = {name.partition("/")[0] if "/" in name else "" for name in records}
+    return heads.pop() if len(heads) == 1 and "" not in heads else None
+
 
 MAGIC = b"PK\3\4"
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."

@@ -11,8 +11,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt.catalog import Extent, Grid, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ChunkRequests, ExternalCatalog, ExternalContents, ExternalFile, candidates, grid_of, one_chunk_grid
-from ckpt.formats.external.hf_index import check_all_there, check_index, find_index, read_index, sizes_of
+from ckpt.formats.external.base import (
+    ChunkRequests,
+    ExternalCatalog,
+    ExternalContents,
+    ExternalFile,
+    candidates,
+    check_all_there,
+    check_index,
+    find_index,
+    grid_of,
+    one_chunk_grid,
+    read_index,
+    sizes_of,
+)
 from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stand_ins import StoredPart, StoredStorage, StoredView
 from ckpt.formats.protocol import Format

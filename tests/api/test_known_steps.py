@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import NotFoundError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import set_tags

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.catalog import Contents, DataFile
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import SaveCache, save_cache

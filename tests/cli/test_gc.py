@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt import units
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash

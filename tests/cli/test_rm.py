@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt import units
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import InProcessBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put

@@ -329,7 +329,7 @@ def test_damage_in_any_source_is_found(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 import ckpt
-from ckpt.converters.pipeline.journal import ConversionJournal
+from ckpt.converters.pipeline.conversion import ConversionJournal
 done = ConversionJournal.done
 def killed(self, number):
     done(self, number)

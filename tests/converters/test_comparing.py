@@ -24,8 +24,8 @@ from ckpt.cli.main import cli
 from ckpt.converters.compare import comparison
 from ckpt.converters.compare.comparison import Tolerance, compare
 from ckpt.converters.compare.elements import numbers
+from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import translated_views
-from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
 from ckpt.plan.layout.geometry import Box

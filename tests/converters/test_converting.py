@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import convert, settings
+from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.pipeline.target import FileItem, OutputFile
 from ckpt.converters.targets.hf import check_readable
-from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.dtypes import dtype
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
@@ -138,7 +138,8 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
 )
 def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
-    from ckpt.converters.pipeline import file_stream, passthrough
+    from ckpt.converters.pipeline import file_stream
+    from ckpt.converters.pipeline import file_stream as passthrough
 
     monkeypatch.setattr(settings, "PIECE", 8192)
     monkeypatch.setattr(passthrough, "JOB", 20_000)
@@ -413,10 +414,10 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from ckpt.converters.pipeline import journal
+from ckpt.formats.journal import ConversionJournal
 from ckpt import convert
 
-done, left = journal.ConversionJournal.done, int(sys.argv[4])
+done, left = ConversionJournal.done, int(sys.argv[4])
 
 def dies(self, number):
     global left
@@ -425,7 +426,7 @@ def dies(self, number):
     left -= 1
     done(self, number)
 
-journal.ConversionJournal.done = dies
+ConversionJournal.done = dies
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shard_size=20_000)
 """
 
@@ -455,7 +456,7 @@ def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
 ENDING = """
 import os, signal, sys
 from ckpt import convert
-from ckpt.converters.pipeline.journal import ConversionJournal
+from ckpt.converters.pipeline.conversion import ConversionJournal
 
 left = int(sys.argv[4])
 def remove(record, **options):

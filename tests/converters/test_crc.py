@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.converters.targets.megatron.optimizer import crc_of_parts, joined_crc
+from ckpt.converters.targets.megatron_optimizer import crc_of_parts, joined_crc
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

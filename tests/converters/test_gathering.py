@@ -18,7 +18,7 @@ from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.export import plan as export_plan
 from ckpt.converters.export.plan import StateCatalog, Way, WritePlan, WritePlanner
 from ckpt.converters.pipeline.target import OutputFile, OutputOptions
-from ckpt.converters.select.selection import SelectOptions, choose_weights
+from ckpt.converters.selection import SelectOptions, choose_weights
 from ckpt.converters.targets.hf import plan
 from ckpt.dtypes import DTYPES
 from ckpt.io_backends.inprocess import InProcessBackend

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt import convert, settings
 from ckpt.catalog import Catalog
+from ckpt.converters import importer, references
 from ckpt.converters.compare.comparison import compare
-from ckpt.converters.virtual import importer, references
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.paths import EXTENTS

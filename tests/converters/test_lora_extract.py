@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.lora import merge
-from ckpt.converters.lora_extract import extract
+from ckpt.converters.lora import extract, merge
 from ckpt.errors import ConflictError, MismatchError, NamesError, ShapeError
 from tests.converters.test_lora import base_model, random
 

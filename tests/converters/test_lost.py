@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.journal import ConversionJournal
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
+from ckpt.converters.pipeline.conversion import Conversion, ConversionJournal
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, UsageError
 from ckpt.formats.journal import CheckpointJournal

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import convert
 from ckpt.cli.main import cli
+from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.converters.mapping.translation import load_translation
-from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, read_all, unpacked
 from tests.plan.test_views import read

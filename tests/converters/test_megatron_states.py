@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.converters.select.selection import OutputTensor
-from ckpt.converters.targets.megatron.optimizer import STATES, optimizer_of
+from ckpt.converters.selection import OutputTensor
+from ckpt.converters.targets.megatron_optimizer import STATES, optimizer_of
 from ckpt.dtypes import dtype
 from ckpt.plan.views import whole
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import ckpt
 from ckpt import convert, translated
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import NamesError, NotFoundError, UsageError
 from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES

@@ -22,7 +22,7 @@ from ckpt.converters.compare.semantic import check_semantic
 from ckpt.converters.pipeline import conversion
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, UsageError
-from ckpt.formats.megatron.flat import Buckets, likely_buckets
+from ckpt.formats.megatron.stored_buffers import Buckets, likely_buckets
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import ARCHIVES, displaced, global_name, joined, load, unpacked

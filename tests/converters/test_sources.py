@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import AccessError, CorruptError, UsageError
 from tests.failures.damage import Copy, arrow_file
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt import convert
 from ckpt import settings as limits
-from ckpt.converters.pipeline import passthrough
-from ckpt.converters.pipeline.passthrough import copy_through, jobs_of, runs_of
+from ckpt.converters.pipeline import file_stream
+from ckpt.converters.pipeline.file_stream import copy_through, jobs_of, runs_of
 from ckpt.converters.pipeline.target import FileItem
-from ckpt.converters.select.selection import OutputSet, OutputTensor
+from ckpt.converters.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
 from ckpt.engine.byte_source import source_of
 from ckpt.engine.digest_reader import DigestReader
@@ -103,7 +103,7 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "WORTH_A_CALL", data.draw(st.sampled_from([0, 30, 1000])))
         patch.setattr(limits, "GAP", data.draw(st.sampled_from([0, 40])))
-        patch.setattr(passthrough, "JOB", data.draw(st.integers(4, 200)))
+        patch.setattr(file_stream, "JOB", data.draw(st.integers(4, 200)))
         runs = runs_of(chosen, items)
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))
         fetch, written = DigestReader(source_of(chosen.catalog)), bytearray(at)

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import ckpt
 from ckpt import convert
+from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.converters.pipeline.target import publish_once
 from ckpt.converters.targets import torch_dist
-from ckpt.converters.virtual.importer import import_checkpoint
 from ckpt.errors import NotCommittedError, UsageError
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import open_catalog

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from ckpt.converters import averages
-from ckpt.converters.averages import WeightedSum
+from ckpt.converters import merge
+from ckpt.converters.merge import WeightedSum
 from ckpt.errors import MismatchError
 from ckpt.plan.layout.geometry import Box
 
@@ -38,7 +38,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("stored", "dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_bits_are_those_of_torch(stored: torch.dtype, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    count = averages._BLOCK + averages._CAST + 77
+    count = merge._BLOCK + merge._CAST + 77
     operands = [torch.randn(count, dtype=torch.float64).mul_(10.0 ** (i - 4)).to(stored) for i in range(3)]
     operands[1][:1000] *= 1e-36 if stored != torch.float16 else 1e-3  # subnormal numbers
     assert torch.equal(raw(computed(operands, dtype)), raw(in_torch(operands, dtype)))
@@ -55,9 +55,9 @@ def test_mixed_dtypes_and_small_floats() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_named_in_every_block(dtype: torch.dtype, value: float) -> None:
-    operands = [torch.ones(averages._BLOCK + 10, dtype=dtype) for _ in range(3)]
-    operands[1][averages._BLOCK + 9] = value
-    with pytest.raises(MismatchError, match=rf"w\[{averages._BLOCK + 9}\] is {value!s}") as raised:
+    operands = [torch.ones(merge._BLOCK + 10, dtype=dtype) for _ in range(3)]
+    operands[1][merge._BLOCK + 9] = value
+    with pytest.raises(MismatchError, match=rf"w\[{merge._BLOCK + 9}\] is {value!s}") as raised:
         computed(operands, dtype)
     assert raised.value.where == "b"
     assert torch.equal(raw(computed(operands, dtype, allow_nan=True)), raw(in_torch(operands, dtype)))

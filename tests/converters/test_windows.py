@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.converters.pipeline.buffered import ViewBox, read_views
 from ckpt.converters.pipeline.target import FileItem, slabs, windows
-from ckpt.converters.select.selection import seams_of
+from ckpt.converters.selection import seams_of
 from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.formats.registry import open_catalog

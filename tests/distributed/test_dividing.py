@@ -97,7 +97,7 @@ def run_different(port: int, arguments: Sequence[str]) -> list[Ended]:
 
 def run_and_die(port: int, arguments: Sequence[str], dying: int, timeout: str) -> list[Ended]:
     """One process is killed when its first file is durable."""
-    from ckpt.converters.pipeline.journal import ConversionJournal
+    from ckpt.converters.pipeline.conversion import ConversionJournal
 
     mark = ConversionJournal.done
 

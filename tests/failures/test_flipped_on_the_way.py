@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt import convert
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError

@@ -19,7 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.compare.semantic import check_semantic
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.reading import FIXTURES, counted, same

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.export import plan
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import (
     AccessError,

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, UsageError
 from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.megatron.repair import repaired_states

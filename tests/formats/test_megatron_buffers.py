@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import FormatError
 from ckpt.formats.megatron.buffers import Bucket, BufferLayout, BufferParam, Slot, buffer_layout, layout_in, shifts
-from ckpt.formats.megatron.flat import job_layout
 from ckpt.formats.megatron.names import LocalNames, extra_states, fused_norms, order_key, tensor_parallel_axis
 from ckpt.formats.megatron.parallel_layout import layers_of_chunks
+from ckpt.formats.megatron.stored_buffers import job_layout
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 

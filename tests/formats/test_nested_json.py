@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError
 from ckpt.formats.native.runlog import PATH as LOG
 from tests.formats.megatron_files import ARCHIVES

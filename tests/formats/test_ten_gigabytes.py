@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from tests.formats.reading import counted
 from tests.formats.sparse import MAKERS, can_make, stored_bytes
 

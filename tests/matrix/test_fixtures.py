@@ -18,7 +18,7 @@ import ckpt
 from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.converters.compare.comparison import compare
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.engine.view import StoredTensor
 from tests.formats.megatron_files import load

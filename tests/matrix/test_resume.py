@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import translated_views
-from ckpt.converters.virtual.importer import import_checkpoint
 from tests.distributed.ranks import Ranks
 from tests.formats.memory import megatron_memory
 from tests.formats.reading import FIXTURES, same

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt import convert
 from ckpt.converters.compare.comparison import compare
+from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
-from ckpt.converters.virtual.importer import import_checkpoint
 from tests.matrix.cases import CASES
 from tests.matrix.models import TRANSLATIONS, Arrays, Sizes, elsewhere, in_modules, shapes, sizes
 

@@ -24,7 +24,7 @@ import torch
 
 import ckpt
 from ckpt import convert, export
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, FormatError, NotCommittedError, NotFoundError

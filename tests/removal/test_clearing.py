@@ -21,7 +21,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import Transfer, copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt import export
 from ckpt.cli.main import cli
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, StorageError, UsageError

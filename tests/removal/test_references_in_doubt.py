@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 import ckpt
-from ckpt.converters.virtual.importer import import_checkpoint
+from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import save_cache

@@ -119,7 +119,7 @@ def test_sources_of_virtual_checkpoints_have_options_of_their_own(
 ) -> None:
     from safetensors.torch import save
 
-    from ckpt.converters.virtual.importer import import_checkpoint
+    from ckpt.converters.importer import import_checkpoint
 
     backend = open_backend_with(options, url := place(object_store))
     content = save({"w": torch.ones(3, 4)})

@@ -18,9 +18,6 @@ import xxhash
 
 from ckpt.catalog import Catalog, Contents, Extent, SourceFile, TensorEntry
 from ckpt.converters.mapping.convention import translated_views as views_of
-from ckpt.converters.select.renamed_state import RenamedState, renamed_state
-from ckpt.converters.select.selection import SelectOptions, Views, not_skipped, wanted_views
-from ckpt.converters.select.state_values import lost, pruned, selected, value_paths
 from ckpt.engine.byte_source import ChunkName, StorageSource
 from ckpt.engine.digest_reader import ChunkDigest, DigestReader
 from ckpt.engine.verify.verify import verify
@@ -42,6 +39,8 @@ from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
 
 from .references import References
+from .selected_state import RenamedState, lost, pruned, renamed_state, selected, value_paths
+from .selection import SelectOptions, Views, not_skipped, wanted_views
 
 log = logging.getLogger("ckpt")
 

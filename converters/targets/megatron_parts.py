@@ -10,7 +10,7 @@ from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
 from ckpt.converters.pipeline.target import MegatronParallel
-from ckpt.converters.select.selection import OutputTensor
+from ckpt.converters.selection import OutputTensor
 from ckpt.dtypes import DType
 from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.names import (
@@ -19,13 +19,15 @@ from ckpt.formats.megatron.names import (
     ORDERS,
     OUTPUT,
     VOCABULARY,
+    cut_of,
     expert_of,
+    gated_layers,
     local_names_of,
+    local_shape,
     order_key,
     tensor_parallel_axis,
 )
 from ckpt.formats.megatron.parallel_layout import layers_of_chunks
-from ckpt.formats.megatron.params import cut_of, gated_layers, local_shape
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import LogicalTensor, concat, padded, part, stack, transpose
 

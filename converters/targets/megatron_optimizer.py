@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from ckpt.converters.pipeline.target import FileItem, OutputFile
-from ckpt.converters.select.selection import OutputTensor
-from ckpt.converters.targets.torch_file import ArchivePlan, StorageStub
+from ckpt.converters.selection import OutputTensor
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.buffers import BufferParam
-from ckpt.formats.megatron.flat import job_layout
 from ckpt.formats.megatron.names import NOT_TRAINED, is_decayed, is_expert
+from ckpt.formats.megatron.stored_buffers import job_layout
 from ckpt.formats.megatron.training import KEYS
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
@@ -29,7 +28,8 @@ from ckpt.state.optimizers import decode_inline
 from ckpt.state.targets import inline_only
 from ckpt.state.tensors import torch_dtype
 
-from .rank_parts import ModelRank, RankParam, Ranks
+from .megatron_parts import ModelRank, RankParam, Ranks
+from .torch_file import ArchivePlan, StorageStub
 
 # The state of a distributed optimizer of Megatron, in whichever of its formats it is written: tensors of parameters, and groups that say
 # the step.

@@ -15,8 +15,7 @@ from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import LogicalTensor, ViewPiece, part, whole
 
-from .renamed_state import option_tensors, renamed_state
-from .state_values import below, is_optimizer, optimizer_tensors, pruned, pruned_values, references
+from .selected_state import below, is_optimizer, optimizer_tensors, option_tensors, pruned, pruned_values, references, renamed_state
 
 if TYPE_CHECKING:
     import torch

@@ -28,9 +28,6 @@ import numpy as np
 
 from ckpt import settings
 from ckpt.catalog import Catalog, Contents, Extent, Grid, SourceFile, TensorEntry
-from ckpt.converters.select.renamed_state import RenamedState
-from ckpt.converters.select.selection import stays
-from ckpt.converters.select.state_values import pruned_values
 from ckpt.errors import CoverageError, UsageError
 from ckpt.formats.external.elements import reach, strided, strides_of
 from ckpt.formats.native.datafiles.references import RunBackend, is_reference
@@ -39,6 +36,9 @@ from ckpt.io_backends.registry import absolute_url
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.reads import Copy, overlapping_chunks
 from ckpt.plan.views import LogicalTensor, ViewPiece, in_order, within
+
+from .selected_state import RenamedState, pruned_values
+from .selection import stays
 
 _LOOKED_AT = 1 << 16
 """Bytes at the beginning of a file among which zeros are looked for: its header has some."""

@@ -1,1 +1,0 @@
-"""Translations that come with the package, one TOML file each (docs/translations.md)."""

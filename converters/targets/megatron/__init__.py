@@ -1,1 +1,0 @@
-"""Conversion into Megatron-LM's format ``torch``: which rank has what, its arguments and its optimizer."""
