@@ -185,9 +185,9 @@ _GROUP = "ckpt.io_backends"
 
 
 def _s3(url: str, options: Mapping[str, Any]) -> Backend:
-    from ckpt.io_backends.fsspec.opening import fsspec_config
+    from ckpt.io_backends.fsspec.filesystem import fsspec_config
     from ckpt.io_backends.s3.backend import S3Backend  # late: botocore takes a while to import
-    from ckpt.io_backends.s3.options import PROTOCOLS, s3_options, without_equivalent
+    from ckpt.io_backends.s3.tries import PROTOCOLS, s3_options, without_equivalent
 
     options = {**fsspec_config(*PROTOCOLS), **options}
     if only_s3fs := without_equivalent(options):
@@ -329,7 +329,7 @@ def _opened(scheme: str, url: str) -> Backend:
     if scheme in points:
         return _of_another_package(points[scheme], url, configured)
     from ckpt.io_backends.fsspec.backend import FsspecBackend
-    from ckpt.io_backends.fsspec.opening import known_to_fsspec
+    from ckpt.io_backends.fsspec.filesystem import known_to_fsspec
 
     if known_to_fsspec(scheme):
         return FsspecBackend(url, configured.options)

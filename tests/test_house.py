@@ -45,7 +45,7 @@ PURE = tuple(
 """Values and arithmetic: no I/O. They import each other, numpy and the standard library."""
 
 NARROW = {
-    "ckpt.formats": (*PURE, "ckpt.formats", *(f"ckpt.io_backends.{name}" for name in ("protocol", "registry", "retries"))),
+    "ckpt.formats": (*PURE, "ckpt.formats", *(f"ckpt.io_backends.{name}" for name in ("checks", "protocol", "registry"))),
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come
     **dict.fromkeys((f"ckpt.runs.report.{name}" for name in ("content", "history", "watching")), ("ckpt",)),
     "ckpt.runs.report": (*PURE, "ckpt.runs.report"),  # what reads is above; all else is arithmetic and text

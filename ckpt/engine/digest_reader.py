@@ -8,7 +8,7 @@ Three layers, each usable alone:
 
 * :meth:`DigestReader.fill` reads a range into memory and passes it to a :class:`ChunkDigest`, block by block, in the cache;
 * :meth:`DigestReader.read_chunk`, ``compare``, ``compare_rows`` end with a comparison, and raise if it fails;
-* :meth:`DigestReader.reread` runs such work, and runs it again from storage if it fails (``io_backends.retries``): a network, a cache or a
+* :meth:`DigestReader.reread` runs such work, and runs it again from storage if it fails (``io_backends.checks``): a network, a cache or a
   memory bank may have flipped a bit, and then the stored bytes are right.
 
 Thread-safe. Scratch memory belongs to a thread, and is as long as its longest read or encoded chunk so far.
@@ -32,8 +32,8 @@ from ckpt import settings
 from ckpt.catalog import Extent
 from ckpt.concurrency import waits_so_far
 from ckpt.errors import CorruptError
-from ckpt.formats.native.coding.codecs import decode
-from ckpt.io_backends.retries import read_checked
+from ckpt.formats.native.codecs import decode
+from ckpt.io_backends.checks import read_checked
 
 from .byte_source import ByteSource, ChunkName, SpanRecorder, crc_difference, damaged, digest_difference, has_digest
 

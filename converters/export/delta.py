@@ -28,7 +28,6 @@ import xxhash
 from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.selection import OutputTensor
 from ckpt.errors import CkptError, MismatchError, StorageError, UsageError
-from ckpt.formats.conversion import ExportRecord
 from ckpt.formats.deltas.catalog import Base
 from ckpt.formats.deltas.chain import section_digest
 from ckpt.formats.deltas.changes import code_counts, encode_gaps, find_changes, gaps_of, mostly_changed
@@ -45,6 +44,7 @@ from ckpt.formats.deltas.manifest import (
     signed,
 )
 from ckpt.formats.journal import IntentJournal, WriteJournal
+from ckpt.formats.registry import ExportRecord
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.plan.layout.geometry import flat_to_boxes
 

@@ -21,7 +21,7 @@ from ckpt.converters.selection import Computed, OutputSet, seams_of
 from ckpt.dtypes import DTYPES
 from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
-from ckpt.formats.native.coding.frames import CHUNK_LIMIT
+from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.formats.native.commit import CODED as ENCODED
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.io_backends.protocol import Backend

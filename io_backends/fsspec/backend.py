@@ -28,8 +28,7 @@ from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_r
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 
 from .errors import mapped, only_if_absent
-from .opening import DIRECTORIES, STRICT_RMDIR
-from .place import TRIES, FsspecPlace, GatheringWriter
+from .filesystem import DIRECTORIES, STRICT_RMDIR, TRIES, FsspecPlace, GatheringWriter
 
 _PAUSE = 0.03
 """Seconds, growing with each try."""

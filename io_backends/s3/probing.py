@@ -21,9 +21,8 @@ from ckpt import settings
 from ckpt.errors import AccessError, CkptError, StorageError
 from ckpt.text import parse_json
 
-from .checksums import OFF, WAYS, Checks, Sums, md5_in
-from .reading import Key
-from .requests import abort_upload, delete, put
+from .client import OFF, WAYS, Checks, Sums, md5_in
+from .reading import Key, abort_upload, delete, put
 from .tries import Tries, code_of, is_changed, is_passing, status_of, tag_of
 
 log = logging.getLogger("ckpt")

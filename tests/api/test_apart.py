@@ -26,8 +26,7 @@ from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError, FormatError, StateError
-from ckpt.formats.native import commit
-from ckpt.formats.native.datafiles import datafile
+from ckpt.formats.native import commit, datafile
 from ckpt.formats.native.ranks import decode_ranks, encode_row
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.posix.backend import PosixBackend

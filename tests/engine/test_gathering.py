@@ -20,7 +20,7 @@ from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
-from ckpt.formats.native.datafiles import header_layout
+from ckpt.formats.native import header_layout
 from ckpt.plan.ownership import TensorSpec, assign
 from ckpt.state.tensors import LocalShard, LocalTensor
 from tests.api.checked import empty_directory

@@ -25,8 +25,8 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path, step_number
 from ckpt.formats.native.writer import read_record, replacement_noticed
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.registry import is_file_system, open_backend
-from ckpt.io_backends.retries import read_checked
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of

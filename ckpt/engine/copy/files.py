@@ -17,9 +17,9 @@ from ckpt.engine.byte_source import ChunkName
 from ckpt.engine.digest_reader import ChunkDigest, DigestReader
 from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.formats.journal import WriteJournal
-from ckpt.formats.native.datafiles.header import Header, parse_header
+from ckpt.formats.native.header import Header, parse_header
+from ckpt.io_backends.checks import READS
 from ckpt.io_backends.protocol import Backend, CopySource, Writer
-from ckpt.io_backends.retries import READS
 from ckpt.plan.reads import RangeGroup, group_ranges
 
 from .self_contained import GatheredFile

@@ -19,7 +19,7 @@ from ckpt.concurrency import COUNTS_WAITS, run_tasks
 from ckpt.engine.byte_source import ByteSource, ChunkName, SpanRecorder
 from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, Verify
 from ckpt.errors import CorruptError
-from ckpt.formats.native.coding.frames import CHUNK_LIMIT
+from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import common_box
 from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces

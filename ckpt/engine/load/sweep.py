@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
 from ckpt.engine.byte_source import ChunkName
 from ckpt.engine.digest_reader import DigestReader
-from ckpt.formats.native.datafiles.header import Alike, Known, Sought, Stretches
+from ckpt.formats.native.header import Alike, Known, Sought, Stretches
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.reads import Bounds, Copy, common_boxes, group_sorted
 from ckpt.state.tensors import raw_view, reads_otherwise
