@@ -22,7 +22,7 @@ from .text import url_text
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ckpt.engine.load.job import LoadReport
+    from ckpt.engine.load.fill import LoadReport
     from ckpt.engine.save.background import SaveHandle
     from ckpt.engine.save.options import SaveOptions, SaveReport
 
@@ -262,7 +262,7 @@ def load(
     """
     url = url_text(url)
     from ckpt.engine.dry_run import load as rehearsal
-    from ckpt.engine.load.job import LoadOptions
+    from ckpt.engine.load.fill import LoadOptions
     from ckpt.engine.load.load import load_state
     from ckpt.engine.save.background import wait_for_pending_save
     from ckpt.io_backends.registry import is_file_system

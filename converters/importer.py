@@ -18,8 +18,7 @@ import xxhash
 
 from ckpt.catalog import Catalog, Contents, Extent, SourceFile, TensorEntry
 from ckpt.converters.mapping.convention import translated_views as views_of
-from ckpt.engine.byte_source import ChunkName, StorageSource
-from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
@@ -231,7 +230,7 @@ def _digested(backend: Backend, paths: Sequence[str], contents: Contents, progre
     total, done = sum(e.length for *_, e in rows), 0
     extents_of = {name: list(extents) for name, extents in contents.extents.items()}
 
-    reader = DigestReader(StorageSource(backend), crc32=True)
+    reader = DigestReader(backend, crc32=True)
 
     def digest(row: tuple[str, int, str, Extent]) -> str:
         """The digest of a chunk, which is compared with the one, or the checksum, that the source has of it."""

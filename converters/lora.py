@@ -22,7 +22,6 @@ from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.buffered import ViewBox, read_views
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.journal import WriteJournal
@@ -391,7 +390,7 @@ def _check_fit(one: OutputSet, other: OutputSet, urls: tuple[str, str]) -> None:
 
 
 def _reader(catalog: Catalog, threads: int | None) -> Reader:
-    return Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=settings.threads(threads), beat=lambda: None)
+    return Reader(catalog=catalog, verify="full", threads=settings.threads(threads))
 
 
 def _read(reader: Reader, wanted: OutputTensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ TORCH_WHEN_ASKED = ("ckpt.plan.tree_decoding", "ckpt.monitors")
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one, and torch has TensorBoard's writer."""
 
 WITHOUT_TORCH = (
-    *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.engine.byte_source", "ckpt.engine.copy", "ckpt.engine.digest_reader"),
+    *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.engine.copy", "ckpt.engine.digest_reader"),
     *("ckpt.engine.verify", "ckpt.monitors", "ckpt.net.connections", "ckpt.net.wire", "ckpt.nodes.memory"),
     *(f"ckpt.nodes.{name}" for name in ("backend", "copies", "copying", "file_server", "nodes", "parity")),
     *(f"ckpt.live.{name}" for name in ("control", "holdings", "offered", "pieces", "pull", "registry", "relay")),

@@ -19,7 +19,7 @@ import ckpt
 from ckpt import settings
 from ckpt.catalog import Catalog
 from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.load.job import LoadOptions
+from ckpt.engine.load.fill import LoadOptions
 from ckpt.engine.load.load import load_state
 from ckpt.engine.save import save as save_module
 from ckpt.engine.save.options import SaveOptions

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import xxhash
 
 from ckpt.concurrency import imap_unordered
-from ckpt.engine.byte_source import StorageSource, source_of
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
@@ -177,7 +176,7 @@ class Transfer:
             )
         self.source = catalog.backend
         self.target = open_backend(target)
-        self.reader, self.checker = DigestReader(source_of(catalog)), DigestReader(StorageSource(self.target))
+        self.reader, self.checker = DigestReader(catalog.backend), DigestReader(self.target)
         if self.source.url == self.target.url:
             raise UsageError("source and target are the same place", where=target)
         self.catalog = catalog

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from ckpt.catalog import DataFile, Extent, TensorEntry
-from ckpt.engine.byte_source import ChunkName
+from ckpt.engine.digest_reader import ChunkName
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import REFERENCED, CommitRecord
 from ckpt.formats.native.datafile import ChunkSpec, chunk_key, coded_key, plan_coded_file

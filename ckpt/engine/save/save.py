@@ -116,7 +116,7 @@ def _save_now(job: SaveJob, state: object) -> SaveReport:
     with job.noted():
         with job.spans.span("agree"), job.call.phase("begin"):
             share = prepare(job, state)
-            settle_devices(devices_of(share.collected.shard_table.tensors.values()), job.call.url)
+            settle_devices(share.collected.shard_table.tensors.values(), job.call.url)
             writer, leader = begin(job, share)
         return write_and_commit(job, share, writer, leader).report
 
