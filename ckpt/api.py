@@ -199,8 +199,8 @@ def _save_options(group: Group, url: str, layout: Layout | None, *, progress: bo
 
     check_layout(layout, group.ranks)
     warn_if_others_are_missing(group)
-    callback = callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
-    return SaveOptions.of(layout=layout, progress=callback, **others)
+    bar = None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
+    return SaveOptions.of(layout=layout, progress=bar, **others)
 
 
 def load(
@@ -288,7 +288,7 @@ def load(
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
             sources=settings.sources(sources),
-            progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
+            progress=None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
             dry_run=dry_run,
         )
     return rehearsal.dry_run(url, state, group, options) if dry_run else load_state(url, state, group, options)

@@ -111,7 +111,7 @@ def collect(
         parts = dict[int, ModuleTensors]()
         collected = Collected(shard_table, names_in(seen.modules, parts))
         taker = None if part is None else PartTaker(part)
-        walk = _CollectWalk(collected, parts, taker)
+        walk = _CollectWalk(collected, shard_table, parts, taker)
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
         node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
         if taker is not None:
@@ -208,18 +208,18 @@ def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node
     return mapping_node(kept), [name for name in moved if not name.startswith(start)]
 
 
+@dataclass(eq=False)
 class _CollectWalk:
     """The ``leaf`` callbacks of one walk over a state."""
 
-    def __init__(self, collected: Collected, parts: dict[int, ModuleTensors], taker: PartTaker | None = None) -> None:
-        self.collected = collected
-        self.shard_table = collected.shard_table
-        self.parts = parts
-        """Tensors of the state's modules, by id."""
-        self.taker = taker
-        """What decides what a part has; None for a whole state."""
-        self.renumbered: dict[str, str] = {}
-        """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
+    collected: Collected
+    shard_table: ShardTable
+    parts: dict[int, ModuleTensors]
+    """Tensors of the state's modules, by id."""
+    taker: PartTaker | None
+    """What decides what a part has; None for a whole state."""
+    renumbered: dict[str, str] = field(default_factory=dict)
+    """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
 
     def leaf(self, value: object, path: str) -> Node:
         if isinstance(value, (torch.Tensor, Sharded)):

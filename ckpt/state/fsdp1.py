@@ -76,12 +76,6 @@ def handles_of(module: nn.Module) -> list[tuple[str, Any, Any]]:
     return [(name, wrapper, wrapper._handle) for name, wrapper in wrappers if wrapper._handle is not None]
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether FSDP version 1 wraps a module or a part of it."""
-    fsdp = sys.modules.get(FSDP1)
-    return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules())
-
-
 def reshard(module: nn.Module) -> None:
     """Free what FSDP gathered for a forward pass, and may have kept for the next: it would hide what is loaded into the ranges."""
     from torch.distributed.fsdp._runtime_utils import _reshard
