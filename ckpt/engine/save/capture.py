@@ -33,10 +33,10 @@ from ckpt.concurrency import run_tasks
 from ckpt.errors import ConsistencyError
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import RAW, raw_view, reads_otherwise
-from ckpt.telemetry.profiling import in_trace
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
+from .fence import in_trace
 from .plan import Batch
 from .replicas import Replicas
 from .staging import StagedBatches
