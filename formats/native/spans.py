@@ -370,7 +370,10 @@ def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTabl
     digest = xxhash.xxh3_128_hexdigest(data[: len(_HEAD)] + _ZEROS + data[_DATA:]).encode()
     if not data.startswith(_HEAD) or data[len(_HEAD) : _DATA] != digest:
         _damaged("its digest is wrong", where)
-    members = _parse(data, where)
+    try:
+        members = parse_object(data)
+    except ValueError as err:
+        _damaged(str(err), where)
     if members.get("id") != record.id or members.get("version") not in (1, VERSION):
         _damaged(f"it is of save {members.get('id')!r}, version {members.get('version')!r}", where)
     ranks = members.get("ranks")
@@ -401,13 +404,6 @@ def _with_about(table: SpanTable, about: About) -> SpanTable:
         retries=retries,
         throttled=throttled,
     )
-
-
-def _parse(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        return parse_object(data)
-    except ValueError as err:
-        _damaged(str(err), where)
 
 
 def _rank(text: str, ranks: int, where: str) -> int:
