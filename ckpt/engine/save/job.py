@@ -70,13 +70,13 @@ def save_cache(group: Members) -> SaveCache:
     return cache
 
 
+@dataclass(frozen=True, eq=False)
 class Heartbeat:
     """Signs of life of a save in the background. Not the save itself: what the save starts holds this, and a reference cycle would keep the
     state's memory until the garbage collector finds it."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.cancelled = threading.Event()
+    call: Call
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
     def give(self) -> None:
         """A sign of life, from a rank that is meant to go on."""
