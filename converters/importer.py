@@ -317,7 +317,7 @@ def translated(
 
     Args:
         url: a checkpoint of any format, but no virtual one.
-        names: a translation that comes with ckpt, or the path of a ``.toml`` file (docs/translations.md).
+        names: a translation that comes with ckpt, or the path of a ``.toml`` file (docs/formats.md).
         convention: the naming convention that the state has, such as ``"huggingface"``.
         numbers: of the model, where the checkpoint does not tell them: ``{"query_groups": 8}``.
         skip: globs of stored names: these tensors are left out, and no rule of the translation has to take them.

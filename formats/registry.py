@@ -1,6 +1,6 @@
 """Which format a checkpoint is in: recognised by its content, never by its name.
 
-And what a conversion leaves at its destination while it goes on (docs/converting.md): a record, and a mark for each file that is durable.
+And what a conversion leaves at its destination while it goes on (docs/formats.md): a record, and a mark for each file that is durable.
 An export leaves a record alone, of another kind at the same place.
 
 ``convert.json`` and ``convert-<id>/``, or ``NAME.convert.json`` and ``NAME.convert-<id>/`` where the destination is the one file NAME.

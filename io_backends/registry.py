@@ -142,9 +142,7 @@ def _of_file(path: str) -> dict[str, Configured]:
     except UsageError:
         raise
     except (OSError, ValueError) as err:  # the text of a JSONDecodeError has a place, and nothing of the content
-        raise UsageError(
-            f"{path} cannot be read: {err}", where="CKPT_STORAGE_OPTIONS", hint="docs/object-storage.md has an example"
-        ) from err
+        raise UsageError(f"{path} cannot be read: {err}", where="CKPT_STORAGE_OPTIONS", hint="docs/storage.md has an example") from err
     return _file[1]
 
 

@@ -33,11 +33,10 @@ from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.endpoints import listen
+from ckpt.net.endpoints import close_when_forked, listen
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.net.shm_pool import machine
-from ckpt.net.sockets import close_when_forked
 from ckpt.plan import machines, tree
 from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign

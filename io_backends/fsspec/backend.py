@@ -1,6 +1,6 @@
 """Any storage that has an fsspec file system: ``gs://``, ``az://``, ``hf://``, ``sftp://`` and the rest, by what all of them can do.
 
-Weaker than the backends made for one storage (docs/copying.md says what may go wrong):
+Weaker than the backends made for one storage (docs/storage.md says what may go wrong):
 
 * ``publish`` reads, compares and writes. Two processes that replace the same object at the same moment may both believe that they did. New
   objects are safe on object stores, which are tried whether they create only what is absent (``fsspec_conditions``), and not elsewhere.

@@ -48,7 +48,7 @@ def conditional(key: Key) -> bool:
         raise StorageError(
             "the store ignores or refuses conditional writes, so two saves at once could both believe that they were committed",
             where=f"s3://{key.bucket}",
-            hint="set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/object-storage.md)",
+            hint="set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/storage.md)",
         )
     return known[key.bucket]
 

@@ -160,7 +160,7 @@ def test_memory_that_may_not_be_opened(ranks: Ranks, tmp_path: Path, threads: in
 
 
 def load_damaged_slots(url: str, what: str) -> tuple[str, str]:
-    from ckpt.net.framing import Feed
+    from ckpt.net.streams import Feed
 
     in_small_pieces()
     put = Feed.put_slot

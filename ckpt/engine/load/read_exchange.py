@@ -41,9 +41,9 @@ from ckpt.concurrency import Pending, run_tasks
 from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CorruptError
 from ckpt.net.call import Call
-from ckpt.net.framing import Feed, Inlet
 from ckpt.net.peers import MoveSlices, Peers
 from ckpt.net.shm_pool import PAUSE, SlotPool
+from ckpt.net.streams import Feed, Inlet
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.plan.shared_reads import MOST
