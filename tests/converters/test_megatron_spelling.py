@@ -17,15 +17,10 @@ from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.converters.mapping.translation import load_translation
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, Arrays, read_all, unpacked
+from tests.formats.megatron_files import STATE, Arrays, read_all
 from tests.plan.test_views import read
 
 HEAD, GROUPS, PER_GROUP = 6, 2, 2  # of tests/real/megatron_writer.py
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
 
 
 def test_arguments_tell_numbers(files):

@@ -6,18 +6,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from ckpt.converters.compare.semantic import SemanticReport, check_semantic
 from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, load, unpacked
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
+from tests.formats.megatron_files import STATE, load
 
 
 def checked(url: object) -> SemanticReport:

@@ -26,7 +26,7 @@ from ckpt.converters.targets import torch_dist
 from ckpt.errors import NotCommittedError, UsageError
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, unpacked, whole_model
+from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, whole_model
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 VALUES = {
@@ -36,11 +36,6 @@ VALUES = {
     "num_floating_point_operations_so_far": 10**21,
 }
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
 
 
 def described(folder: Path) -> Metadata:

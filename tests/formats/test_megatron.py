@@ -22,7 +22,7 @@ from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.megatron.repair import repaired_states
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import find_format, open_catalog
-from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, dense_norms, load, read_all, states, unpacked, whole_model
+from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, dense_norms, load, read_all, states, whole_model
 from tests.formats.memory import megatron_memory
 from tests.formats.reading import counted
 
@@ -44,11 +44,6 @@ FORMS = [
     ("pp2tied", "dp_reshardable"),
     ("pp2tied", "fully_reshardable"),
 ]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
 
 
 def opened(url: Path) -> MegatronCatalog:
@@ -343,8 +338,8 @@ def test_groups_that_do_not_name_their_parameters(files, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ refused
 
 
-def copied(files: Path, tmp_path: Path, name: str) -> Path:
-    return Path(shutil.copytree(files / name, tmp_path / "copy"))
+def copied(megatron_files: Path, tmp_path: Path, name: str) -> Path:
+    return Path(shutil.copytree(megatron_files / name, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize(
