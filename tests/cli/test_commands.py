@@ -96,6 +96,8 @@ def test_ls_json(run_root: Path) -> None:
         "branches",
         "abandoned",
         "reusable",
+        "members",
+        "prepared",
     }
     for step in found["steps"]:
         assert step["stored_bytes"] == sum(f.stat().st_size for f in Path(step["url"]).rglob("*") if f.is_file())
