@@ -197,7 +197,8 @@ def _note_failure(group: Group, url: str, error: BaseException, phase: str, seco
 def _save_options(group: Group, url: str, layout: Layout | None, *, progress: bool | ProgressCallback | None, **others: Any) -> SaveOptions:
     from ckpt.engine.save.options import SaveOptions
 
-    check_layout(layout, group.ranks)
+    if layout is not None:
+        check_layout(layout, group.ranks)
     warn_if_others_are_missing(group)
     callback = callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
     return SaveOptions.of(layout=layout, progress=callback, **others)
@@ -272,7 +273,8 @@ def load(
     group = current_group(process_group)
     with _fails_together(group, "load", url):
         wait_for_pending_save(group)
-        check_layout(layout, group.ranks)
+        if layout is not None:
+            check_layout(layout, group.ranks)
         check_flags(strict=strict, cast=cast, dry_run=dry_run, **({} if exchange is None else {"exchange": exchange}))
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")

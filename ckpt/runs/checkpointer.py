@@ -163,7 +163,8 @@ class Checkpointer:
         self._progress = progress
         self._options = replace(options, trust=trust_of(reuse))
         self.timeout = options.timeout
-        check_layout(layout, self.group.ranks)
+        if layout is not None:
+            check_layout(layout, self.group.ranks)
         warn_if_others_are_missing(self.group)
         self.restored_from: RestoredFrom | None = None
         """What :meth:`restore` has loaded, and how many bytes from where."""
