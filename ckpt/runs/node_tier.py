@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +18,7 @@ from ckpt.io_backends.registry import is_file_system, join_url, open_backend, re
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copies import loss, note_copies
-from ckpt.nodes.copying import Completed, NodeCopier
+from ckpt.nodes.copies import Completed, NodeCopier, loss, note_copies
 from ckpt.nodes.nodes import PARITY, ROOT, NodeSet, StorageNode
 from ckpt.nodes.rendezvous import JobNodes, is_memory, meet, own_node
 from ckpt.plan.copies import MirrorPlacement
@@ -250,3 +250,12 @@ class SpreadTier:
 
 def _united(rows: dict[int, Row]) -> list[int]:
     return sorted({step for row in rows.values() for step in row["uncopied"]})
+
+
+def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The bytes of several tiers, the nearest first, by place; what was computed from parity and the root last."""
+    merged: Counter[str] = Counter()
+    for places in sources:
+        merged.update(places)
+    last = {place: merged.pop(place) for place in ("parity", "root") if place in merged}
+    return {**merged, **last}
