@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt import settings
 from ckpt.catalog import Catalog
@@ -94,7 +94,10 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
         return {"files": len(mine), "bytes": sum(plan.files[i].size for i in mine), "read": read}
 
     def finish(rows: dict[int, Row]) -> Row:
-        return {**_sums(rows), "finished": conversion.finish(plan, again=True)}
+        return {
+            **{name: sum(row[name] for row in rows.values()) for name in ("files", "bytes", "read")},
+            "finished": conversion.finish(plan, again=True),
+        }
 
     try:
         with work.shown(bytes_of(sizes, shares), progress) as report:
@@ -113,10 +116,6 @@ def _check_same(rows: dict[int, Row]) -> None:
                 f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
                 hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
             )
-
-
-def _sums(rows: dict[int, Row]) -> dict[str, Any]:
-    return {name: sum(row[name] for row in rows.values()) for name in ("files", "bytes", "read")}
 
 
 def _mismatches() -> set[str]:

@@ -64,22 +64,19 @@ class Destination:
         begun, replaces = self._begun()
         self.check_free({self.record} if replaces else {self.record, *begun})
         if self.replace and self.name is None:
-            self._check_exported()
+            # Raise ConflictError unless what is there was an export, all of which will be replaced: weights that stay would be taken for
+            # some of the new ones
+            others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
+            if others or find_format(self.url) not in (None, FORMAT_NAME):
+                if MANIFEST in self._taken():
+                    raise _delta_is_there(self.url)
+                message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
+                raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
         for left in list(left_behind(self.backend, self.name or _STEM)):
             if self._is_ours(left.path):
                 remove_left(self.backend, left)
         for path in (*begun, self.record):
             self.backend.delete(path)
-
-    def _check_exported(self) -> None:
-        """Raise ConflictError unless what is there was an export, all of which will be replaced: weights that stay would be taken for
-        some of the new ones."""
-        others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
-        if others or find_format(self.url) not in (None, FORMAT_NAME):
-            if MANIFEST in self._taken():
-                raise _delta_is_there(self.url)
-            message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
-            raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
 
     def check_free(self, but: Collection[str] = ()) -> None:
         """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""
@@ -173,7 +170,11 @@ class ExportTransaction:
     def commit(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
         """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last."""
         if self.shared is None:
-            self._check_there()
+            for file in self.files:
+                size = self.destination.backend.size(file.path)
+                if size != file.size:
+                    message = f"{file.path} has {size} of {file.size} bytes"
+                    raise StorageError(message, where=self.destination.url, hint="the URL must be on storage that all ranks share")
         else:
             self._show(self.shared, receipts)
         self._check_alone()
@@ -199,26 +200,16 @@ class ExportTransaction:
             destination.check_free()
             self._begin()
             if destination.replace:
-                self._remove_others()
+                # Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone
+                backend = self.destination.backend
+                backend.delete(INDEX)
+                new = {f.path for f in self.files}
+                for name in backend.list_dir():
+                    if _WEIGHTS.fullmatch(name) and name not in new:
+                        backend.delete(name)
         for number, one in enumerate(shared):
             with self.journal.making(self.files[number].path):
                 one.complete(receipts.get(number, []), replace=destination.replace)
-
-    def _remove_others(self) -> None:
-        """Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone."""
-        backend = self.destination.backend
-        backend.delete(INDEX)
-        new = {f.path for f in self.files}
-        for name in backend.list_dir():
-            if _WEIGHTS.fullmatch(name) and name not in new:
-                backend.delete(name)
-
-    def _check_there(self) -> None:
-        for file in self.files:
-            size = self.destination.backend.size(file.path)
-            if size != file.size:
-                message = f"{file.path} has {size} of {file.size} bytes"
-                raise StorageError(message, where=self.destination.url, hint="the URL must be on storage that all ranks share")
 
     def discard(self) -> None:
         """Leave nothing of it. What was replaced already cannot be brought back; then the mark stays, and nothing can be opened."""

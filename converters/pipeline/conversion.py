@@ -223,17 +223,17 @@ class Conversion:
             taken = []
         else:
             ours = (".", CONVERTING, f"{MARKS}-")
-            taken = [n for n in self.backend.list_dir() if not n.startswith(ours) and not self._is_without_files(n)]
+            taken = [
+                n
+                for n in self.backend.list_dir()
+                if not n.startswith(ours) and not (n.endswith("/") and next(iter(self.backend.list_prefix(n)), None) is None)
+            ]
         if taken:
             raise ConflictError(
                 f"something is there already: {', '.join(taken[:5])}",
                 where=self.url,
                 hint="write to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
             )
-
-    def _is_without_files(self, name: str) -> bool:
-        """Whether this is a directory that a conversion left which was killed before it had a file."""
-        return name.endswith("/") and next(iter(self.backend.list_prefix(name)), None) is None
 
     def missing(self, planned: OutputPlan) -> list[int]:
         """Files of this process that are not there yet."""
@@ -305,7 +305,12 @@ class Conversion:
             return self._is_over(planned, self.record, alone=self.part[1] == 1)
         if not self.record.claim() and not (again and self.part[0] == 0):
             return self._is_over(planned, self.record)
-        self._check_source(planned, self.record)
+        # Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened
+        try:
+            check_source(self.chosen, self.digest, *self._options_digested)
+        except CorruptError:
+            self.discard(planned)
+            raise
         planned.finish(self.backend)
         # Processes that do not communicate are started again one by one: a task of an array that is repeated has to see what this was.
         self.record.remove(but_claim=self.part[1] > 1 and self.name is None and not self.format.replaces)
@@ -335,14 +340,6 @@ class Conversion:
             message = f"a file that was durable is gone: {planned.files[lost[0]].path}"
             raise ConflictError(message, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return not lost
-
-    def _check_source(self, planned: OutputPlan, record: ConversionJournal) -> None:
-        """Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened."""
-        try:
-            check_source(self.chosen, self.digest, *self._options_digested)
-        except CorruptError:
-            self.discard(planned)
-            raise
 
     def discard(self, planned: OutputPlan) -> None:
         """Remove what this conversion has written, and its journal: what was written must not stay, and the same command begins anew."""

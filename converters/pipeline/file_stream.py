@@ -363,23 +363,20 @@ class FileStream:
     def _end(self, number: int, opened: _Open) -> None:
         opened.end()
         if self.verify:
-            self._compare(opened)
+            # Read a file again, and compare each item with the digest of what was written
+            reader = DigestReader(StorageSource(self.backend), crc32=True)
+            try:
+                for item, digest in zip(opened.file.items, opened.digests, strict=True):
+                    extent = Extent(opened.file.path, item.offset, item.length, None)
+                    extent = extent._replace(crc32=digest) if opened.kind == "crc32" else extent._replace(digest=f"{digest:016x}")
+                    reader.reread(extent, partial(reader.verify_chunk, ChunkName(item.name, item.box, extent)))
+            except CorruptError as err:
+                self.backend.delete(opened.file.path)
+                err.hint = "the storage or the memory of this machine is faulty: convert elsewhere"
+                raise
             if opened.file.check is not None:
                 opened.file.check(self.backend, opened.file)
         self._done(number)
-
-    def _compare(self, opened: _Open) -> None:
-        """Read a file again, and compare each item with the digest of what was written."""
-        reader = DigestReader(StorageSource(self.backend), crc32=True)
-        try:
-            for item, digest in zip(opened.file.items, opened.digests, strict=True):
-                extent = Extent(opened.file.path, item.offset, item.length, None)
-                extent = extent._replace(crc32=digest) if opened.kind == "crc32" else extent._replace(digest=f"{digest:016x}")
-                reader.reread(extent, partial(reader.verify_chunk, ChunkName(item.name, item.box, extent)))
-        except CorruptError as err:
-            self.backend.delete(opened.file.path)
-            err.hint = "the storage or the memory of this machine is faulty: convert elsewhere"
-            raise
 
 
 class _Open:
