@@ -123,11 +123,13 @@ class Destination:
 
 @dataclass(eq=False)
 class ExportTransaction:
-    """The files of one export on the leader, who has begun them. ``shared`` is None where files cannot be shared."""
+    """The files of one export on the leader, who has begun them: their sizes by path, those of a delta once it is written; and the names of
+    small ones that come with them, of which ``last`` is written last. ``shared`` is None where files cannot be shared."""
 
     destination: Destination
-    files: Sequence[OutputFile]
+    sizes: Mapping[str, int | None]
     beside: Sequence[str]
+    last: str | None
     shared: list[SharedObject] | None = None
 
     def __post_init__(self) -> None:
@@ -136,12 +138,12 @@ class ExportTransaction:
     @classmethod
     def begin(cls, destination: Destination, files: Sequence[OutputFile], beside: Sequence[str]) -> ExportTransaction:
         """Begin all files; ``beside`` are the names of small ones that come with them."""
-        transaction = cls(destination, files, beside)
+        transaction = cls(destination, {f.path: f.size for f in files}, beside, last=INDEX if INDEX in beside else None)
         first = destination.backend.create_shared(files[0].path, files[0].size) if files else None
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
-            transaction.journal.adopt(transaction._begin())
+            transaction.show()
             return transaction
         transaction.shared = [first]
         try:
@@ -152,11 +154,13 @@ class ExportTransaction:
             raise
         return transaction
 
-    def _begin(self) -> tuple[str, ...]:
-        """Say that files are about to show that belong together only when the record is gone; their paths."""
-        files = (*(f.path for f in self.files), *self.beside)
+    def show(self) -> None:
+        """Say that files are about to show that belong together only when the record is gone. Where none are shared, every process makes
+        some of them, and this one removes what is left of all."""
+        files = (*self.sizes, *self.beside)
         self.journal.begin(ExportRecord(id=secrets.token_hex(8), replaces=self.destination.replace, files=files).to_bytes())
-        return files
+        if self.shared is None:
+            self.journal.adopt(files)
 
     @property
     def tokens(self) -> list[str] | None:
@@ -170,10 +174,10 @@ class ExportTransaction:
     def commit(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
         """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last."""
         if self.shared is None:
-            for file in self.files:
-                size = self.destination.backend.size(file.path)
-                if size != file.size:
-                    message = f"{file.path} has {size} of {file.size} bytes"
+            for path, expected in self.sizes.items():
+                size = self.destination.backend.size(path)
+                if size != expected:
+                    message = f"{path} has {size} of {expected} bytes"
                     raise StorageError(message, where=self.destination.url, hint="the URL must be on storage that all ranks share")
         else:
             self._show(self.shared, receipts)
@@ -181,7 +185,7 @@ class ExportTransaction:
         for path, data in small.items():
             with self.journal.making(path):
                 self.destination.put(path, data)
-        with self.journal.making(INDEX) if INDEX in self.beside else nullcontext():
+        with self.journal.making(self.last) if self.last is not None else nullcontext():
             finish(self.destination.backend)
         self._check_alone()
         if self.journal.is_begun:
@@ -198,17 +202,16 @@ class ExportTransaction:
             for one in shared:
                 one.flush()  # fails if another export has removed it: then nothing of what is there may go
             destination.check_free()
-            self._begin()
+            self.show()
             if destination.replace:
                 # Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone
                 backend = self.destination.backend
                 backend.delete(INDEX)
-                new = {f.path for f in self.files}
                 for name in backend.list_dir():
-                    if _WEIGHTS.fullmatch(name) and name not in new:
+                    if _WEIGHTS.fullmatch(name) and name not in self.sizes:
                         backend.delete(name)
-        for number, one in enumerate(shared):
-            with self.journal.making(self.files[number].path):
+        for number, (path, one) in enumerate(zip(self.sizes, shared, strict=True)):
+            with self.journal.making(path):
                 one.complete(receipts.get(number, []), replace=destination.replace)
 
     def discard(self) -> None:

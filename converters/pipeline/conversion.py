@@ -16,7 +16,7 @@ from ckpt.converters.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.conversion import CONVERTING, MARKS, ConversionRecord
 from ckpt.formats.external.base import ExternalCatalog
-from ckpt.formats.journal import ConversionJournal, begin, ended, find, forget_ended
+from ckpt.formats.journal import ConversionJournal, begin, ended, find
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, new_id
@@ -51,7 +51,7 @@ def check_source(chosen: OutputSet, digest: str, *options: object) -> None:
         for number, catalog in enumerate(chosen.catalogs):
             if isinstance(catalog, VirtualCatalog):
                 again = open_catalog(catalog.url)  # which looks at the sources anew
-                for name in chosen.taken_of(number):
+                for name in chosen.taken(number):
                     entry = again.tensors[name]
                     again.extents(entry, range(len(entry.grid)))
         same = digest_of(chosen, *options) == digest
@@ -112,7 +112,8 @@ class Conversion:
         self.record: ConversionJournal | None = None
         self.part = (0, 1)
         self._new = False
-        self._ended = False
+        self.has_ended = False
+        """Whether this very conversion had ended before it was begun again."""
         self._made_root = False
         self._previous = read_record(self.backend) if self.name is None else None
 
@@ -147,21 +148,28 @@ class Conversion:
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
-            self.record, self._new = self._begun(ConversionRecord(id=id, digest=self.digest, files=files)), True
+            self._new = True
+            try:
+                self._check_empty()
+            except ConflictError:
+                self.record = find(self.backend, self.name, self.digest)  # another process may have begun just now
+                if self.record is None:
+                    raise
+            else:
+                self._made_root = is_file_system(self.root) and not os.path.exists(real_url(self.root))
+                self.backend.prepare()
+                self.record = begin(self.backend, self.name, ConversionRecord(id=id, digest=self.digest, files=files))
         elif self.name is None:
             resume(self.backend, id)
-        self._check_previous(self.record)
+        previous = self._previous if not self.options.overwrite else None
+        if previous is not None and CommitRecord.from_bytes(previous, self.url).id != self.record.id:  # somebody else has saved since
+            raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
         return planned if self.record.id == id else self._plan(self.record.id)
 
     def join(self, id: str, *, ended: bool) -> OutputPlan:
         """The plan of what the first of several processes has begun, or finds to have ended."""
-        self.record, self._ended = ConversionJournal(self.backend, self.name, id, self.digest), ended
+        self.record, self.has_ended = ConversionJournal(self.backend, self.name, id, self.digest), ended
         return self._plan(id)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether this very conversion had ended before it was begun again."""
-        return self._ended
 
     def _end(self) -> OutputPlan | None:
         """The plan, if this very conversion has ended: it is the commit at the destination, or has left its claim there."""
@@ -176,28 +184,8 @@ class Conversion:
         planned = self._plan(id)
         if any(_size(self.backend, f.path) != f.size for f in planned.files):
             return None
-        self.record, self._ended = ConversionJournal(self.backend, self.name, id, self.digest), True
+        self.record, self.has_ended = ConversionJournal(self.backend, self.name, id, self.digest), True
         return planned
-
-    def _begun(self, begun: ConversionRecord) -> ConversionJournal:
-        try:
-            self._check_empty()
-        except ConflictError:
-            other = find(self.backend, self.name, self.digest)  # another process may have begun just now
-            if other is None:
-                raise
-            return other
-        self._made_root = is_file_system(self.root) and not os.path.exists(real_url(self.root))
-        self.backend.prepare()
-        forget_ended(self.backend, self.name)
-        return begin(self.backend, self.name, begun)
-
-    def _check_previous(self, record: ConversionJournal) -> None:
-        """Raise ConflictError if somebody else has saved here since the conversion was begun."""
-        if self._previous is None or self.options.overwrite:
-            return
-        if CommitRecord.from_bytes(self._previous, self.url).id != record.id:
-            raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> OutputPlan:
         layout = OutputOptions(
@@ -237,7 +225,7 @@ class Conversion:
 
     def missing(self, planned: OutputPlan) -> list[int]:
         """Files of this process that are not there yet."""
-        if self._ended:
+        if self.has_ended:
             return []
         mine = balanced([file.size for file in planned.files], self.part[1])[self.part[0]]
         if self.record is None:
@@ -248,8 +236,7 @@ class Conversion:
     def _there(self, planned: OutputPlan, record: ConversionJournal) -> set[int]:
         """Files that are durable."""
         # A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file.
-        marks = record.marks()
-        marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
+        marked = record.durable(len(planned.files))
         if self.name is None:
             sizes: dict[str, int | None] = {e.path: e.size for e in self.backend.list_prefix()} if marked else {}
         else:
@@ -270,7 +257,8 @@ class Conversion:
             memory=self.options.memory,
             threads=default_threads(self.options.threads),
             verify=self.options.verify,
-            begin=lambda number: self._clear(record, planned.files[number], number),
+            # of a new conversion nothing was begun: what is there, a link that leads nowhere for example, is somebody's
+            begin=None if self._new else lambda number: self._clear(record, planned.files[number], number),
             done=record.done,
         )
         stream.write(missing, progress)
@@ -278,16 +266,14 @@ class Conversion:
 
     def _clear(self, record: ConversionJournal, file: OutputFile, number: int) -> None:
         """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
-        if self._new:
-            return  # none was: what is there, a link that leads nowhere for example, is somebody's
         others = find(self.backend, self.name, self.digest) is None
-        if record.mark(number) in record.marks():
+        if number in record.durable(number + 1):
             others = others or _size(self.backend, file.path) == file.size
             if not others:
                 record.forget(number)
         if not others:
             self.backend.delete(file.path)
-            others = record.mark(number) in record.marks()
+            others = number in record.durable(number + 1)
             if others:
                 record.forget(number)  # it was durable by then, and is gone now
         if others:
@@ -299,8 +285,8 @@ class Conversion:
 
         Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
         """
-        if self.record is None or self._ended:
-            return self._ended
+        if self.record is None or self.has_ended:
+            return self.has_ended
         if not self._whole(planned, self.record):
             return self._is_over(planned, self.record, alone=self.part[1] == 1)
         if not self.record.claim() and not (again and self.part[0] == 0):
@@ -333,7 +319,7 @@ class Conversion:
         """Whether all files are durable, those of other processes too."""
         # Any process may be the one that finds all files there. ``claim`` then lets exactly one finish; ``again`` is
         # the way back if that one died in the middle.
-        if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
+        if len(record.durable(len(planned.files))) < len(planned.files):
             return False
         lost = sorted(set(range(len(planned.files))) - self._there(planned, record))
         if lost and find(self.backend, self.name, self.digest) is not None:

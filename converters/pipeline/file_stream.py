@@ -277,7 +277,7 @@ class FileStream:
         memory: int,
         threads: int,
         verify: bool,
-        begin: Callable[[int], None],
+        begin: Callable[[int], None] | None,
         done: Callable[[int], None],
     ) -> None:
         self.chosen = chosen if planned.tensors is None else replace(chosen, tensors=planned.tensors)
@@ -312,7 +312,8 @@ class FileStream:
         try:
             for number in numbers:
                 file = self.planned.files[number]
-                self._begin(number)
+                if self._begin is not None:
+                    self._begin(number)
                 # At most two files are open: the one being written and the one before it, which a thread makes
                 # durable.
                 opened = [*opened[-1:], _Open(file, self.backend.create(file.path, file.size), self._kind)]
@@ -391,7 +392,8 @@ class _Open:
 
     def take(self, item: int, start: int, data: memoryview) -> None:
         """Write the next bytes of an item; those of different items from any threads."""
-        self._update(item, data)
+        if self.kind is not None:
+            self._update(item, self.kind, data)
         self.writer.write(start, [data])
 
     def mark(self, item: int) -> _Digest | None:
@@ -418,18 +420,18 @@ class _Open:
             end = min(end, len(data))
             while segment is not None and hashed < end:
                 stop = min(end, segment.start - first + segment.length)
-                self._update(segment.item, data[hashed:stop])
+                if self.kind is not None:
+                    self._update(segment.item, self.kind, data[hashed:stop])
                 hashed = stop
                 if stop == segment.start - first + segment.length:
                     segment = next(segments, None)
             self.writer.write(first + at, [data[at:end]])
             at, end = end, end + step
 
-    def _update(self, item: int, data: memoryview) -> None:
-        if self.kind is not None:
-            if item not in self._state:
-                self._state[item] = _DIGESTS[self.kind]()
-            self._state[item].update(data)
+    def _update(self, item: int, kind: str, data: memoryview) -> None:
+        if item not in self._state:
+            self._state[item] = _DIGESTS[kind]()
+        self._state[item].update(data)
 
     def end(self) -> None:
         """Write what is not tensors, and make all durable."""
