@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import settings, units
 from ckpt.converters.mapping.translation import changed
-from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, split_url
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor
 from ckpt.converters.targets.hf import INDEX, TARGET, Configuration, ModelConfig, read_configuration
 from ckpt.engine.save.background import wait_for_pending_save
@@ -110,7 +110,7 @@ def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Lay
     if layout is not None:
         layout.check_ranks(group.ranks)
     check_url(url)
-    root, name = split_url(url, file=TARGET.one_file(url))
+    root, name = parent_and_name(url) if TARGET.one_file(url) else (url, None)
     named = state if isinstance(state, dict) else {"model": state}
     _refuse_adapters(named.values(), url)
     return ExportShare(

@@ -30,7 +30,7 @@ from ckpt.settings import __version__
 from ckpt.settings import threads as default_threads
 from ckpt.telemetry.callbacks import ProgressCallback
 
-from .target import ConvertOptions, OutputFile, OutputOptions, OutputPlan, Target, split_url
+from .target import ConvertOptions, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name
 
 
 def digest_of(chosen: OutputSet, *options: object) -> str:
@@ -97,7 +97,9 @@ class Conversion:
         self.options = options
         self.beside = beside or {}
         check_url(url)
-        self.root, self.name = split_url(url, file=format.one_file(url))
+        self.root: str
+        self.name: str | None
+        self.root, self.name = parent_and_name(url) if format.one_file(url) else (url, None)
         self.backend: Backend = open_backend(self.root)
         if self.name is None:
             check_no_link(self.backend)
@@ -227,7 +229,8 @@ class Conversion:
         """Files of this process that are not there yet."""
         if self.has_ended:
             return []
-        mine = balanced([file.size for file in planned.files], self.part[1])[self.part[0]]
+        number, count = self.part
+        mine = list(range(len(planned.files))) if count == 1 else balanced([file.size for file in planned.files], count)[number]
         if self.record is None:
             return [] if self.part[0] else mine
         there = self._there(planned, self.record)

@@ -156,18 +156,16 @@ def _run(place: _TakenPart, extent: Extent) -> ByteRun | None:
 
 def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[ByteRun]]:
     """The runs of items in jobs of about ``JOB`` bytes. ``apart``: those of one item may be in several jobs, also long ones in parts."""
-    units = [[run] for runs_of_item in runs for run in _parts(runs_of_item)] if apart else runs
+    units = runs
+    if apart:
+        units = []
+        for run in (run for runs_of_item in runs for run in runs_of_item):
+            step = run.length if run.chunk.extent.digest is not None else JOB  # a digest asks for one part after another
+            starts = range(0, run.length, step)
+            units += [[run._replace(start=run.start + n, length=min(step, run.length - n), offset=run.offset + n)] for n in starts]
     sizes = [max(sum(run.length for run in unit), len(unit) * (JOB // MANY)) for unit in units]  # small runs take time, too
     for group in group_sizes(sizes, JOB):
         yield [run for unit in units[group.start : group.stop] for run in unit]
-
-
-def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
-    """Runs in parts of at most ``JOB`` bytes, where no digest asks for one after another."""
-    for run in runs:
-        step = run.length if run.chunk.extent.digest is not None else JOB
-        for at in range(0, run.length, step):
-            yield run._replace(start=run.start + at, length=min(step, run.length - at), offset=run.offset + at)
 
 
 def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
