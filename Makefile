@@ -19,8 +19,6 @@ QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tes
   tests/test_geometry.py tests/test_spans.py tests/test_tree.py tests/distributed/test_dtensors.py tests/distributed/test_round_trips.py
 # most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
 WORKERS ?= 4
-# pytest ends with 5 when no test was chosen: PYTEST_ARGS may name a part that is all of one kind
-NONE := [ $$? = 5 ]
 
 .PHONY: venv demo test quick matrix oldest newest trainers coverage lint format bench pictures site peers clean s3-server machines
 .DEFAULT_GOAL := test
@@ -41,8 +39,7 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	@touch $@
 
 test: lint s3-server machines
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || $(NONE)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m alone $(PYTEST_ARGS) || $(NONE)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 quick: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(QUICK) $(PYTEST_ARGS)
@@ -69,8 +66,7 @@ newest: .matrix/newest/.installed
 # the tests again, slower, with the lines and branches that they reach; the floor is in pyproject.toml
 coverage: venv s3-server machines
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || $(NONE)
-	$(BIN)/python -m coverage run -m pytest -q -m alone $(PYTEST_ARGS) || $(NONE)
+	$(BIN)/python -m coverage run -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

@@ -17,7 +17,7 @@ import xxhash
 
 from ckpt.catalog import DataFile
 from ckpt.engine.save.plan import chunks_of, specs_of
-from ckpt.formats.native.datafiles.datafile import HEADER_BLOCK, LENGTH_BYTES, DataFilePlan, box_text, plan_data_files
+from ckpt.formats.native.datafile import HEADER_BLOCK, LENGTH_BYTES, DataFilePlan, box_text, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec
 

@@ -24,7 +24,7 @@ from ckpt.catalog import Contents, DataFile
 from ckpt.dtypes import dtype
 from ckpt.engine.save.index_rows import Chunking, index_rows
 from ckpt.engine.save.plan import chunks_of, specs_of
-from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_data_files
+from ckpt.formats.native.datafile import DataFilePlan, plan_data_files
 from ckpt.formats.native.index import decode_index, encode_index
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Shard

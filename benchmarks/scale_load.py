@@ -20,7 +20,6 @@ import torch
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.engine.load.shared_reads import SharedReads, worth_all
 from ckpt.engine.load.sweep import Sweep
@@ -198,7 +197,7 @@ def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, 
         assert files.header(number)[0] == files.saved(number)
     catalog = FlatCheckpoint(files, directory, ranks)
     jobs = jobs_of([in_eighths(t) for t in tensors if t.dtype.name == "bfloat16"], catalog.tensors, 3)
-    reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None)
+    reader = Reader(catalog=catalog, verify="full", threads=1)
     gc.collect()
     gc.freeze()
     gc.disable()  # as a load does
@@ -226,7 +225,7 @@ def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, 
         "gather_calls": found.calls,
         "gather_read": found.read,
         "gather_needed": found.needed,
-        "read_cpu_per_gb": reading / reader.bytes_read * 1e9,
+        "read_cpu_per_gb": reading / reader.fetch.read * 1e9,
     }
 
 

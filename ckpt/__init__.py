@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .converters.pipeline.target import MegatronParallel as MegatronParallel
     from .engine.copy.copy import CopyReport as CopyReport
     from .engine.copy.copy import copy_checkpoint
-    from .engine.load.job import LoadReport as LoadReport
+    from .engine.load.fill import LoadReport as LoadReport
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
     from .engine.save.options import SaveReport as SaveReport
@@ -108,7 +108,7 @@ _WHERE = {
     "pipeline": "plan.layout.mesh",
     "experts": "plan.layout.mesh",
     "SaveReport": "engine.save.options",
-    "LoadReport": "engine.load.job",
+    "LoadReport": "engine.load.fill",
     "SaveHandle": "engine.save.background",
     "CopyReport": "engine.copy.copy",
     "VerifyReport": "engine.verify.verify",

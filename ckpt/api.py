@@ -22,7 +22,7 @@ from .text import url_text
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ckpt.engine.load.job import LoadReport
+    from ckpt.engine.load.fill import LoadReport
     from ckpt.engine.save.background import SaveHandle
     from ckpt.engine.save.options import SaveOptions, SaveReport
 
@@ -72,7 +72,7 @@ def save(
         dry_run: plan the save on all ranks and write nothing: raise what cannot be saved, and report what would be written. Replicas are
             not compared. The estimate of seconds comes from the spans of the checkpoint at ``url`` or of a step beside it.
         base: an earlier checkpoint beside this one, in the same run. Chunks of frozen tensors that it has, bit for bit, are not written:
-            the new checkpoint refers to its files, which have to stay (docs/guides/lora-frozen-ema.md). It must have been saved with a
+            the new checkpoint refers to its files, which have to stay (docs/guides/frozen-part-once.md). It must have been saved with a
             base or with ``reusable``.
         reusable: keep XXH3-128 digests of tensors that may stay as they are, so that a later save can name this one as its base. Naming
             a base does it too.
@@ -262,7 +262,7 @@ def load(
     """
     url = url_text(url)
     from ckpt.engine.dry_run import load as rehearsal
-    from ckpt.engine.load.job import LoadOptions
+    from ckpt.engine.load.fill import LoadOptions
     from ckpt.engine.load.load import load_state
     from ckpt.engine.save.background import wait_for_pending_save
     from ckpt.io_backends.registry import is_file_system

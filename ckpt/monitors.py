@@ -1,7 +1,7 @@
 """Ready-made listeners for ``Checkpointer(on_event=…)``: what saves and loads take, in the tool where training is watched already.
 
 A library is imported when its monitor is made, or when the first event comes. Each event is handled in a thread that training does not
-wait for (docs/monitoring.md).
+wait for (docs/observing.md).
 """
 
 from __future__ import annotations

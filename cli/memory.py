@@ -116,7 +116,8 @@ def _status(output: Output, *, listen: bool) -> None:
 
 def _drop(output: Output, url: str | None) -> None:
     from ckpt.nodes.memory import client
-    from ckpt.nodes.memory.backend import MemoryBackend, is_remote
+    from ckpt.nodes.memory.backend import MemoryBackend
+    from ckpt.nodes.memory.remote import is_remote
 
     if url is not None and is_remote(url):
         raise UsageError("this is the memory of another machine", where=url, hint="run `ckpt memory drop` there")

@@ -18,8 +18,7 @@ import xxhash
 
 from ckpt.catalog import Catalog, Contents, Extent, SourceFile, TensorEntry
 from ckpt.converters.mapping.convention import translated_views as views_of
-from ckpt.engine.byte_source import ChunkName, StorageSource
-from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
@@ -199,7 +198,7 @@ def _digested(backend: Backend, paths: Sequence[str], contents: Contents, progre
     total, done = sum(e.length for *_, e in rows), 0
     extents_of = {name: list(extents) for name, extents in contents.extents.items()}
 
-    reader = DigestReader(StorageSource(backend), crc32=True)
+    reader = DigestReader(backend, crc32=True)
 
     def digest(row: tuple[str, int, str, Extent]) -> str:
         """The digest of a chunk, which is compared with the one, or the checksum, that the source has of it."""
@@ -286,7 +285,7 @@ def translated(
 
     Args:
         url: a checkpoint of any format, but no virtual one.
-        names: a translation that comes with ckpt, or the path of a ``.toml`` file (docs/translations.md).
+        names: a translation that comes with ckpt, or the path of a ``.toml`` file (docs/formats.md).
         convention: the naming convention that the state has, such as ``"huggingface"``.
         numbers: of the model, where the checkpoint does not tell them: ``{"query_groups": 8}``.
         skip: globs of stored names: these tensors are left out, and no rule of the translation has to take them.

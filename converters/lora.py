@@ -22,7 +22,6 @@ from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.buffered import ViewBox, read_views
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.journal import WriteJournal
@@ -334,10 +333,7 @@ def extract(
     options = ConvertOptions(optimizer=False, root=root)
     chosen = [target("hf").choose(open_catalog(one), options.selection) for one in (base, tuned)]
     _check_fit(chosen[0], chosen[1], (base, tuned))
-    readers = [
-        Reader(catalog=one.catalog, source=source_of(one.catalog), verify="full", threads=settings.threads(threads), beat=lambda: None)
-        for one in chosen
-    ]
+    readers = [Reader(catalog=one.catalog, verify="full", threads=settings.threads(threads)) for one in chosen]
     tensors: dict[str, torch.Tensor] = {}
     ranks, errors, whole = dict[str, int](), dict[str, float](), list[str]()
     lost = total = 0.0

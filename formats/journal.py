@@ -9,14 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
-from ckpt.formats.conversion import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
 from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, CommitRecord
-from ckpt.formats.native.datafiles.references import is_reference
-from ckpt.formats.native.datafiles.referrers import referred_files
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path
+from ckpt.formats.native.references import is_reference
+from ckpt.formats.registry import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
 from ckpt.text import parse_json
 
 if TYPE_CHECKING:

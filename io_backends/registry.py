@@ -142,9 +142,7 @@ def _of_file(path: str) -> dict[str, Configured]:
     except UsageError:
         raise
     except (OSError, ValueError) as err:  # the text of a JSONDecodeError has a place, and nothing of the content
-        raise UsageError(
-            f"{path} cannot be read: {err}", where="CKPT_STORAGE_OPTIONS", hint="docs/object-storage.md has an example"
-        ) from err
+        raise UsageError(f"{path} cannot be read: {err}", where="CKPT_STORAGE_OPTIONS", hint="docs/storage.md has an example") from err
     return _file[1]
 
 
@@ -185,9 +183,9 @@ _GROUP = "ckpt.io_backends"
 
 
 def _s3(url: str, options: Mapping[str, Any]) -> Backend:
-    from ckpt.io_backends.fsspec.opening import fsspec_config
+    from ckpt.io_backends.fsspec.filesystem import fsspec_config
     from ckpt.io_backends.s3.backend import S3Backend  # late: botocore takes a while to import
-    from ckpt.io_backends.s3.options import PROTOCOLS, s3_options, without_equivalent
+    from ckpt.io_backends.s3.tries import PROTOCOLS, s3_options, without_equivalent
 
     options = {**fsspec_config(*PROTOCOLS), **options}
     if only_s3fs := without_equivalent(options):
@@ -329,7 +327,7 @@ def _opened(scheme: str, url: str) -> Backend:
     if scheme in points:
         return _of_another_package(points[scheme], url, configured)
     from ckpt.io_backends.fsspec.backend import FsspecBackend
-    from ckpt.io_backends.fsspec.opening import known_to_fsspec
+    from ckpt.io_backends.fsspec.filesystem import known_to_fsspec
 
     if known_to_fsspec(scheme):
         return FsspecBackend(url, configured.options)

@@ -1,18 +1,20 @@
-"""The state of a new object that is being written, for all backends: what ``Writer`` promises about second calls, holes and threads."""
+"""The state of a new object that is being written, for all backends: what ``Writer`` promises about second calls, holes and threads;
+and objects that several processes write together."""
 
 from __future__ import annotations
 
+import re
 import threading
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
-from ckpt.errors import StorageError, UsageError
+from ckpt.errors import AccessError, StorageError, UsageError
 
 from .checks import byte_views, check_write
-from .protocol import CopySource, Writer
+from .protocol import Backend, CopySource, PendingUpload, Writer
 
 # Which bytes of an object have been written: exact, so that a hole cannot hide behind bytes that were written twice.
 
@@ -201,3 +203,47 @@ class WriterBase(Writer):
     def _check_open(self) -> None:
         if self._state != "open":
             raise UsageError(f"the writer is not open any more: {self._state}", where=self._where, hint="create a new object")
+
+
+# Objects that several processes write together, each its own bytes at their final place, and that one of them makes exist.
+#
+# A storage that can do it has ``Backend.create_shared``. One process begins the object and tells the others its token; all write and
+# ``flush``; the first one completes it with what the flushes gave.
+#
+# Invariants: nothing shows under the object's name before ``complete``, and then all of it does. Who began an object and dies leaves what
+# :func:`left_behind` finds.
+
+ASIDE = ".shared"
+"""What the name of a shared file ends with until it is published, on file systems."""
+_ASIDE_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.shared")
+
+
+def check_total(written: int, size: int, where: str) -> None:
+    """Raise StorageError unless the processes have written every byte."""
+    if written != size:
+        raise StorageError(f"{size} bytes were planned, but all processes together wrote {written}", where=where, hint="please report this")
+
+
+def aside_name(path: str, token: str) -> str:
+    """The path of a shared file until it is published."""
+    head, slash, name = path.rpartition("/")
+    return f"{head}{slash}.{name}.{token}{ASIDE}"
+
+
+def left_behind(backend: Backend, prefix: str = "") -> Iterator[PendingUpload]:
+    """What processes that died left of objects directly below the root whose names start with ``prefix``: files aside, and uploads as far
+    as we may list them."""
+    for name in backend.list_dir():
+        match = _ASIDE_NAME.fullmatch(name)
+        if match is not None and match["name"].startswith(prefix):
+            yield PendingUpload(path=match["name"], started=0.0, token=name)
+    with suppress(AccessError):  # a right of its own, which few jobs have been given
+        yield from (u for u in backend.pending_uploads(prefix) if "/" not in u.path)
+
+
+def remove_left(backend: Backend, left: PendingUpload) -> None:
+    """Remove what :func:`left_behind` gave."""
+    if left.token.endswith(ASIDE):
+        backend.delete(left.token)
+    else:
+        backend.abort_upload(left)

@@ -10,9 +10,10 @@ import sys
 import hypothesis
 import pytest
 
-from tests import older_torch
+from tests import older_torch, scheduling
 from tests.older_torch import pytest_runtest_call
-from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_summary, pytest_xdist_make_scheduler, s3_url
+from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_summary, s3_url
+from tests.scheduling import pytest_xdist_make_scheduler
 
 # The suite that the package ships fails as readably as the tests beside it.
 pytest.register_assert_rewrite("ckpt.io_backends.conformance.reading", "ckpt.io_backends.conformance.writing")
@@ -49,6 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "slow", "needs --slow")
     if any(item.get_closest_marker("cuda") for item in items) and not _cuda():
         _skip(items, "cuda", "needs a GPU")
+    scheduling.arrange(config, items)
 
 
 def pytest_collection_finish() -> None:

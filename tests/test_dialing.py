@@ -13,10 +13,13 @@ import pytest
 from ckpt.net import connections, dialing
 from ckpt.net.connections import Listener
 from ckpt.net.dialing import Dialer
-from ckpt.net.sockets import Greeting, Hello, Sending, Views, prepare
+from ckpt.net.endpoints import prepare
+from ckpt.net.streams import PURPOSE, Greeting, Hello, Sending, Views
+from ckpt.net.wire import Prover
 
 SECRET = bytes(range(16))
 HELLO = Hello(number=1, rank=7, size=3, announcement=b"")
+PROVER = partial(Prover, SECRET, PURPOSE, "rank 3", HELLO.pack())
 
 
 @pytest.fixture
@@ -56,15 +59,17 @@ def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener[Hello
                     sock.close()
             elif isinstance(key.data, Sending):
                 try:
+                    greeted = key.data.greeted
                     key.data.step()
-                    dialer.connected(key.data)
+                    if not greeted:
+                        dialer.connected(key.data)
                     selector.modify(key.data.sock, selectors.EVENT_READ, key.data)
                 except OSError as err:
                     selector.unregister(key.data.sock)
                     key.data.sock.close()
                     dialer.failed(key.data, err)
-            elif (greeted := door.greet(key.data)) is not None:
-                heard.append(greeted)
+            elif (hello := door.greet(key.data)) is not None:
+                heard.append(hello)
                 key.data.sock.close()
         door.tick()
     return heard
@@ -76,7 +81,7 @@ def test_one_silent_address_does_not_take_the_time_of_the_others(silent: tuple[s
         dialer = Dialer(selector, 60.0)
         door.attach(selector)
         began = time.monotonic()
-        dialer.begin(3, [silent, nobody, *door.addresses], HELLO.pack(SECRET), Views([memoryview(b"abc")]))
+        dialer.begin(3, [silent, nobody, *door.addresses], PROVER, Views([memoryview(b"abc")]))
         assert turns(selector, dialer, door, 10.0) == [HELLO]
         assert time.monotonic() - began < 3
         text = str(dialer.dials[3])
@@ -92,7 +97,7 @@ def test_one_silent_address_does_not_take_the_time_of_the_others(silent: tuple[s
 def test_nothing_is_left_to_wait_for_where_all_refuse(nobody: tuple[str, int]) -> None:
     with selectors.DefaultSelector() as selector:
         dialer = Dialer(selector, 60.0)
-        dialer.begin(3, [nobody, ("::1", nobody[1])], b"", Views([]))
+        dialer.begin(3, [nobody, ("::1", nobody[1])], PROVER, Views([]))
         end = time.monotonic() + 5
         while not (hopeless := dialer.advance()) and time.monotonic() < end:
             for key, _ in selector.select(0.05):
@@ -115,7 +120,7 @@ def test_a_rank_gets_in_among_many_that_say_nothing(monkeypatch: pytest.MonkeyPa
     with selectors.DefaultSelector() as selector:
         door.attach(selector)
         dialer = Dialer(selector, 60.0)
-        dialer.begin(3, [address], HELLO.pack(SECRET), Views([memoryview(b"abc")]))
+        dialer.begin(3, [address], PROVER, Views([memoryview(b"abc")]))
         assert turns(selector, dialer, door, 10.0) == [HELLO]
         assert len(door._greetings) <= 4
         for key in list(selector.get_map().values()):
@@ -135,7 +140,7 @@ def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     door = Listener([socket.create_server(("127.0.0.1", 0))], partial(Greeting, secret=SECRET), 60.0)
     with socket.create_connection(door.addresses[0]) as idle, selectors.DefaultSelector() as selector:
         door.attach(selector)
-        idle.sendall(b"ckp")
+        idle.sendall(b"ckl")
         assert not door.accept(selector.select(5)[0][0].data)
         time.sleep(0.2)
         door.tick()

@@ -45,7 +45,7 @@ PURE = tuple(
 """Values and arithmetic: no I/O. They import each other, numpy and the standard library."""
 
 NARROW = {
-    "ckpt.formats": (*PURE, "ckpt.formats", *(f"ckpt.io_backends.{name}" for name in ("protocol", "registry", "retries"))),
+    "ckpt.formats": (*PURE, "ckpt.formats", *(f"ckpt.io_backends.{name}" for name in ("checks", "protocol", "registry"))),
     "ckpt.catalog": (*PURE, "ckpt.io_backends.protocol"),  # its type alone: a catalog says from which storage its bytes come
     **dict.fromkeys((f"ckpt.runs.report.{name}" for name in ("content", "history", "watching")), ("ckpt",)),
     "ckpt.runs.report": (*PURE, "ckpt.runs.report"),  # what reads is above; all else is arithmetic and text
@@ -57,7 +57,7 @@ TORCH_WHEN_ASKED = ("ckpt.plan.tree_decoding", "ckpt.monitors")
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one, and torch has TensorBoard's writer."""
 
 WITHOUT_TORCH = (
-    *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.engine.byte_source", "ckpt.engine.copy", "ckpt.engine.digest_reader"),
+    *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.engine.copy", "ckpt.engine.digest_reader"),
     *("ckpt.engine.verify", "ckpt.monitors", "ckpt.net.connections", "ckpt.net.wire", "ckpt.nodes.memory"),
     *(f"ckpt.nodes.{name}" for name in ("backend", "copies", "copying", "file_server", "nodes", "parity")),
     *(f"ckpt.live.{name}" for name in ("control", "holdings", "offered", "pieces", "pull", "registry", "relay")),

@@ -15,8 +15,7 @@ from click.testing import CliRunner
 from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, NotCommittedError, NotFoundError
-from ckpt.formats.conversion import ExportRecord
-from ckpt.formats.registry import open_catalog
+from ckpt.formats.registry import ExportRecord, open_catalog
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash

@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from typing import Any
 
-from ckpt.net.framing import RECORD, Feed
+from ckpt.net.streams import RECORD, Feed
 
 
 class Hurried(deque[Any]):

@@ -41,12 +41,13 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     assert [page for page in listed if page != "README.md" and page.replace(".md", ".html") not in start] == []
 
 
-def test_the_start_page_and_the_navigation_have_the_same_groups() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("  - Reference:")[0]
+def test_the_start_page_and_the_navigation_have_the_same_guides() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("  - How-to:")[2].partition("  - Training loop:")[0]
     groups = re.split(r"^ {6}- (.+):$", navigation, flags=re.MULTILINE)[1:]
-    nav = {name: set(re.findall(r"guides/[\w-]+\.md", text)) for name, text in zip(groups[::2], groups[1::2], strict=True)}
-    start = re.split(r"^\* ([\w ]+):", (DOCS / "README.md").read_text().partition("**Reference**")[0], flags=re.MULTILINE)[1:]
-    assert nav == {name: set(re.findall(r"guides/[\w-]+\.md", text)) for name, text in zip(start[::2], start[1::2], strict=True)}
+    nav = {name: re.findall(r"guides/[\w-]+\.md", text) for name, text in zip(groups[::2], groups[1::2], strict=True)}
+    how_to = (DOCS / "README.md").read_text().partition("## How-to")[2].partition("\n## ")[0]
+    start = re.split(r"^\* ([\w ]+):", how_to, flags=re.MULTILINE)[1:]
+    assert nav == {name: re.findall(r"guides/[\w-]+\.md", text) for name, text in zip(start[::2], start[1::2], strict=True)}
 
 
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:

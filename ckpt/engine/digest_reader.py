@@ -1,6 +1,6 @@
 """Reads chunks and compares them with their digests: the one way in which load, verify, cp, convert and import read. No torch.
 
-    source ──read_into──► memory ──hash while in cache──► compare ──equal──► count as verified
+    storage ─read_into─► memory ──hash while in cache──► compare ──equal──► count as verified
                   ▲                                          │
                   └──── evict from caches, read again ◄──────┘ different
 
@@ -8,7 +8,7 @@ Three layers, each usable alone:
 
 * :meth:`DigestReader.fill` reads a range into memory and passes it to a :class:`ChunkDigest`, block by block, in the cache;
 * :meth:`DigestReader.read_chunk`, ``compare``, ``compare_rows`` end with a comparison, and raise if it fails;
-* :meth:`DigestReader.reread` runs such work, and runs it again from storage if it fails (``io_backends.retries``): a network, a cache or a
+* :meth:`DigestReader.reread` runs such work, and runs it again from storage if it fails (``io_backends.checks``): a network, a cache or a
   memory bank may have flipped a bit, and then the stored bytes are right.
 
 Thread-safe. Scratch memory belongs to a thread, and is as long as its longest read or encoded chunk so far.
@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,11 @@ from ckpt import settings
 from ckpt.catalog import Extent
 from ckpt.concurrency import waits_so_far
 from ckpt.errors import CorruptError
-from ckpt.formats.native.coding.codecs import decode
-from ckpt.io_backends.retries import read_checked
-
-from .byte_source import ByteSource, ChunkName, SpanRecorder, crc_difference, damaged, digest_difference, has_digest
+from ckpt.formats.native.codecs import decode
+from ckpt.io_backends.checks import read_checked
+from ckpt.io_backends.protocol import Backend
+from ckpt.plan.layout.geometry import Box
+from ckpt.telemetry.spans import Spans
 
 T = TypeVar("T")
 Verify = Literal["full", "partial", "off"]
@@ -49,8 +50,34 @@ SPARE = 512
 """Scratch memory begins at a multiple of this many bytes: of every item size, and of what direct I/O asks for."""
 
 
+class ChunkName(NamedTuple):
+    """A stored chunk, as messages name it. ``box`` is None where ``tensor`` is a key of a file that says all."""
+
+    tensor: str
+    box: Box | None
+    extent: Extent
+
+    def damaged(self, difference: str, url: str) -> CorruptError:
+        """The error for a chunk that is not what its digest says."""
+        tensor, box, extent = self
+        return CorruptError(
+            f"chunk {tensor} is damaged: {difference}" if box is None else f"chunk {box} of tensor {tensor} is damaged: {difference}",
+            where=f"{url.rstrip('/')}/{extent.path}, bytes {extent.offset} to {extent.offset + extent.length}",
+            hint="run `ckpt verify` to see what else is damaged, and use another step",
+        )
+
+
+class _Scratch(threading.local):
+    """What one thread has: bytes that it has read and not compared, and memory by use."""
+
+    unchecked = 0
+
+    def __init__(self) -> None:
+        self.memory: dict[str, npt.NDArray[np.uint8]] = {}
+
+
 class DigestReader:
-    """Reads from one source. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``requests`` counts
+    """Reads from one storage. ``read`` and ``verified`` count bytes: all, and those that were compared with a digest; ``requests`` counts
     reads, ``paths`` the files read from, ``memory`` bytes of scratch memory; ``waits`` how often a thread gave up its core during the
     first reads, ``PROBE`` bytes.
 
@@ -59,18 +86,18 @@ class DigestReader:
 
     def __init__(
         self,
-        source: ByteSource,
+        backend: Backend,
         verify: Verify = "full",
         *,
         crc32: bool = False,
         beat: Callable[[], None] = lambda: None,
-        spans: SpanRecorder | None = None,
+        spans: Spans | None = None,
     ) -> None:
-        self.source = source
+        self.backend = backend
         self.verify = verify
         self.crc32 = crc32
-        self.piece = max(settings.PIECE, source.io_hints.read_size)
-        self.stretch = max(settings.DIRECT_READ, self.piece, source.io_hints.split_read_size)
+        self.piece = max(settings.PIECE, backend.io_hints.read_size)
+        self.stretch = max(settings.DIRECT_READ, self.piece, backend.io_hints.split_read_size)
         self.read = 0
         self.verified = 0
         self.requests = 0
@@ -78,11 +105,11 @@ class DigestReader:
         self.memory = 0
         self.waits = 0
         self.beat = beat
-        self.allocate: Callable[[int], npt.NDArray[np.uint8]] = _plain
+        self.allocate: Callable[[int], npt.NDArray[np.uint8]] = lambda nbytes: np.empty(nbytes, dtype=np.uint8)
         """Makes scratch memory."""
         self._spans = spans
         self._lock = threading.Lock()
-        self._local = threading.local()
+        self._local = _Scratch()
 
     def needs_whole(self, extent: Extent) -> bool:
         """Whether a chunk has to be read whole although only a part of it is needed."""
@@ -100,19 +127,19 @@ class DigestReader:
         before = waits_so_far() if self.read < PROBE else None
         if digest is None or not digest.compares:
             with self.span("read", len(memory)):
-                self.source.read_into(path, offset, memory)
+                self.backend.read_into(path, offset, memory)
             if digest is not None:
                 digest.update(memory)
         else:
             # The backend reads and hashes by turns, slice by slice, so that a slice is hashed while the cache has it.
             began, hashed = time.perf_counter(), digest.seconds
-            self.source.read_into(path, offset, memory, digest.timed_update)
+            self.backend.read_hashed(path, offset, memory, digest.timed_update)
             if self._spans is not None:  # the two take turns every few microseconds: each counts for how long it took in all
                 ended = time.perf_counter()
                 turn = ended - (digest.seconds - hashed)
                 self._spans.add("read", began, turn, len(memory))
                 self._spans.add("verify", turn, ended, len(memory))
-        self._local.unchecked = self._unchecked() + len(memory)
+        self._local.unchecked += len(memory)
         with self._lock:
             self.read += len(memory)
             self.requests += 1
@@ -124,14 +151,14 @@ class DigestReader:
         """The result of ``read``, which fills and checks ``extent``; it is called again if the bytes do not fit."""
 
         def attempt() -> T:
-            before = self._unchecked()
+            before = self._local.unchecked
             try:
                 return read()
             except CorruptError:
-                self.count_verified(max(0, self._unchecked() - before))  # nobody uses these bytes
+                self.count_verified(max(0, self._local.unchecked - before))  # nobody uses these bytes
                 raise
 
-        return read_checked(self.source, extent.path, attempt, offset=extent.offset, length=extent.length)
+        return read_checked(self.backend, extent.path, attempt, offset=extent.offset, length=extent.length)
 
     def read_chunk(self, chunk: ChunkName, memory: memoryview) -> None:
         """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`reread`."""
@@ -178,7 +205,7 @@ class DigestReader:
             with self.span("decode", len(out)):
                 decode(chunk.extent.codec or "", blob, out, itemsize, anchor)
         except CorruptError as err:
-            raise damaged(chunk, err.message, self.source.url) from err
+            raise chunk.damaged(err.message, self.backend.url) from err
         if anchored is None or self.verify == "off":
             return
         # Both halves fit their digests. That they belong together, and were put together rightly, only this one says.
@@ -186,7 +213,7 @@ class DigestReader:
             computed = xxhash.xxh3_128_hexdigest(out)
         if computed != anchored.digest:
             difference = f"with its anchor in {anchored.extent.path} it has the XXH3-128 digest {computed}, should be {anchored.digest}"
-            raise damaged(chunk, difference, self.source.url)
+            raise chunk.damaged(difference, self.backend.url)
 
     def read_decoded(self, anchor: ChunkName, nbytes: int, itemsize: int) -> memoryview:
         """The bytes of an anchor, which has none itself, in scratch memory of its own."""
@@ -206,20 +233,20 @@ class DigestReader:
         if self.verify == "off":
             return None
         if extent.digest is not None:
-            return digest_difference(_hexdigest(data), extent.digest)
+            return _digest_difference(_hexdigest(data), extent.digest)
         if self.crc32 and extent.crc32 is not None:
-            return crc_difference(zlib.crc32(data), extent.crc32)
+            return _crc_difference(zlib.crc32(data), extent.crc32)
         return None
 
     def compare(self, chunk: ChunkName, data: memoryview) -> None:
         """Compare bytes that were read with the digest of their chunk, if they are all of it."""
         extent = chunk.extent
-        if self.verify == "off" or len(data) != extent.length or not has_digest(extent, crc32=self.crc32):
+        if self.verify == "off" or len(data) != extent.length or (extent.digest is None and not (self.crc32 and extent.crc32 is not None)):
             return
         with self.span("verify", len(data)):
             difference = self.difference(extent, data)
         if difference is not None:
-            raise damaged(chunk, difference, self.source.url)
+            raise chunk.damaged(difference, self.backend.url)
         self.count_verified(len(data))
 
     def compare_rows(
@@ -245,39 +272,30 @@ class DigestReader:
                     continue
                 at = offset - origin
                 if (computed := _hexdigest(data[at : at + length])) != digest:
-                    raise damaged(chunk_at(i), digest_difference(computed, digest) or "", self.source.url)
+                    raise chunk_at(i).damaged(_digest_difference(computed, digest) or "", self.backend.url)
                 verified, last, last_length = verified + length, offset, length
         self.count_verified(verified)
 
     def count_verified(self, nbytes: int) -> None:
         """Count bytes that a digest was compared with."""
-        self._local.unchecked = self._unchecked() - nbytes
+        self._local.unchecked -= nbytes
         with self._lock:
             self.verified += nbytes
 
-    def _unchecked(self) -> int:
-        """Bytes that this thread has read and not compared."""
-        count: int = getattr(self._local, "unchecked", 0)
-        return count
-
     # ---- memory
-
-    def scratch_bytes(self, size: int) -> int:
-        """Memory that :meth:`scratch` takes for ``size`` bytes."""
-        return max(size, self.piece) + SPARE
 
     def scratch(self, size: int, use: str = "read") -> npt.NDArray[np.uint8]:
         """This thread's memory for one ``use``, at least ``size`` bytes of it: overwritten by the next that asks for the same use."""
-        memory: npt.NDArray[np.uint8] | None = getattr(self._local, use, None)
+        memory = self._local.memory.get(use)
         if memory is None or len(memory) < size:
             # One buffer per thread and use, as long as the longest request so far: memory that is new for each chunk
             # would be faulted in page by page each time.
-            raw = self.allocate(wanted := self.scratch_bytes(size))
+            length = max(size, self.piece)
+            raw = self.allocate(length + SPARE)
             with self._lock:
-                self.memory += wanted - (0 if memory is None else self.scratch_bytes(len(memory)))
+                self.memory += length + SPARE - (0 if memory is None else len(memory) + SPARE)
             start = -raw.ctypes.data % SPARE
-            memory = raw[start : start + max(size, self.piece)]
-            setattr(self._local, use, memory)
+            memory = self._local.memory[use] = raw[start : start + length]
         return memory
 
 
@@ -336,22 +354,27 @@ class ChunkDigest:
         if self.length != extent.length:
             return None
         if self._hash is not None and extent.digest is not None:
-            return digest_difference(self._hash.hexdigest(), extent.digest)
+            return _digest_difference(self._hash.hexdigest(), extent.digest)
         if self._crc is not None and extent.crc32 is not None:
-            return crc_difference(self._crc, extent.crc32)
+            return _crc_difference(self._crc, extent.crc32)
         return None
 
     def end(self) -> None:
         """Raise CorruptError if the bytes are all of the chunk and not what its digest says."""
         difference = self.difference()
         if difference is not None:
-            raise damaged(self._chunk, difference, self._reader.source.url)
-        if self.length == self._chunk.extent.length and has_digest(self._chunk.extent, crc32=self._crc is not None) and self.compares:
+            raise self._chunk.damaged(difference, self._reader.backend.url)
+        extent = self._chunk.extent
+        if self.length == extent.length and self.compares and (extent.digest is not None or self._crc is not None):
             self._reader.count_verified(self.length)
 
 
-def _plain(nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.empty(nbytes, dtype=np.uint8)
+def _digest_difference(computed: str, expected: str) -> str | None:
+    return None if computed == expected else f"its XXH3-64 digest is {computed}, should be {expected}"
+
+
+def _crc_difference(computed: int, expected: int) -> str | None:
+    return None if computed == expected else f"its CRC-32 is {computed:08x}, should be {expected:08x}"
 
 
 _NO_SPAN: AbstractContextManager[object] = nullcontext()

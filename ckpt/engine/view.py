@@ -7,7 +7,6 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
-from ckpt.engine.byte_source import source_of
 from ckpt.errors import NamesError, NotFoundError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
@@ -238,7 +237,7 @@ def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
     memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
     info = TensorSpec(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
-    reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads(None), beat=lambda: None)
+    reader = Reader(catalog=catalog, verify="full", threads=threads(None))
     jobs = [TensorLoad(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)]
-    reader.run(reader.plan(jobs))
+    reader.load(jobs)
     return memory

@@ -31,7 +31,7 @@ from ckpt.engine.save.plan import WriteOptions, plan_assigned
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.save.writer import EncodedWriter, RankWriter
 from ckpt.errors import ConflictError, LayoutError, StateError, UsageError
-from ckpt.formats.native.coding.codecs import check_choice
+from ckpt.formats.native.codecs import check_choice
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.channel import Row

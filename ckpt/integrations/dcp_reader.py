@@ -22,7 +22,6 @@ from torch.futures import Future
 
 from ckpt import settings
 from ckpt.catalog import Catalog, identity
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader as Reading
 from ckpt.engine.load.reader import TensorLoad
 from ckpt.engine.view import StoredPerRank, StoredTensor, View
@@ -106,11 +105,11 @@ class CkptReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         known = self.known()
         catalog = known.catalog
-        reading = Reading(catalog=catalog, source=source_of(catalog), verify=self.verify, threads=self.threads, beat=lambda: None)
+        reading = Reading(catalog=catalog, verify=self.verify, threads=self.threads)
         stored = [item for item in plan.items if item.type is LoadItemType.TENSOR and item.storage_index.fqn in known.tensors]
         targets = [planner.resolve_tensor(item).detach() for item in stored]
         with replacement_noticed(catalog):
-            reading.run(reading.plan([self._job(item, target, known) for item, target in zip(stored, targets, strict=True)]))
+            reading.load([self._job(item, target, known) for item, target in zip(stored, targets, strict=True)])
         for item, target in zip(stored, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:

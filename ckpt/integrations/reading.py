@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ckpt import settings
 from ckpt.api import open as open_view
 from ckpt.catalog import TensorEntry
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.view import StoredPerRank, StoredTensor
 from ckpt.net.endpoints import own_addresses
@@ -61,8 +60,8 @@ def read_state(url: str, *, threads: int | None = None) -> Any:
         return None if isinstance(value, StoredPerRank) else value
 
     state = filled(view.state())
-    reader = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=settings.threads(threads), beat=lambda: None)
-    reader.run(reader.plan(jobs))
+    reader = Reader(catalog=catalog, verify="full", threads=settings.threads(threads))
+    reader.load(jobs)
     return state
 
 

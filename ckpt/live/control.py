@@ -33,10 +33,8 @@ from ckpt.errors import (
     error_to_json,
 )
 from ckpt.net.channel import Row
-from ckpt.net.connections import ConnectionServer
-from ckpt.net.endpoints import interface_addresses, is_loopback
+from ckpt.net.endpoints import close_when_forked, interface_addresses, is_loopback
 from ckpt.net.message_fields import Either, Kind, checked, is_count, is_seconds
-from ckpt.net.sockets import close_when_forked
 from ckpt.net.wire import Channel, dial, receive, send
 from ckpt.nodes.memory.connection import check_private, write_private
 from ckpt.text import address_text
@@ -105,29 +103,17 @@ def _no_address(address: object) -> UsageError:
 
 
 Answer = tuple[Row, Sequence[bytes | memoryview]]
-Handle = Callable[[str, Row], Answer]
-"""Answers what the peer of this name asks."""
 
 
-class ControlServer:
-    """Answers questions by ``handle``, on the sockets ``ports``. ``gone`` is called when the connection of a peer has ended."""
-
-    def __init__(self, ports: Sequence[socket.socket], secret: bytes, timeout: float, handle: Handle, gone: Callable[[str], None]) -> None:
-        self._handle = handle
-        self._connections = ConnectionServer(ports, secret, timeout, purpose=PURPOSE, name="ckpt-versions", serve=self._converse, gone=gone)
-
-    def close(self) -> None:
-        """Stop listening, and drop who is connected."""
-        self._connections.close()
-
-    def _converse(self, channel: Channel) -> None:
-        while channel.await_next():
-            asked, _ = receive(channel, _MOST_ASKED)
-            try:
-                answer, views = self._handle(channel.peer, asked)
-            except CkptError as err:
-                answer, views = {"error": error_to_json(err)}, ()
-            send(channel, answer, views)
+def answer_questions(handle: Callable[[str, Row], Answer], channel: Channel) -> None:
+    """Answer what one peer asks by ``handle``, which gets the name of the peer, too."""
+    while channel.await_next():
+        asked, _ = receive(channel, _MOST_ASKED)
+        try:
+            answer, views = handle(channel.peer, asked)
+        except CkptError as err:
+            answer, views = {"error": error_to_json(err)}, ()
+        send(channel, answer, views)
 
 
 class ControlClient:

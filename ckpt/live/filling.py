@@ -249,10 +249,6 @@ class Filling:
         """Bytes of all boxes that are filled."""
         self._lock = threading.Lock()
 
-    def zero_padding(self) -> None:
-        for memory in self.plan.padding:
-            _ = (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
-
     def copy_own(self, source: Mapping[str, LocalTensor], beat: Callable[[], None]) -> None:
         """Copy what this rank has itself: ``source`` are its tensors by their names in the catalog. Memory that is in both stays."""
         for place, box in self.plan.transfers.own:

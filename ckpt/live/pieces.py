@@ -30,7 +30,7 @@ import xxhash
 from ckpt import settings
 from ckpt.errors import CkptError, FormatError, GroupError, error_from_json, error_to_json
 from ckpt.formats.deltas.changes import apply_section, encode_run, pack, unpack
-from ckpt.net.framing import RECORD
+from ckpt.net.streams import RECORD
 from ckpt.net.wire import Channel
 from ckpt.plan.transfers import MOST_PIECE, RequestList
 from ckpt.text import parse_json

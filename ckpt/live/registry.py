@@ -122,7 +122,7 @@ class VersionRegistry:
     # ---- for sinks
 
     def handle(self, peer: str, question: Row) -> Answer:
-        """Answer what ``peer`` asks; see ``ControlServer``."""
+        """Answer what ``peer`` asks; see ``answer_questions``."""
         if question.get("name") != self._name:
             raise NotFoundError(f"there is no source {question.get('name')!r} here, but {self._name!r}", hint="check the address")
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from ckpt.engine.devices import devices_of, settle_devices
-from ckpt.engine.load.job import LoadJob
+from ckpt.engine.devices import settle_devices
+from ckpt.engine.load.fill import LoadJob
 from ckpt.engine.save.capture import Sample, sample_of
 from ckpt.engine.save.leader import grouped, grouped_parts
 from ckpt.engine.save.plan import replicated_chunks
@@ -33,11 +33,10 @@ from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.endpoints import listen
+from ckpt.net.endpoints import close_when_forked, listen
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.net.shm_pool import machine
-from ckpt.net.sockets import close_when_forked
 from ckpt.plan import machines, tree
 from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
@@ -45,14 +44,13 @@ from ckpt.plan.tables import Table, join_tables, split_tables, tables_from_bytes
 from ckpt.plan.values import join_values
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
-from ckpt.state.targets import Binding
 from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise
 from ckpt.telemetry.spans import SpanTable
 from ckpt.text import parse_json
 
-from .filling import FillPlan, PlanCache
+from .filling import PlanCache
 from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts
-from .pull import Holder, Pulled
+from .pull import Holder
 from .server import PieceServer
 from .versions import own_blob
 
@@ -114,27 +112,6 @@ class Offered:
                     f"tensor {name} of the old state was changed while it was resharded, so what came of it may be a mix",
                     hint="let nothing write to the old state before the call returns, and reshard again",
                 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Fitted:
-    """The old state fits the new ones of all ranks; ``binding`` and ``plan`` are None on a rank that leaves."""
-
-    offered: Offered
-    binding: Binding | None
-    plan: FillPlan | None
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Moved:
-    """All tensors have their bytes; ``setters`` give the new state its values."""
-
-    fitted: Fitted
-    setters: Sequence[Callable[[], None]]
-    copied: int
-    pulled: Pulled
 
 
 @dataclass(eq=False)
@@ -212,7 +189,7 @@ def offer(
             mine = collect(state, rank=rank, ranks=meeting.old, layout=layout, shards=cache.old_shards)
         table = mine.shard_table
         local.update(table.tensors)
-        settle_devices(devices_of(table.tensors.values()), call.url)
+        settle_devices(table.tensors.values(), call.url)
         shared, own = split_tables((t.info for t in table.tensors.values()), table.aliases, table.own)
         row: Row = {
             "table": " ".join(call.share(part.to_bytes()) for part in shared.parts()),

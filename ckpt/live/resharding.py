@@ -2,7 +2,7 @@
 
     every rank     who has what     collect, serve      bind            pull, copy          set values
                         │                 │               │                  │                   │
-                     Meeting ────────► Offered ───────► Fitted ──────────► Moved ────────► ReshardReport
+                     Meeting ────────► Offered ───────► Matched ───────────────────────► ReshardReport
                         │                 │               │                  │                   │
     leader         old, new ranks    join the tables   does it fit?     have all got theirs?   bytes of all ranks
 
@@ -19,36 +19,32 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ckpt import settings
 from ckpt.concurrency import gc_paused
 from ckpt.converters.selection import Views
-from ckpt.engine.devices import devices_of, settle_devices
-from ckpt.engine.load.fitting import accept, renamed, row_of_match, run_each, set_all, verdict_of
-from ckpt.engine.load.job import LoadJob, LoadOptions, StateWrites
-from ckpt.engine.load.reader import changed
-from ckpt.engine.load.shared_reads import SharedReads
+from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, accept, fill, match, nothing, set_all
+from ckpt.engine.load.fitting import verdict_of
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
 from ckpt.net.channel import Row
 from ckpt.net.group import current_group
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
-from ckpt.state.bind import bind
 from ckpt.state.targets import Binding
 from ckpt.state.tensors import LocalShard, LocalTensor
-from ckpt.telemetry.callbacks import ProgressCallback, callback_of, reported
+from ckpt.telemetry.callbacks import ProgressCallback, callback_of
 from ckpt.telemetry.spans import Spans
 
 from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, views_of, worded
-from .holdings import Holdings, LiveCatalog
+from .holdings import Holdings
 from .pull import PiecePull, Pulled
-from .reshard_offers import Fitted, Meeting, Moved, Offered, ReshardRanks, ReshardReport, Traffic, holdings_of, meet, offer, reshard_ranks
+from .reshard_offers import Meeting, Offered, ReshardRanks, ReshardReport, Traffic, holdings_of, meet, offer, reshard_ranks
 from .server import PieceServer
 
 if TYPE_CHECKING:
@@ -196,9 +192,9 @@ def reshard(
     asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, check_replicas, translation])
     ranks = reshard_ranks(base)
     call = ranks.group.call("reshard", WHAT, options.timeout)
-    job = LoadJob(call=call, options=options, recorded=None, writes=StateWrites())
+    job = LoadJob(call=call, options=options)
     with gc_paused():
-        with _telling_whether_changed(job.writes):
+        with _telling_whether_changed(job):
             ranks.connect(call)
         return _Reshard(job, ranks, views, asked).run(old_state, layout, new_state, check_replicas=check_replicas)
 
@@ -222,7 +218,7 @@ class _Reshard:
         self, old: Mapping[str, Any] | None, layout: Layout | None, new: Mapping[str, Any] | None, *, check_replicas: bool
     ) -> ReshardReport:
         began = time.perf_counter()
-        with _telling_whether_changed(self.job.writes):
+        with _telling_whether_changed(self.job):
             meeting = meet(self.call, self.asked, has_old=bool(old), has_new=bool(new))
             server = None
             if old and self.group.size > 1:
@@ -235,14 +231,16 @@ class _Reshard:
                 offered = offer(self.job, meeting, old or {}, layout, server, self.cache, check_replicas=check_replicas)
                 numbers = offered.catalog.numbers
                 self.served[self.version] = holdings_of({numbers[name]: tensor for name, tensor in offered.local.items()})
-                fitted = self.fit(offered, new or {})
-                moved = self.move(fitted)
-                traffic = self.set_values(moved, server)
+                matched, plan = self.fit(offered, new or {})
+                setters, copied, pulled = self.move(matched, plan, offered)
+                sent = 0 if server is None else server.bytes_sent
+                row = [plan.transfers.needed, sent, copied, sum(pulled.received.values())]
+                traffic = self.set_values(matched, offered, setters, row)
             finally:
                 if server is not None:
                     server.close()
         self.call.linger()
-        return self._report(moved, traffic, time.perf_counter() - began)
+        return self._report(matched, meeting, traffic, time.perf_counter() - began)
 
     def _holdings(self, version: str) -> Holdings:
         if version not in self.served:
@@ -251,127 +249,103 @@ class _Reshard:
 
     # ---- fit: all problems of all ranks, before anything changes
 
-    def fit(self, offered: Offered, state: Mapping[str, Any]) -> Fitted:
-        meeting, catalog, options, call = offered.meeting, offered.catalog, self.job.options, self.call
-        binding: Binding | None = None
-        plan: FillPlan | None = None
-        with call.phase("fit"), worded(stored=WHAT, state="the new state", layout="new_layout="):
-            row: Row = {}
+    def fit(self, offered: Offered, state: Mapping[str, Any]) -> tuple[Matched, FillPlan]:
+        """The old state fits the new ones of all ranks. A rank that leaves has nothing to fill."""
+        meeting, catalog, options = offered.meeting, offered.catalog, self.job.options
+        plans: list[FillPlan] = []
+
+        def beside(binding: Binding) -> Row:
+            with self.job.span("plan"):
+                plan = plan_filling(
+                    binding.targets.values(),
+                    catalog,
+                    rank=self.group.rank,
+                    near=meeting.near,
+                    cache=self.cache.plans,
+                    source=self.cache.key,
+                )
+            binding.misfits += shared_memory(offered.local.values(), plan.targets)
+            plans.append(plan)
+            return {} if self.views is None else {"translation": catalog.translation}
+
+        def decide(rows: dict[int, Row]) -> Row:
+            if self.views is not None:
+                check_alike(rows)
+            takers = {rank: rows[rank] for rank in meeting.new}
+            if not takers:
+                return {"missing": [], "unexpected": []}
+            return verdict_of(self.call, catalog, takers, options.selection, strict=options.strict)
+
+        with self.call.phase("fit"), worded(stored=WHAT, state="the new state", layout="new_layout="):
             if self.views is not None:
                 catalog = in_other_names(catalog, self.views, strict=options.strict)
-                row["translation"] = catalog.translation
-            if self.group.rank in meeting.new:
-                if options.layout is not None:
-                    options.layout.check_ranks(meeting.new)
-                with self.job.span("match"):
-                    binding = bind(
-                        state,
-                        catalog,
-                        rank=self.group.rank,
-                        ranks=meeting.new,
-                        layout=options.layout,
-                        selection=options.selection,
-                        cast=options.cast,
-                        shards=self.cache.new_shards,
-                    )
-                with self.job.span("plan"):
-                    plan = plan_filling(
-                        binding.targets.values(),
-                        catalog,
-                        rank=self.group.rank,
-                        near=meeting.near,
-                        cache=self.cache.plans,
-                        source=self.cache.key,
-                    )
-                binding.misfits += shared_memory(offered.local.values(), plan.targets)
-                row |= row_of_match(self.job, catalog, binding, SharedReads.of((), self.group.rank, parts=False, piece=1, wanted=False))
-            verdict = self.job.agree(row, partial(self._lead_fit, meeting, catalog))
-        return Fitted(
-            offered=offered, binding=binding, plan=plan, missing=tuple(verdict["missing"]), unexpected=tuple(verdict["unexpected"])
-        )
-
-    def _lead_fit(self, meeting: Meeting, catalog: LiveCatalog, rows: dict[int, Row]) -> Row:
-        if self.views is not None:
-            check_alike(rows)
-        takers = {rank: rows[rank] for rank in meeting.new}
-        return verdict_of(self.job, catalog, takers) if takers else {"missing": [], "unexpected": []}
+            if options.layout is not None and self.group.rank in meeting.new:
+                options.layout.check_ranks(meeting.new)
+            matched = match(self.job, catalog, state, self.cache.new_shards, ranks=meeting.new, beside=beside, decide=decide)
+        return matched, plans[0]
 
     # ---- move: every tensor gets its bytes
 
-    def move(self, fitted: Fitted) -> Moved:
-        with self.call.phase("move"):
-            setters: Sequence[Callable[[], None]] = ()
-            copied, pulled = 0, Pulled()
-            if fitted.binding is not None and fitted.plan is not None:
-                setters = accept(fitted.binding, self.job.writes, WHAT)
-                self.job.writes.begun = bool(fitted.binding.create or fitted.binding.objects)
-                run_each(fitted.binding.create)
-                copied, pulled = self._fill(fitted, fitted.plan.with_memory() if fitted.binding.create else fitted.plan)
-            self.job.agree({}, _nothing)
-        return Moved(fitted=fitted, setters=setters, copied=copied, pulled=pulled)
-
-    def _fill(self, fitted: Fitted, plan: FillPlan) -> tuple[int, Pulled]:
-        offered, options = fitted.offered, self.job.options
+    def move(self, matched: Matched, plan: FillPlan, offered: Offered) -> tuple[Sequence[Callable[[], None]], int, Pulled]:
+        """Gives what sets the values of the new state, and what was copied within this rank and pulled from others."""
+        options = self.job.options
+        pull = PiecePull(
+            version=self.version,
+            rank=self.group.rank,
+            secret=offered.meeting.secret,
+            timeout=self.call.timeout,
+            threads=options.threads,
+            alive=self.call.check_failures,
+            spans=options.spans,
+        )
         filling = Filling(plan)
-        targets = [local for local, _ in plan.targets]
-        devices = devices_of(targets)
-        settle_devices(devices, WHAT)
-        self.job.writes.begun = True
-        with reported(options.progress, lambda: (filling.placed, plan.transfers.needed)):
-            filling.zero_padding()
-            with self.job.span("copy", sum(box.numel * plan.targets[n][1].dtype.itemsize for n, box in plan.transfers.own)):
+        pulled = Pulled()
+
+        def run() -> None:
+            nonlocal pulled
+            with self.job.span("copy", sum(box.numel * filling.plan.targets[n][1].dtype.itemsize for n, box in plan.transfers.own)):
                 filling.copy_own(offered.local, self.call.heartbeat)
-            pull = PiecePull(
-                version=self.version,
-                rank=self.group.rank,
-                secret=offered.meeting.secret,
-                timeout=self.call.timeout,
-                threads=options.threads,
-                alive=self.call.check_failures,
-                spans=options.spans,
-            )
             try:
                 pulled = pull.run(plan.transfers, offered.holders, filling.place)
             except RankFailedError:
                 self.call.check_failures(at_once=True)  # a holder that goes because another rank failed is not the cause
                 raise
-        settle_devices(devices, WHAT)
-        changed([part.memory for local in targets for part in local.parts])
-        return filling.copied, pulled
+
+        def transfer(devices: Collection[torch.device]) -> ByteTransfer:
+            if matched.binding.create:
+                filling.plan = plan.with_memory()
+            return ByteTransfer(padding=filling.plan.padding, run=run, counts=lambda: (filling.placed, plan.transfers.needed))
+
+        with self.call.phase("move"):
+            setters = accept(matched)
+            fill(matched, transfer)
+            self.job.agree({}, nothing)
+        return setters, filling.copied, pulled
 
     # ---- set: the values of the state, when every tensor of every rank is right
 
-    def set_values(self, moved: Moved, server: PieceServer | None) -> dict[int, Traffic]:
+    def set_values(self, matched: Matched, offered: Offered, setters: Sequence[Callable[[], None]], row: list[int]) -> dict[int, Traffic]:
+        """``row`` is this rank's traffic."""
         with self.call.phase("set"):
-            binding = moved.fitted.binding
-            moved.fitted.offered.check_unchanged(() if binding is None else (local for local, _ in binding.targets.values()))
-            set_all(moved.setters, WHAT)
-            plan = moved.fitted.plan
-            row = [
-                0 if plan is None else plan.transfers.needed,
-                0 if server is None else server.bytes_sent,
-                moved.copied,
-                sum(moved.pulled.received.values()),
-            ]
+            offered.check_unchanged(local for local, _ in matched.binding.targets.values())
+            set_all(setters, WHAT)
             by_rank = {self.group.rank: row}
             if self.call.is_leader:
-                by_rank = self.call.lead({"bytes": row}, _collect_traffic, _nothing)
+                by_rank = self.call.lead({"bytes": row}, _collect_traffic, nothing)
             else:
                 self.call.follow({"bytes": row})
         return {rank: Traffic(needed=n, sent=s, copied=c, received=r) for rank, (n, s, c, r) in by_rank.items()}
 
-    def _report(self, moved: Moved, traffic: dict[int, Traffic], seconds: float) -> ReshardReport:
-        fitted, mine = moved.fitted, traffic[self.group.rank]
-        binding = fitted.binding
+    def _report(self, matched: Matched, meeting: Meeting, traffic: dict[int, Traffic], seconds: float) -> ReshardReport:
+        mine, total = traffic[self.group.rank], sum(t.needed for t in traffic.values())
         if self.call.is_leader:
-            total = sum(t.needed for t in traffic.values())
-            log.info("resharded %d bytes from %d to %d ranks in %.2f s", total, *map(len, _sides(fitted)), seconds)
+            log.info("resharded %d bytes from %d to %d ranks in %.2f s", total, len(meeting.old), len(meeting.new), seconds)
         return ReshardReport(
-            tensors=0 if binding is None else len(binding.targets),
-            missing=fitted.missing,
-            unexpected=fitted.unexpected,
-            renamed={} if binding is None else renamed(binding, self.job.options.selection),
-            cast=() if binding is None else tuple(binding.cast),
+            tensors=len(matched.binding.targets),
+            missing=tuple(matched.verdict["missing"]),
+            unexpected=tuple(matched.verdict["unexpected"]),
+            renamed=matched.renamed,
+            cast=tuple(matched.binding.cast),
             bytes_needed=mine.needed,
             bytes_sent=mine.sent,
             bytes_copied=mine.copied,
@@ -382,25 +356,17 @@ class _Reshard:
         )
 
 
-def _sides(fitted: Fitted) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return fitted.offered.meeting.old, fitted.offered.meeting.new
-
-
-def _nothing(rows: Mapping[int, object]) -> None:
-    """Leader: all ranks have their bytes; there is nothing to decide, or to tell the others."""
-
-
 def _collect_traffic(rows: dict[int, Row]) -> dict[int, list[int]]:
     return {rank: row["bytes"] for rank, row in rows.items()}
 
 
 @contextmanager
-def _telling_whether_changed(writes: StateWrites) -> Iterator[None]:
+def _telling_whether_changed(job: LoadJob) -> Iterator[None]:
     try:
         yield
     except MismatchError:
         raise  # it says so
     except CkptError as err:
         partly = "the new state of this rank is now partly overwritten, the old one is as it was"
-        err.message += f"; {partly if writes.begun else 'nothing in the new state was changed on this rank'}"
+        err.message += f"; {partly if job.begun else 'nothing in the new state was changed on this rank'}"
         raise

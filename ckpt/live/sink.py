@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ckpt import settings
-from ckpt.engine.load.fitting import accept
-from ckpt.engine.load.job import LoadJob, LoadOptions, StateWrites
+from ckpt.engine.load.fill import LoadJob, LoadOptions, accept, nothing
 from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
@@ -222,7 +221,7 @@ class Sink:
             if self._views is not None:
                 catalog = in_other_names(catalog, self._views, strict=False)
             named = selection.view({name: entry for name, entry in catalog.tensors.items() if entry.rank is None})
-            LoadJob(call=call, options=self._options, recorded=None, writes=StateWrites()).agree({}, _nothing)
+            LoadJob(call=call, options=self._options).agree({}, nothing)
         call.linger()
         return {
             name: torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
@@ -242,7 +241,7 @@ class Sink:
             work()
             return {}
 
-        self._group.call("finish", self.address, self._options.timeout).map_reduce("finish", local, _nothing)
+        self._group.call("finish", self.address, self._options.timeout).map_reduce("finish", local, nothing)
 
     def close(self) -> None:
         """End the connection to the source. The state stays as it is."""
@@ -272,7 +271,7 @@ class Sink:
         """Take the version that is offered; None if it was dropped meanwhile."""
         began = time.monotonic()
         self._source.tell(offered.version, "taking")
-        job = LoadJob(call=call, options=replace(self._options, spans=meter.spans), recorded=None, writes=StateWrites())
+        job = LoadJob(call=call, options=replace(self._options, spans=meter.spans))
         matched = match_take(job, offered, self._state, self._cache, self._views)
         puller = Puller(
             secret=self._secret(),
@@ -368,14 +367,10 @@ class Sink:
 
     def _accept(self, job: LoadJob, matched: MatchedTake, torn: str) -> Sequence[Callable[[], None]]:
         """Objects of the state may refuse theirs: where there are any, all ranks hear of it before a tensor changes."""
-        if not matched.objects:
-            return accept(matched.binding, job.writes, self.address)
+        if not matched.fit.verdict["objects"]:
+            return accept(matched.fit)
         with job.call.phase("accept"):
             self._state_version.torn = torn
-            setters = accept(matched.binding, job.writes, self.address)
-            job.agree({}, _nothing)
+            setters = accept(matched.fit)
+            job.agree({}, nothing)
         return setters
-
-
-def _nothing(rows: dict[int, Row]) -> None:
-    """Leader: there is nothing to decide."""

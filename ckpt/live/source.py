@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
@@ -25,6 +26,7 @@ from ckpt.engine.save.options import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
+from ckpt.net.connections import ConnectionServer
 from ckpt.net.group import current_group
 from ckpt.net.shm_pool import machine
 from ckpt.plan.layout.layout import Layout
@@ -37,8 +39,9 @@ from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
 from .control import (
-    ControlServer,
+    PURPOSE,
     SourceStatus,
+    answer_questions,
     ask_status,
     fingerprint,
     forget_secret,
@@ -134,7 +137,7 @@ class Source:
         self._process = os.getpid()
         self._server: PieceServer | None = None
         self._leader: VersionLeader | None = None
-        self._control: ControlServer | None = None
+        self._control: ConnectionServer | None = None
         given = given_secret(secret)
         call = self._group.call("live source", address, self._timeout)
         port = self._listen(call, address, given)
@@ -193,7 +196,10 @@ class Source:
             endpoints = call.lead(row, lambda rows: dict(rows), lambda rows: None)
             registry = VersionRegistry(split_address(self.address)[2], self._run, self._keep)
             self._leader = VersionLeader(registry, endpoints)
-            self._control = ControlServer([port], self._secret, self._timeout, registry.handle, registry.gone)
+            serve = partial(answer_questions, registry.handle)
+            self._control = ConnectionServer(
+                [port], self._secret, self._timeout, purpose=PURPOSE, name="ckpt-versions", serve=serve, gone=registry.gone
+            )
 
     def _lose(self, rank: int) -> None:
         """A rank of the source has died; the leader says so to whoever asks."""

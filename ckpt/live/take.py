@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+
+import torch
 
 from ckpt import settings
 from ckpt.concurrency import gc_paused
 from ckpt.converters.selection import Views
-from ckpt.engine.devices import devices_of, settle_devices
-from ckpt.engine.load.fitting import row_of_match, run_each, set_all, verdict_of
-from ckpt.engine.load.job import LoadJob
-from ckpt.engine.load.reader import changed
-from ckpt.engine.load.shared_reads import SharedReads
+from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all
+from ckpt.engine.load.fitting import verdict_of
 from ckpt.errors import CorruptError, CoverageError
 from ckpt.net.channel import Row
 from ckpt.plan.transfers import Share, TransferPlan
+from ckpt.state.targets import Binding
 
 from .filling import Filling, check_alike, in_other_names, is_packable, plan_filling, resolved, worded
 from .offered import OfferedVersion
@@ -96,7 +96,7 @@ class Puller:
             return self.no_base
         if self.base not in offered.kept:
             return NOT_KEPT
-        return None if is_packable(resolved(matched.binding.targets.values(), catalog)[0]) else DTYPES
+        return None if is_packable(resolved(matched.fit.binding.targets.values(), catalog)[0]) else DTYPES
 
 
 def _holder(rank: int, row: Row) -> Holder:
@@ -105,29 +105,21 @@ def _holder(rank: int, row: Row) -> Holder:
 
 def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: SinkCache, views: Views | None) -> MatchedTake:
     """Bind the state to a version, in the names that ``views`` give it; the leader sees whether it fits everywhere."""
-    group, options = job.call.group, job.options
     with job.call.phase("match"), worded(stored="the source"), gc_paused():
-        with job.span("match"):
-            catalog = cache.catalog_of(offered)
-            if views is not None:
-                catalog = in_other_names(catalog, views, strict=options.strict)
-            binding = job.bind(state, catalog, cache.shards)
-        row = row_of_match(job, catalog, binding, SharedReads.of((), group.rank, parts=False, piece=1, wanted=False))
-        row |= {"objects": bool(binding.objects), "translation": catalog.translation}
+        catalog = cache.catalog_of(offered)
+        if views is not None:
+            catalog = in_other_names(catalog, views, strict=job.options.strict)
 
         def decide(rows: dict[int, Row]) -> Row:
             check_alike(rows)
-            return verdict_of(job, catalog, rows) | {"objects": any(row["objects"] for row in rows.values())}
+            verdict = verdict_of(job.call, catalog, rows, job.options.selection, strict=job.options.strict)
+            return verdict | {"objects": any(row["objects"] for row in rows.values())}
 
-        verdict = job.agree(row, decide)
-    return MatchedTake(
-        offered=offered,
-        catalog=catalog,
-        binding=binding,
-        missing=tuple(verdict["missing"]),
-        unexpected=tuple(verdict["unexpected"]),
-        objects=verdict["objects"],
-    )
+        def beside(binding: Binding) -> Row:
+            return {"objects": bool(binding.objects), "translation": catalog.translation}
+
+        fit = match(job, catalog, state, cache.shards, beside=beside, decide=decide)
+    return MatchedTake(offered=offered, catalog=catalog, fit=fit)
 
 
 def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_place: bool) -> PlannedTake:
@@ -143,7 +135,7 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
     why_whole = puller.why_whole(matched)
     with gc_paused(), puller.meter.spans.span("plan"):
         plan = plan_filling(
-            matched.binding.targets.values(),
+            matched.fit.binding.targets.values(),
             matched.catalog,
             rank=puller.receiver,
             near=frozenset(near),
@@ -214,21 +206,26 @@ def _without(plan: TransferPlan, mapped: Mapping[int, LocalHolder]) -> TransferP
 
 def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: Sequence[Callable[[], None]], where: str) -> Pulled:
     """Copy everything into the state. What an in-place take still lacks comes now."""
-    matched, planned = staged.planned.matched, staged.planned.plan
-    run_each(matched.binding.create)
-    plan = planned.with_memory() if matched.binding.create else planned
-    filling = Filling(plan)
-    devices = devices_of(target for target, _ in plan.targets)
-    settle_devices(devices, where)
-    filling.zero_padding()
-    copy_local(plan, staged.planned.mapped, puller.threads, puller.meter.add)
-    for share, piece, data in staged.pieces:
-        filling.place(share, piece, data)
-        if not staged.is_relayed:
-            cache.give(data)
-    pulled = staged.pulled if staged.left is None else puller.pull(staged.planned, staged.left, filling, filling.place)
-    settle_devices(devices, where)
-    changed([part.memory for target, _ in plan.targets for part in target.parts])
+    fit, planned = staged.planned.matched.fit, staged.planned.plan
+    pulled = staged.pulled
+
+    def transfer(devices: Collection[torch.device]) -> ByteTransfer:
+        plan = planned.with_memory() if fit.binding.create else planned
+        filling = Filling(plan)
+
+        def run() -> None:
+            nonlocal pulled
+            copy_local(plan, staged.planned.mapped, puller.threads, puller.meter.add)
+            for share, piece, data in staged.pieces:
+                filling.place(share, piece, data)
+                if not staged.is_relayed:
+                    cache.give(data)
+            if staged.left is not None:
+                pulled = puller.pull(staged.planned, staged.left, filling, filling.place)
+
+        return ByteTransfer(padding=plan.padding, run=run)
+
+    fill(fit, transfer)
     set_all(setters, where)
     return pulled
 

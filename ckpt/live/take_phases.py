@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt import settings
+from ckpt.engine.load.fill import Matched
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.state.shard_table import ShardCache
-from ckpt.state.targets import Binding
 from ckpt.telemetry.spans import Spans, SpanTable
 
 from .filling import FillPlan, PlanCache
@@ -35,11 +35,7 @@ class MatchedTake:
 
     offered: OfferedVersion
     catalog: LiveCatalog
-    binding: Binding
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    objects: bool
-    """Whether a rank has objects that may refuse their state."""
+    fit: Matched
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,8 +134,8 @@ class TakeReport:
         spans: SpanTable,
     ) -> TakeReport:
         """Of a take that has ended."""
-        matched = staged.planned.matched
-        offered, pulled = matched.offered, switched.pulled
+        offered, verdict = staged.planned.matched.offered, staged.planned.matched.fit.verdict
+        pulled = switched.pulled
         lost = {rank: (offered.relays.offer_of(rank), str(err)) for rank, err in pulled.lost.items()}
         return cls(
             version=offered.version,
@@ -156,8 +152,8 @@ class TakeReport:
             seconds=seconds,
             switch=switch,
             spans=spans,
-            missing=matched.missing,
-            unexpected=matched.unexpected,
+            missing=tuple(verdict["missing"]),
+            unexpected=tuple(verdict["unexpected"]),
         )
 
 

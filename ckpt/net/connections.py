@@ -24,8 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ckpt.errors import CkptError, FormatError
 
-from .endpoints import EXHAUSTED
-from .sockets import prepare
+from .endpoints import EXHAUSTED, exhausted, prepare
 from .wire import Channel, Proving
 
 MOST_GREETINGS = 64
@@ -53,6 +52,11 @@ class Unheard(Protocol[WhoT_co]):
 
     @property
     def began(self) -> float: ...
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it has said something that makes sense."""
+        ...
 
     def step(self) -> WhoT_co | None:
         """Go on without waiting; who it is once it has said so.
@@ -128,7 +132,8 @@ class Listener(Generic[WhoT]):
             if (who := self.greet(greeting)) is not None:
                 heard.append((who, sock))
             elif len(self._greetings) > min(MOST_GREETINGS, part_of_files(_GREETINGS_PART)):
-                self._drop(self._greetings[0], "others came")
+                # Who speaks needs a moment to prove himself; of those who do not, or of all, the one that came first.
+                self._drop(next((g for g in self._greetings if not g.speaks), self._greetings[0]), "others came")
         return heard
 
     def greet(self, greeting: Unheard[WhoT]) -> WhoT | None:
@@ -145,10 +150,16 @@ class Listener(Generic[WhoT]):
             self._greetings.remove(greeting)
         return who
 
+    def wait(self) -> float | None:
+        """Seconds until ``tick`` has something to do; None if nothing is due."""
+        due = [self._greetings[0].began + GREETING_SECONDS] if self._greetings else []
+        due += [] if self._paused_until is None else [self._paused_until]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
     def tick(self) -> None:
-        """Often: drop who says nothing; listen again after a pause."""
+        """Then, or often: drop who says nothing; listen again after a pause."""
         now = time.monotonic()
-        while self._greetings and now - self._greetings[0].began > GREETING_SECONDS:
+        while self._greetings and now - self._greetings[0].began >= GREETING_SECONDS:
             self._drop(self._greetings[0], f"silent for {GREETING_SECONDS:g} s")
         if self._paused_until is not None and now >= self._paused_until and self._selector is not None:
             self._paused_until = None
@@ -229,6 +240,10 @@ class ConnectionServer:
         self._conversations: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._warned = False
+        try:
+            self._woken, self._waker = socket.socketpair()
+        except OSError as err:
+            raise exhausted("no connections can be taken", err) from err
         door = Listener(ports, partial(Proving, secret=secret), timeout)
         self._thread = threading.Thread(target=self._accept, args=(door,), name=name, daemon=True)
         self._thread.start()
@@ -240,6 +255,9 @@ class ConnectionServer:
     def close(self) -> None:
         """Stop listening, drop who is connected, and wait for a moment until nobody is served any more."""
         self._closing.set()
+        with suppress(OSError):  # it is closed already
+            self._waker.send(b"x")  # a process that was forked may have this socket, too, so that closing it wakes nobody
+        self._waker.close()
         self._thread.join()  # which closes the ports
         with self._lock:
             for sock in self._connections:
@@ -253,8 +271,11 @@ class ConnectionServer:
     def _accept(self, door: Listener[str]) -> None:
         with selectors.DefaultSelector() as selector:
             door.attach(selector)
+            selector.register(self._woken, selectors.EVENT_READ)
             while not self._closing.is_set():
-                for key, _ in selector.select(0.1):
+                for key, _ in selector.select(door.wait()):
+                    if key.data is None:
+                        break
                     if not isinstance(key.data, Listening):
                         purpose = door.greet(key.data)
                         if purpose is not None:
@@ -267,6 +288,7 @@ class ConnectionServer:
                         door.pause()
                 door.tick()
         door.close()
+        self._woken.close()
 
     def _warn_full(self) -> None:
         if not self._warned:

@@ -20,8 +20,9 @@ from weakref import finalize
 
 from ckpt.text import address_text
 
-from .endpoints import EXHAUSTED
-from .sockets import Outgoing, Sending, prepare
+from .endpoints import EXHAUSTED, prepare
+from .streams import Outgoing, Sending
+from .wire import Prover
 
 Address = tuple[str, int]
 
@@ -40,7 +41,8 @@ class Dial:
     """What was tried to reach one rank, and what is left."""
 
     rank: int
-    hello: bytes
+    prover: Callable[[], Prover]
+    """Proves who this is at an address, and says what it has."""
     views: Outgoing
     left: deque[Address]
     next: float = 0.0
@@ -62,8 +64,8 @@ class Dialer:
         self._timeout = timeout
         self.dials: dict[int, Dial] = {}
 
-    def begin(self, rank: int, addresses: list[Address], hello: bytes, views: Outgoing) -> None:
-        self.dials[rank] = Dial(rank, hello, views, deque(addresses))
+    def begin(self, rank: int, addresses: list[Address], prover: Callable[[], Prover], views: Outgoing) -> None:
+        self.dials[rank] = Dial(rank, prover, views, deque(addresses))
 
     def advance(self) -> list[Dial]:
         """Often: try what is due. Those of which nothing is left to wait for."""
@@ -130,7 +132,7 @@ class Dialer:
             sock.close()
             dial.outcomes[address] = _why(err)
             return
-        stream = Sending(dial.rank, sock, dial.hello, dial.views)
+        stream = Sending(dial.rank, sock, dial.prover(), dial.views)
         self._selector.register(sock, selectors.EVENT_WRITE, stream)
         dial.open[stream] = address
         dial.outcomes[address] = "no connection yet"

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpt.errors import CkptError, ConsistencyError, DeadlineError
@@ -21,8 +22,8 @@ from .channel import failed_on
 from .connections import Listener, Listening
 from .dialing import Dial, Dialer
 from .endpoints import exhausted, from_here
-from .framing import Feed
-from .sockets import OPENED, READY, REFUSED, Greeting, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
+from .streams import OPENED, PURPOSE, READY, REFUSED, Feed, Greeting, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
+from .wire import Prover
 
 CONNECTIONS = 64
 """Ranks that one rank sends to at the same time, if one can end after another: each takes a file descriptor. Feeds end only all together,
@@ -127,7 +128,8 @@ class Exchange:
     def turn(self, timeout: float) -> None:
         """Move what can be moved; wait at most ``timeout`` seconds until something can."""
         self._connect_more()
-        self._dial()
+        for dial in self.dialer.advance():
+            raise self._unreachable(dial)
         if self.awake:
             self._look()
         timeout = self.dialer.wait(timeout)
@@ -177,7 +179,7 @@ class Exchange:
             self.dialer.begin(
                 rank,
                 from_here(addresses, same_network=entry["network"] == self.port.network),
-                hello.pack(bytes.fromhex(entry["secret"])),
+                partial(Prover, bytes.fromhex(entry["secret"]), PURPOSE, f"rank {rank}", hello.pack()),
                 self.outgoing[rank],
             )
             self.moved[rank] = time.monotonic()
@@ -185,15 +187,6 @@ class Exchange:
                 return
         self.looked = time.monotonic()
         self.pause = min(2 * self.pause, max(0.05, self.port.ranks / 4096))
-
-    def _dial(self) -> None:
-        for dial in self.dialer.advance():
-            raise self._unreachable(dial)
-
-    def _accept(self, port: Listening) -> None:
-        assert self.port.listener is not None
-        for hello, sock in self.port.listener.accept(port):
-            self._meet(hello, sock)
 
     def _meet(self, hello: Hello, sock: socket.socket) -> None:
         """A rank has said what it has for this one."""
@@ -230,22 +223,22 @@ class Exchange:
     # ---- streams
 
     def _step(self, stream: Sending | Receiving | Greeting | Listening | socket.socket) -> None:
-        if isinstance(stream, Listening):
-            self._accept(stream)
+        listener = self.port.listener
+        if isinstance(stream, Listening) and listener is not None:
+            for hello, sock in listener.accept(stream):
+                self._meet(hello, sock)
         elif isinstance(stream, socket.socket):
-            self._woke()
-        elif isinstance(stream, Greeting):
-            self._greet(stream)
+            with suppress(BlockingIOError):
+                self.woken.recv(4096)
+            if self.awake:
+                self._look()
+        elif isinstance(stream, Greeting) and listener is not None:
+            if (greeted := listener.greet(stream)) is not None:
+                self._meet(greeted, stream.sock)
         elif isinstance(stream, Receiving):
             self._move(stream, self.incoming)
-        else:
+        elif isinstance(stream, Sending):
             self._send(stream)
-
-    def _woke(self) -> None:
-        with suppress(BlockingIOError):
-            self.woken.recv(4096)
-        if self.awake:
-            self._look()
 
     def _look(self) -> None:
         """Send what there is now, as far as it goes; the rest when there is room again."""
@@ -256,11 +249,6 @@ class Exchange:
         for stream in list(self.sending):
             if stream.ready and stream.writes:
                 self._send(stream)
-
-    def _greet(self, stream: Greeting) -> None:
-        assert self.port.listener is not None
-        if (hello := self.port.listener.greet(stream)) is not None:
-            self._meet(hello, stream.sock)
 
     def _send(self, stream: Sending) -> None:
         if stream.sock.fileno() < 0:  # another connection to that rank was answered in this turn

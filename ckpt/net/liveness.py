@@ -31,8 +31,7 @@ from ckpt.plan.tables import ranks_text
 from .broadcast_tree import BroadcastTree
 from .channel import TEAM, Row, WrittenKeys
 from .connections import ConnectionServer
-from .endpoints import listen, network
-from .sockets import prepare
+from .endpoints import listen, network, prepare
 from .store import Store
 from .wire import Channel, dial
 

@@ -26,10 +26,9 @@ from .channel import FEW
 from .connections import Listener
 from .endpoints import listen, network
 from .exchange import Exchange, Port
-from .framing import Feed, Inlet, damaged
 from .liveness import Members
-from .sockets import Greeting, Incoming, Outgoing, Views
 from .store import Store
+from .streams import Feed, Greeting, Incoming, Inlet, Outgoing, Views, damaged
 
 log = logging.getLogger("ckpt")
 
@@ -58,7 +57,7 @@ class Peers:
         self._broken: str | None = None
         self._closing = False
         self._busy = threading.Lock()
-        secret = secrets.token_bytes(16)
+        secret = secrets.token_bytes(32)
         self._port = Port(group.rank, group.size, timeout, secret, self._look, network())
         if self._store is not None:
             self._port.listener = listener = Listener(listen(self._store.host), partial(Greeting, secret=secret), timeout)

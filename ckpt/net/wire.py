@@ -1,4 +1,4 @@
-"""The streams of live state: who may talk, and messages that wait for nobody longer than a deadline. No torch.
+"""Connections between processes: who may talk, and messages that wait for nobody longer than a deadline. No torch.
 
     client                                            server
     hello: magic, protocol, nonce ──────────────────►
@@ -27,8 +27,7 @@ from typing import Any
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
 from ckpt.text import address_text, parse_object, printable
 
-from .endpoints import from_here
-from .sockets import prepare, receive_exactly
+from .endpoints import from_here, prepare, receive_exactly
 
 Address = tuple[str, int]
 
@@ -162,7 +161,10 @@ def dial(
     while True:
         channel = Channel(_connected(addresses, end, timeout, peer, alive, patient=patient), peer, timeout, alive, purpose)
         try:
-            _prove(channel, secret)
+            prover = Prover(secret, purpose, peer)
+            while not prover.done:
+                channel.send(prover.send)
+                prover.take(channel.receive(prover.missing))
         except BaseException as err:
             channel.close()
             # The other end may have had no room, among strangers who connect to it, too.
@@ -174,25 +176,57 @@ def dial(
         pause *= 2
 
 
-def _prove(channel: Channel, secret: bytes) -> None:
-    """The client's part of the handshake; raises as :func:`dial`."""
+class Prover:
+    """The client's part of the handshake, and what it says ``then``, step by step."""
+
+    def __init__(self, secret: bytes, purpose: str, peer: str, then: bytes = b"") -> None:
+        self._handshake = _client_handshake(secret, purpose, peer, then)
+        self.send, self.missing = next(self._handshake)
+        self._received = b""
+        self.done = False
+
+    def take(self, received: bytes) -> None:
+        """The ``missing`` bytes have come; what is to be sent now is in ``send``."""
+        try:
+            self.send, self.missing = self._handshake.send(received)
+        except StopIteration:
+            self.send, self.missing, self.done = b"", 0, True
+
+    def step(self, sock: socket.socket) -> None:
+        """Go on without waiting; raises ConnectionError where the other end is not who it should be."""
+        while not self.done:
+            if self.send:
+                sock.send(self.send)  # a connection that is new has room for it
+                self.send = b""
+            self._received = receive_exactly(sock, self.missing, self._received)
+            if len(self._received) < self.missing:
+                return
+            received, self._received = self._received, b""
+            try:
+                self.take(received)
+            except CkptError as err:
+                raise ConnectionAbortedError(err.message) from err
+
+
+def _client_handshake(secret: bytes, purpose: str, peer: str, then: bytes) -> Generator[tuple[bytes, int], bytes, None]:
+    """Gives what to send and how many bytes are to come then, and takes these."""
     own = secrets.token_bytes(_NONCE)
-    channel.send(_CLIENT.pack(_MAGIC, PROTOCOL, own))
-    magic, protocol, theirs, proof = _SERVER.unpack(channel.receive(_SERVER.size))
-    _check_protocol(magic, protocol, channel.peer)
+    magic, protocol, theirs, proof = _SERVER.unpack((yield _CLIENT.pack(_MAGIC, PROTOCOL, own), _SERVER.size))
+    _check_protocol(magic, protocol, peer)
     if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):
-        raise _other_secret(channel.peer)
-    channel.send(_PROOF.pack(_proof(secret, b"client", theirs, own), channel.purpose.encode("ascii")))
-    if channel.receive(1) != WELCOME:
-        raise _other_secret(channel.peer)
+        raise _other_secret(peer)
+    if (yield _PROOF.pack(_proof(secret, b"client", theirs, own), purpose.encode("ascii")) + then, 1) != WELCOME:
+        raise _other_secret(peer)
 
 
 class Proving:
-    """The other end of :func:`dial`: a connection that was accepted and whose client has not proved itself yet."""
+    """The other end of it: a connection that was accepted and whose client has not proved itself yet. ``began`` to be heard then;
+    ``speaks`` once the first message has come, as those of strangers seldom do."""
 
     def __init__(self, sock: socket.socket, secret: bytes) -> None:
         self.sock = sock
         self.began = time.monotonic()
+        self.speaks = False
         self._handshake = _handshake(secret)
         _, self._missing = next(self._handshake)
         self._received = b""
@@ -213,11 +247,11 @@ class Proving:
                     self.sock.send(REFUSED)
                 raise ConnectionAbortedError(err.message) from err
             self.sock.send(answer)  # a connection that is new has room for it
-            self._received = b""
+            self.speaks, self._received = True, b""
 
 
 def _handshake(secret: bytes) -> Generator[tuple[bytes, int], bytes, str]:
-    """Gives what to send and how many bytes are to come then, and takes these; the client's purpose."""
+    """The server's part, likewise; gives the client's purpose."""
     magic, protocol, theirs = _CLIENT.unpack((yield b"", _CLIENT.size))
     if magic != _MAGIC:
         raise FormatError("it is no client of ours")
@@ -229,10 +263,10 @@ def _handshake(secret: bytes) -> Generator[tuple[bytes, int], bytes, str]:
     return str(purpose.rstrip(b"\0").decode("ascii", "replace"))
 
 
-def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview]) -> None:
-    """One message; raises as ``Channel.send``."""
+def send(channel: Channel, message: Mapping[str, Any], views: Sequence[bytes | memoryview], *, more: int = 0) -> None:
+    """One message, behind which the caller sends so many ``more`` bytes; raises as ``Channel.send``."""
     text = json.dumps(message).encode()
-    channel.send(_FRAME.pack(len(text), sum(map(len, views))), text, *views)
+    channel.send(_FRAME.pack(len(text), sum(map(len, views)) + more), text, *views)
 
 
 def receive(channel: Channel, most: int) -> tuple[dict[str, Any], bytes]:

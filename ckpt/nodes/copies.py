@@ -12,7 +12,7 @@ import numpy as np
 from ckpt.catalog import DataFile
 from ckpt.errors import CkptError, ConflictError, NotFoundError
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.datafiles.datafile import box_text
+from ckpt.formats.native.datafile import box_text
 from ckpt.formats.native.paths import COPIES, data_prefix, index_path, parity_prefix
 from ckpt.formats.native.spans import read_spans
 from ckpt.formats.native.writer import committed_id

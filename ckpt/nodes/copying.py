@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import DataFile
-from ckpt.engine.byte_source import StorageSource
 from ckpt.engine.copy.files import FileCheck, FileCopy
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CkptError, ConflictError, CorruptError
@@ -92,7 +91,7 @@ class ParityWriter:
 
 
 def _compare(own: Backend, file: DataFile) -> None:
-    check = FileCheck(DigestReader(StorageSource(own)), file)
+    check = FileCheck(DigestReader(own), file)
     for task in check.jobs():
         task()
     if check.damaged:
@@ -253,7 +252,7 @@ class NodeCopier:
         source, target = backend.node(copy.source), backend.node(copy.target)
         if replace:
             target.delete(copy.path)
-        job = FileCopy(DigestReader(StorageSource(source)), WriteJournal(target), file)
+        job = FileCopy(DigestReader(source), WriteJournal(target), file)
         try:
             for task in job.jobs():
                 began = time.monotonic()

@@ -3,16 +3,21 @@ as a backend. No torch."""
 
 from __future__ import annotations
 
+import os
+import select
 import threading
+import time
 import weakref
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from ckpt.errors import (
     AccessError,
+    BusyError,
     CkptError,
     DeadlineError,
     ExchangeError,
@@ -37,11 +42,13 @@ from ckpt.net.wire import Address, Channel, dial
 #     question   head (JSON: op, path, …), bytes
 #     answer     head (JSON, or the error), bytes
 #
-#     read · size · list · list_dir · put_if · delete · delete_many · prepare        as the methods of a backend
+#     read · size · modified · version · list · list_dir · put_if · delete · delete_many · prepare      as the methods of a backend
+#     hello                                                            who serves
 #     begin · write … write · commit, or abort                         one file at a time on a connection
 #
 # Bytes carry their XXH3-64 in the head: TCP's own checksum misses one damaged segment in some ten thousand. Nothing that comes is
-# unpickled, and every length is compared with a limit before memory is asked for.
+# unpickled, and every length is compared with a limit before memory is asked for. Only what the kernel moves straight from a file
+# (``RangedFiles``) has no digest there: whoever loads a checkpoint compares it with the checkpoint's own.
 
 PURPOSE = "node"
 MOST_BYTES = 256 << 20
@@ -57,30 +64,102 @@ def send(channel: Channel, head: Mapping[str, Any], data: Data = b"") -> None:
     wire.send(channel, {**head, "digest": xxhash.xxh3_64_hexdigest(view)} if len(view) else head, [view])
 
 
-def receive(channel: Channel, into: memoryview | None = None) -> tuple[Head, Data]:
-    """The next message, with its bytes in ``into`` if they fill it."""
-    head, behind = wire.receive_head(channel, MOST_BYTES)
+def receive(channel: Channel, into: memoryview | None = None, most: int = MOST_BYTES) -> tuple[Head, Data]:
+    """The next message, of at most ``most`` bytes, with its bytes in ``into`` if they fill it."""
+    head, behind = wire.receive_head(channel, most)
     data = into if into is not None and len(into) == behind else memoryview(bytearray(behind))
     channel.receive_into(data)
-    if behind and xxhash.xxh3_64_hexdigest(data) != head.get("digest"):
+    if behind and not head.get("unhashed") and xxhash.xxh3_64_hexdigest(data) != head.get("digest"):
         hint = "try again; if it comes back, look at the network and the memory of these machines"
         raise ExchangeError(f"what {channel.peer} sent was damaged on the way", hint=hint)
     return head, data
 
 
-Answer = tuple[Head, bytes]
+class OpenRange(NamedTuple):
+    """Bytes of an open file, which whoever sends them closes."""
+
+    file: int
+    offset: int
+    length: int
+
+
+class RangedFiles(Backend):
+    """Files whose bytes the kernel moves into the connection."""
+
+    @abstractmethod
+    def open_range(self, path: str, offset: int, length: int | None) -> OpenRange:
+        """So many bytes of a file, or all from ``offset`` on; raises as ``Backend.read``."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        buffer = bytearray(max(0, self.size(path) - offset) if length is None else length)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Backend.read_into``."""
+        span, filled = self.open_range(path, offset, buffer.nbytes), 0
+        with os.fdopen(span.file, "rb") as file:
+            while filled < span.length:  # the system reads 2 GiB at once at most
+                filled += os.preadv(file.fileno(), [buffer[filled:]], offset + filled)
+
+
+_STRETCH = 4 << 20
+
+
+def _send_range(channel: Channel, span: OpenRange) -> None:
+    wire.send(channel, {"unhashed": True}, (), more=span.length)
+    file, offset, length = span
+    end, moved = offset + length, time.monotonic()
+    room = select.poll()  # select() takes no descriptor above 1,023, and each object has two
+    room.register(channel.sock, select.POLLOUT)
+    while offset < end:
+        try:
+            sent = os.sendfile(channel.sock.fileno(), file, offset, min(_STRETCH, end - offset))
+        except BlockingIOError:
+            channel.alive()
+            if time.monotonic() - moved > channel.timeout:
+                raise DeadlineError(f"{channel.peer} takes nothing for {channel.timeout:g} s") from None
+            room.poll(200)
+            continue
+        if not sent:
+            raise ConnectionError("the file ended early")
+        offset, moved = offset + sent, time.monotonic()
+
+
+Answer = tuple[Head, bytes | OpenRange]
 
 
 class NodeServer:
-    """Serves ``backend``, and nothing outside it; ``addresses`` are where it listens."""
+    """Serves ``backend``, and nothing outside it; ``addresses`` are where it listens, the most likely first."""
 
-    def __init__(self, backend: Backend, secret: bytes, timeout: float, *, store: str | None = None) -> None:
-        """``store``: the host of the job's store, if it has one: the addresses that lead there come first."""
+    def __init__(
+        self,
+        backend: Backend,
+        secret: bytes,
+        timeout: float,
+        *,
+        store: str | None = None,
+        port: int = 0,
+        purpose: str = PURPOSE,
+        about: Head | None = None,
+        most: int = MOST_BYTES,
+    ) -> None:
+        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``port``: by default any that
+        is free. ``about``: the answer to ``hello``. ``most``: bytes of a question."""
         self._backend = backend
+        self._about = about or {}
+        self._most = most
         self.network = network()
-        ports = listen(store)
+        ports = listen(store, port)
+        if not ports:
+            raise BusyError(f"port {port} is taken", where="CKPT_MEMORY_PORT", hint="look who has it: ss -lptn; or choose another one")
         self.addresses: list[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
-        self._connections = ConnectionServer(ports, secret, timeout, purpose=PURPOSE, name="ckpt-node", serve=self._converse)
+        self._connections = ConnectionServer(ports, secret, timeout, purpose=purpose, name=f"ckpt-{purpose}", serve=self._converse)
+
+    def __len__(self) -> int:
+        """How many peers are connected."""
+        return len(self._connections)
 
     def close(self) -> None:
         """Stop listening, and drop who is connected: what they were writing is forgotten."""
@@ -91,17 +170,26 @@ class NodeServer:
         try:
             while channel.await_next():
                 try:
-                    head, data = receive(channel)
+                    head, data = receive(channel, most=self._most)
                 except ExchangeError as err:  # after any other error nobody knows where the next question begins
                     send(channel, {"error": error_to_json(err)})
                     continue
+                content: bytes | OpenRange = b""
                 try:
-                    answer = self._answer(head, data, coming)
-                except (KeyError, TypeError) as err:
-                    raise FormatError(f"a question that makes no sense: {err!r}", where=channel.peer) from err
+                    answer, content = self._answer(head, data, coming)
                 except CkptError as err:
-                    answer = {"error": error_to_json(err)}, b""
-                send(channel, *answer)
+                    answer = {"error": error_to_json(err)}
+                except (KeyError, TypeError, ValueError) as err:
+                    wrong = FormatError(f"a question that cannot be read: {err!r}", hint="use the same release of ckpt on both machines")
+                    answer = {"error": error_to_json(wrong)}
+                # Whatever fails from here on ends the connection: an error among the bytes would count as bytes.
+                if isinstance(content, bytes):
+                    send(channel, answer, content)
+                    continue
+                try:
+                    _send_range(channel, content)
+                finally:
+                    os.close(content.file)
         finally:
             coming.abort()
 
@@ -109,6 +197,12 @@ class NodeServer:
         match head["op"]:
             case "read":
                 return {}, self._read(head)
+            case "hello":
+                return self._about, b""
+            case "modified":
+                return {"modified": self._backend.modified(head["path"])}, b""
+            case "version":
+                return {"version": self._backend.version_token(head["path"])}, b""
             case "size":
                 return {"size": self._backend.size(head["path"])}, b""
             case "list":
@@ -137,10 +231,12 @@ class NodeServer:
                 raise UsageError(f"{other!r} is nothing that a node does", hint="use the same release of ckpt on all nodes")
         return {}, b""
 
-    def _read(self, head: Head) -> bytes:
+    def _read(self, head: Head) -> bytes | OpenRange:
         length = head["length"]
         if (self._backend.size(head["path"]) if length is None else length) > MOST_BYTES:
             raise UsageError("too many bytes for one answer", where=head["path"], hint=f"ask for at most {MOST_BYTES} at once")
+        if isinstance(self._backend, RangedFiles):
+            return self._backend.open_range(head["path"], head["offset"], length)
         return self._backend.read(head["path"], head["offset"], length)
 
 
@@ -201,6 +297,8 @@ _DELETES = 1000
 class NodeConnections:
     """The connections of this process to the node that is called ``name``."""
 
+    answer_of = "answer of a node"
+
     def __init__(self, name: str, addresses: Sequence[Address], secret: bytes, timeout: float, *, same_network: bool) -> None:
         self.name = name
         self._addresses = addresses
@@ -208,6 +306,11 @@ class NodeConnections:
         self._timeout = timeout
         self._same_network = same_network
         self._idle = IdleConnections[Channel](_IDLE)
+
+    @property
+    def who(self) -> str:
+        """What messages call it."""
+        return f"node {self.name}"
 
     def close(self) -> None:
         self._idle.clear()
@@ -229,13 +332,12 @@ class NodeConnections:
     def answer(self, head: Head, kind: Kind) -> Head:
         """An answer without bytes, of this kind; raises as :meth:`ask`."""
         with self.translated():
-            answer: Head = checked(self.ask(head)[0], kind, "answer of a node", f"node {self.name}")
+            answer: Head = checked(self.ask(head)[0], kind, self.answer_of, self.who)
         return answer
 
     def dial(self) -> Channel:
         """A new connection; raises as ``wire.dial``."""
-        name = f"node {self.name}"
-        return dial(self._addresses, self._secret, self._timeout, peer=name, purpose=PURPOSE, same_network=self._same_network)
+        return dial(self._addresses, self._secret, self._timeout, peer=self.who, purpose=PURPOSE, same_network=self._same_network)
 
     @contextmanager
     def translated(self) -> Iterator[None]:
@@ -286,7 +388,7 @@ class RemoteNode(Backend):
             part = view[at : at + PIECE]
             _, data = self._connections.ask({"op": "read", "path": key, "offset": offset + at, "length": len(part)}, into=part)
             if len(data) != len(part):
-                raise StorageError(f"node {self._connections.name} gave {len(data)} bytes for {len(part)}", where=key, hint="read again")
+                raise StorageError(f"{self._connections.who} gave {len(data)} bytes for {len(part)}", where=key, hint="read again")
 
     def size(self, path: str) -> int:
         """See ``Backend.size``."""

@@ -28,7 +28,7 @@ from ckpt.io_backends.checks import byte_view
 from ckpt.plan.parity import ParityLayout, ParityPiece, ParityTable, ParityTerm
 from ckpt.text import parse_json
 
-# What lies beside a parity file: the ranges of files that it is the XOR of, and digests of its own blocks (docs/node-local.md).
+# What lies beside a parity file: the ranges of files that it is the XOR of, and digests of its own blocks (docs/storage.md).
 #
 # parity/<id>-<digest>.xor     the bytes; the digest is that of the terms
 # parity/<id>-<digest>.json    the record, put when the bytes are durable: without it the bytes are not there

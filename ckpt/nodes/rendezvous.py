@@ -31,7 +31,7 @@ from ckpt.net.group import Group
 from ckpt.nodes.memory import client
 from ckpt.nodes.memory import connection as memory_place
 from ckpt.nodes.memory.client import secret_for
-from ckpt.nodes.memory.remote import RemoteMemory
+from ckpt.nodes.memory.remote import MemoryConnections
 from ckpt.plan.tables import ranks_text
 
 from .file_server import NodeConnections, NodeServer, RemoteNode
@@ -59,7 +59,7 @@ def surviving_nodes(directory: str, known: Collection[str]) -> Sequence[StorageN
 
 
 def _greet(address: str) -> tuple[str, str] | None:
-    memory = RemoteMemory(address, secret_for(address), HELLO_SECONDS)
+    memory = MemoryConnections(address, secret_for(address), HELLO_SECONDS)
     try:
         return memory.hello()
     except (AccessError, FormatError):

@@ -19,7 +19,7 @@ from ckpt.engine.save.base import SaveBase
 from ckpt.engine.save.options import SaveOptions
 from ckpt.errors import UsageError
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, XOR_PLANES
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, XOR_PLANES
 from ckpt.policies.policy import Anchor, TrustFrozen
 
 

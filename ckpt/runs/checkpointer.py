@@ -67,19 +67,19 @@ class Checkpointer:
         keep: what stays; the newest checkpoint and tagged ones always do.
         signals: what counts as such a notice.
         local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
-            (docs/local-tier.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/node-local.md).
-        memory: saves into the memory of the job's machines, with copies on others (docs/node-local.md). With ``local``, what ``save`` asks
+            (docs/storage.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/storage.md).
+        memory: saves into the memory of the job's machines, with copies on others (docs/storage.md). With ``local``, what ``save`` asks
             for goes from there to the local tier, and on to ``root``.
         local_keep: what stays in ``local``, by default ``Latest(1)``; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
         on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
-            :class:`ckpt.monitors.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/monitoring.md).
+            :class:`ckpt.monitors.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/observing.md).
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
         run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
             and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
         reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
-            (docs/guides/lora-frozen-ema.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
+            (docs/guides/frozen-part-once.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
             refer to stays as long as they do. Not with ``local``. A :class:`ckpt.policies.TrustFrozen`: the same, and frozen tensors that
             torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
         anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more

@@ -1,4 +1,4 @@
-"""A local tier whose files stay on the nodes that wrote them, with copies on others (docs/node-local.md). No torch."""
+"""A local tier whose files stay on the nodes that wrote them, with copies on others (docs/storage.md). No torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ckpt.engine.load.job import PARTLY_WRITTEN, UNCHANGED
+from ckpt.engine.load.load import PARTLY_WRITTEN, UNCHANGED
 from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError, raised
 from ckpt.formats.native.commit import Branch, Branches
 from ckpt.net.group import Group

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from ckpt.catalog import DataFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.conversion import CONVERTING
 from ckpt.formats.native.catalog import read_index, read_record
+from ckpt.formats.native.clearing import KnownRecords, references_of, remaining_files, remaining_references
 from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, Branches, CommitRecord, begun_last, left_at
-from ckpt.formats.native.datafiles.references import RunBackend
-from ckpt.formats.native.datafiles.referrers import KnownRecords, references_of, remaining_files, remaining_references
 from ckpt.formats.native.paths import SOURCES, has_orphans, step_number
+from ckpt.formats.native.references import RunBackend
 from ckpt.formats.native.virtual import decode_sources
+from ckpt.formats.registry import CONVERTING
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.text import url_text

@@ -9,9 +9,9 @@ from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.commit import VIRTUAL, CommitRecord
-from ckpt.formats.native.datafiles.references import is_reference
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SPANS, index_path
+from ckpt.formats.native.references import is_reference
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DType
-from ckpt.engine.byte_source import ChunkName, source_of
-from ckpt.engine.digest_reader import DigestReader
+from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.reads import Copy, overlapping_chunks, parts_of
@@ -41,7 +40,7 @@ class Elements:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._coded = threading.local()
-        self._reader = DigestReader(source_of(catalog), "off")
+        self._reader = DigestReader(catalog.backend, "off")
         self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
     def of_view(self, view: LogicalTensor, box: Box) -> Raw:

@@ -17,16 +17,15 @@ from typing import Any
 from ckpt.converters.pipeline.target import OutputFile, publish_once
 from ckpt.converters.targets.hf import INDEX
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
-from ckpt.formats.conversion import ExportRecord, record_path
 from ckpt.formats.deltas.manifest import MANIFEST
 from ckpt.formats.journal import IntentJournal, WriteJournal
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
-from ckpt.formats.registry import find_format
+from ckpt.formats.registry import ExportRecord, find_format, record_path
 from ckpt.formats.safetensors import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.checks import SharedObject
 from ckpt.io_backends.protocol import Backend, Writer
-from ckpt.io_backends.shared import left_behind, remove_left
+from ckpt.io_backends.writer_base import left_behind, remove_left
 
 # Names in the order in which they appear, on storage where processes share files
 #

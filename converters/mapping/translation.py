@@ -1,6 +1,6 @@
 """Translations between naming conventions of a model: ``huggingface``, ``megatron``, ``plain``. Rules are data, and strict both ways.
 
-A translation is a TOML file (docs/translations.md)::
+A translation is a TOML file (docs/formats.md)::
 
     left = "huggingface"
     right = "megatron"
@@ -214,7 +214,7 @@ class Translation:
         if strange and all(self.knows(name, back) for name in strange):
             hint = f"they have the names of {sides[1]} already: leave out --names, or --convention {sides[0]} for the other way"
         else:
-            hint = "choose another translation, or extend this one (docs/translations.md)"
+            hint = "choose another translation, or extend this one (docs/formats.md)"
         return NamesError("\n".join(lines), hint=hint)
 
     @cached_property
@@ -234,7 +234,7 @@ def _twice(name: str, one: LogicalTensor, other: LogicalTensor) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 _BUILTIN = files("ckpt.converters.mapping") / "names"
-"""Translations that come with the package, one TOML file each (docs/translations.md)."""
+"""Translations that come with the package, one TOML file each (docs/formats.md)."""
 
 
 def builtin() -> list[str]:

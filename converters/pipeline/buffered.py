@@ -19,9 +19,8 @@ from ckpt.catalog import Catalog
 from ckpt.concurrency import Pending, run_tasks
 from ckpt.converters.selection import Computed, OutputSet, seams_of
 from ckpt.dtypes import DTYPES
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
-from ckpt.formats.native.coding.frames import CHUNK_LIMIT
+from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.formats.native.commit import CODED as ENCODED
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.io_backends.protocol import Backend
@@ -50,7 +49,7 @@ def read_views(reader: Reader, parts: Iterable[ViewBox]) -> None:
 
     Filling of views becomes zeros.
     """
-    reader.run(reader.plan(job for part in parts for job in _jobs(reader.catalog, part)))
+    reader.load([job for part in parts for job in _jobs(reader.catalog, part)])
 
 
 def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[TensorLoad]:
@@ -215,10 +214,7 @@ class WindowFiller:
         whole, memory = memory, memory // 2 if chosen.computes else memory
         threads = max(1, min(threads, memory // 2 // CODED)) if coded else threads
         self.chosen = chosen
-        self.readers = [
-            Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=threads, beat=lambda: None)
-            for catalog in chosen.catalogs
-        ]
+        self.readers = [Reader(catalog=catalog, verify="full", threads=threads) for catalog in chosen.catalogs]
         self._computing = Computing(self.readers, memory=whole - memory)
         hints = (*(catalog.backend.io_hints for catalog in chosen.catalogs), backend.io_hints)
         busy = max(4 * h.concurrency * h.read_size for h in hints)  # several calls for each that a storage wants at once
@@ -230,7 +226,7 @@ class WindowFiller:
     @property
     def bytes_read(self) -> int:
         """So far, of all sources."""
-        return sum(reader.bytes_read for reader in self.readers)
+        return sum(reader.fetch.read for reader in self.readers)
 
     def fill(self, items: Mapping[int, FileItem], size: int, put: Put, on_written: Callable[[], None]) -> None:
         """Read the items of a file of ``size`` bytes, by their numbers in it, and give them to ``put``. ``on_written`` is called when

@@ -14,7 +14,6 @@ import xxhash
 from ckpt.catalog import Catalog
 from ckpt.converters.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
-from ckpt.formats.conversion import CONVERTING, MARKS, ConversionRecord
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.journal import ConversionJournal, begin, ended, find
 from ckpt.formats.native.catalog import NativeCatalog
@@ -22,7 +21,7 @@ from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, new_id
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import committed_id, read_record
-from ckpt.formats.registry import open_catalog
+from ckpt.formats.registry import CONVERTING, MARKS, ConversionRecord, open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import check_url, is_file_system, open_backend, real_url
 from ckpt.plan.machines import balanced

@@ -20,8 +20,7 @@ from ckpt import settings
 from ckpt.catalog import Extent, TensorEntry
 from ckpt.concurrency import Pending, imap_unordered
 from ckpt.converters.selection import OutputSet
-from ckpt.engine.byte_source import ChunkName, StorageSource, source_of
-from ckpt.engine.digest_reader import PROBE, ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import PROBE, ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CkptError, CorruptError
 from ckpt.io_backends.protocol import Backend, Writer
 from ckpt.plan.layout.geometry import box_to_flat
@@ -289,7 +288,7 @@ class FileStream:
         self._done = done
         self._memory = memory
         self._threads = threads
-        self._fetch = DigestReader(source_of(chosen.catalog))
+        self._fetch = DigestReader(chosen.catalog.backend)
         self._windowed: WindowFiller | None = None
 
     @property
@@ -363,7 +362,7 @@ class FileStream:
         opened.end()
         if self.verify:
             # Read a file again, and compare each item with the digest of what was written
-            reader = DigestReader(StorageSource(self.backend), crc32=True)
+            reader = DigestReader(self.backend, crc32=True)
             try:
                 for item, digest in zip(opened.file.items, opened.digests, strict=True):
                     extent = Extent(opened.file.path, item.offset, item.length, None)

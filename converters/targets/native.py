@@ -16,11 +16,11 @@ from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, ch
 from ckpt.errors import ConflictError
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
+from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.writer import committed_id, write_index
+from ckpt.io_backends.checks import read_alike
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.retries import read_alike
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.match import enclosing_module

@@ -32,8 +32,8 @@ from ckpt.formats.external.base import (
 from ckpt.formats.protocol import Format
 from ckpt.formats.safetensors import open_safetensors
 from ckpt.formats.safetensors import recognises as is_safetensors
+from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.registry import open_backend, real_url
-from ckpt.io_backends.retries import read_checked
 from ckpt.plan.layout.geometry import Box, flat_to_boxes
 
 from .chain import AnchorPlace, ChainBackend, Link, result_of

@@ -26,8 +26,8 @@ import xxhash
 
 from ckpt.errors import CorruptError
 from ckpt.formats.external.base import Range, ReadOnly, read_ranges
+from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.protocol import IOHints, ObjectMeta
-from ckpt.io_backends.retries import read_checked
 
 from .changes import Section, decode_section, unit
 from .manifest import CODES, COUNT, MANIFEST, RESULT, START, STOP, STORED, DeltaManifest, TensorSections

@@ -17,8 +17,8 @@ from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.paths import path_problem
 from ckpt.formats.safetensors import FileHeader, parse_header
+from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.registry import absolute_url
-from ckpt.io_backends.retries import read_checked
 from ckpt.plan.layout.geometry import IntArray
 from ckpt.text import parse_json
 

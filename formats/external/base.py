@@ -18,9 +18,9 @@ from ckpt.catalog import CatalogDefaults, Extent, Grid, Replica, TensorEntry
 from ckpt.concurrency import COUNTS_WAITS, map_tasks, run_tasks, waits_so_far
 from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.paths import path_problem
+from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 from ckpt.io_backends.registry import open_backend
-from ckpt.io_backends.retries import read_checked
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.text import parse_json
 

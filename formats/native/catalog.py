@@ -18,20 +18,19 @@ from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, 
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
-from ckpt.formats.native.coding.codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
-from ckpt.formats.native.coding.frames import CHUNK_LIMIT
-from ckpt.formats.native.datafiles.datafile import box_text, chunk_key, coded_key
-from ckpt.formats.native.datafiles.header import Header, Known, Sought, StoredChunk, Stretches, find_alike, parse_header
-from ckpt.formats.native.datafiles.references import RunBackend, is_reference, owner_of
 from ckpt.formats.protocol import Format
-from ckpt.io_backends.retries import read_checked
+from ckpt.io_backends.checks import read_checked
 from ckpt.plan.layout.geometry import Box
 
 from .checks import find_excess
+from .codecs import CHUNK_LIMIT, CODECS, WITHOUT_ANCHOR, unknown_codec
 from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
+from .datafile import box_text, chunk_key, coded_key
+from .header import Header, Known, Sought, StoredChunk, Stretches, find_alike, parse_header
 from .index import decode_index
 from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_orphans
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
+from .references import RunBackend, is_reference, owner_of
 from .tables import too_little_memory
 from .virtual import VirtualCatalog
 

@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.formats.native.datafiles.datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES, name_problem
-from ckpt.formats.native.datafiles.references import is_reference, reference_problem
 from ckpt.plan.tree_decoding import REFERENCES, tag_of
 
+from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES, name_problem
 from .paths import is_digest, path_problem
+from .references import is_reference, reference_problem
 from .tables import DIMENSIONS
 
 _MAX_BYTES = (1 << 63) - 1

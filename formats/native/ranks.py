@@ -20,7 +20,7 @@ import xxhash
 from ckpt.catalog import DataFile, Grid, RankRows, TensorEntry
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StateError
-from ckpt.io_backends.retries import read_checked
+from ckpt.io_backends.checks import read_checked
 from ckpt.plan.layout.geometry import Cuts
 from ckpt.text import parse_json
 

@@ -13,14 +13,14 @@ import xxhash
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.coding.codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
-from ckpt.formats.native.datafiles.datafile import HEADER_LIMIT, LENGTH_BYTES, METADATA, Ranges, chunk_key, coded_key, parse_key
-from ckpt.formats.native.datafiles.header import Header, StoredChunk, parse_header
-from ckpt.io_backends.retries import read_alike
+from ckpt.io_backends.checks import read_alike
 from ckpt.plan.layout.geometry import Box, IntArray, cells, find_fault, merge_cuts
 from ckpt.text import parse_json
 
+from .codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
 from .commit import CODED
+from .datafile import HEADER_LIMIT, LENGTH_BYTES, METADATA, Ranges, chunk_key, coded_key, parse_key
+from .header import Header, StoredChunk, parse_header
 from .paths import data_prefix
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.io_backends.retries import read_checked
+from ckpt.io_backends.checks import read_checked
 from ckpt.telemetry.spans import BYTES, LEADING, MICROS, UNNEEDED, WAITING, PhaseSum, Row, SpanTable, are_phases, began_of
 from ckpt.text import parse_object
 

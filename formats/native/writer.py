@@ -13,7 +13,6 @@ import xxhash
 from ckpt.catalog import Contents, identity
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.formats.journal import CheckpointJournal
-from ckpt.formats.native.datafiles.references import is_reference
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.values import part_in
 
@@ -22,6 +21,7 @@ from .clearing import check_no_link
 from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id, now, writer_name
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, index_path
+from .references import is_reference
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog

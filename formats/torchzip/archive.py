@@ -20,7 +20,7 @@ from ckpt.formats.native.paths import path_problem
 from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.stand_ins import StoredStorage
 from ckpt.formats.pickles.values import PickleValues
-from ckpt.io_backends.retries import read_checked
+from ckpt.io_backends.checks import read_checked
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -1,6 +1,6 @@
 """Any storage that has an fsspec file system: ``gs://``, ``az://``, ``hf://``, ``sftp://`` and the rest, by what all of them can do.
 
-Weaker than the backends made for one storage (docs/copying.md says what may go wrong):
+Weaker than the backends made for one storage (docs/storage.md says what may go wrong):
 
 * ``publish`` reads, compares and writes. Two processes that replace the same object at the same moment may both believe that they did. New
   objects are safe on object stores, which are tried whether they create only what is absent (``fsspec_conditions``), and not elsewhere.
@@ -28,8 +28,7 @@ from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_r
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 
 from .errors import mapped, only_if_absent
-from .opening import DIRECTORIES, STRICT_RMDIR
-from .place import TRIES, FsspecPlace, GatheringWriter
+from .filesystem import DIRECTORIES, STRICT_RMDIR, TRIES, FsspecPlace, GatheringWriter
 
 _PAUSE = 0.03
 """Seconds, growing with each try."""

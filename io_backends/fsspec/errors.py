@@ -68,7 +68,7 @@ def mapped(err: Exception, where: str, doing: str, *, reading: bool, conceal: Se
         hint = "this kind of storage can perhaps only be read: copy the checkpoint elsewhere with `ckpt cp`"
         return StorageError(f"cannot {doing}: the fsspec file system does not offer it", where=where, hint=hint)
     if isinstance(err, TypeError) and "unexpected keyword argument" in text:
-        hint = "check the name of the storage option; docs/object-storage.md says where they come from"
+        hint = "check the name of the storage option; docs/storage.md says where they come from"
         return UsageError(message, where=where, hint=hint)
     if isinstance(err, ValueError) and doing.startswith("open"):
         return UsageError(message, where=where, hint="check the URL's spelling and the storage options")
@@ -191,6 +191,6 @@ def conditional(fs: Any, bucket: str, where: str) -> bool:
         raise StorageError(
             "the store ignores or does not offer `create only if absent`, so two saves at once could both believe that they were committed",
             where=where,
-            hint="set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/object-storage.md)",
+            hint="set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/storage.md)",
         )
     return kept

@@ -21,7 +21,6 @@ from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_r
 from ckpt.io_backends.protocol import Backend, CopySource, ObjectMeta, Writer
 from ckpt.settings import direct
 
-from .conditional_put import put_if
 from .files import (
     SLICE,
     clock,
@@ -31,6 +30,7 @@ from .files import (
     make_directories,
     open_regular,
     prune_empty,
+    put_if,
     read_all,
     regular_size,
     remove_file,
@@ -39,8 +39,7 @@ from .files import (
     sync_directories,
     write_all,
 )
-from .shared_file import PosixSharedObject
-from .writer import ClonedFile, PosixWriter
+from .writer import ClonedFile, PosixSharedObject, PosixWriter
 
 _T = TypeVar("_T")
 _AT_ONCE, _THREADS = 512, 8

@@ -17,14 +17,26 @@ from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
 from ckpt.io_backends.protocol import DELETES, Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
-from ckpt.io_backends.shared import check_total
+from ckpt.io_backends.writer_base import check_total
 
-from .checksums import Checks, ConfirmedPart
-from .client import LANES, S3Client, client_of
-from .options import DEFAULT, S3Options
+from .client import LANES, Checks, ConfirmedPart, S3Client, client_of
 from .probing import abilities, assume, checks_of, conditional, part_checks_of, probe
-from .reading import Key, described, head, read_into, read_start, read_tagged
-from .requests import TOGETHER, abort_upload, check_free, conflict, delete, delete_together, put
+from .reading import (
+    TOGETHER,
+    Key,
+    abort_upload,
+    check_free,
+    conflict,
+    delete,
+    delete_together,
+    described,
+    head,
+    put,
+    read_into,
+    read_start,
+    read_tagged,
+)
+from .tries import DEFAULT, S3Options
 from .writer import PART, SINGLE, S3CopySource, S3Writer, part_size
 
 # An object that several processes send parts of: one upload, whose id is the token.

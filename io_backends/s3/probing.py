@@ -21,9 +21,8 @@ from ckpt import settings
 from ckpt.errors import AccessError, CkptError, StorageError
 from ckpt.text import parse_json
 
-from .checksums import OFF, WAYS, Checks, Sums, md5_in
-from .reading import Key
-from .requests import abort_upload, delete, put
+from .client import OFF, WAYS, Checks, Sums, md5_in
+from .reading import Key, abort_upload, delete, put
 from .tries import Tries, code_of, is_changed, is_passing, status_of, tag_of
 
 log = logging.getLogger("ckpt")
@@ -49,7 +48,7 @@ def conditional(key: Key) -> bool:
         raise StorageError(
             "the store ignores or refuses conditional writes, so two saves at once could both believe that they were committed",
             where=f"s3://{key.bucket}",
-            hint="set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/object-storage.md)",
+            hint="set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/storage.md)",
         )
     return known[key.bucket]
 

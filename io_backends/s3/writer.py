@@ -23,11 +23,9 @@ from ckpt.errors import ConflictError, NotFoundError, StorageError
 from ckpt.io_backends.protocol import CopySource
 from ckpt.io_backends.writer_base import WriterBase, WrittenRanges
 
-from .checksums import OFF, Checks, ConfirmedPart, check_whole
-from .client import LANES
+from .client import LANES, OFF, Checks, ConfirmedPart, check_whole
 from .probing import checks_of, part_checks_of
-from .reading import Key, head
-from .requests import abort_upload, check_free, delete, mark_of, marked, new_mark, put
+from .reading import Key, abort_upload, check_free, delete, head, mark_of, marked, new_mark, put
 from .tries import ChangedError, Tries, code_of, status_of, tag_of, translated
 
 # How a new object is cut into parts, and parts that are gathered in memory.

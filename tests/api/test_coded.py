@@ -19,7 +19,7 @@ from ckpt.cli.main import cli
 from ckpt.dtypes import DTYPES
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError, UsageError
-from ckpt.formats.native.datafiles import datafile
+from ckpt.formats.native import datafile
 from tests.api.checked import Stored, data_files, described, empty_directory, pattern, same
 from tests.formats import oracle
 

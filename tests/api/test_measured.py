@@ -16,7 +16,7 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.spans import read_spans
-from ckpt.io_backends import retries
+from ckpt.io_backends import checks
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.io_backends.s3.tries import Acquaintance, Tries
@@ -79,11 +79,11 @@ def test_a_report_groups_by_what_ranks_say(tmp_path: Path) -> None:
 
 
 def test_requests_that_are_made_again_are_counted() -> None:
-    before = retries.total()
+    before = checks.total()
     tries = Tries("read", "s3://b/k", 60.0, Acquaintance())
     for code, status in (("SlowDown", 503), ("InternalError", 500)):
         tries.again(ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject"))  # type: ignore[typeddict-item]
-    assert retries.total().since(before) == (2, 1)
+    assert checks.total().since(before) == (2, 1)
 
 
 @pytest.mark.parametrize(("again", "alerts"), [(0, 0), (19, 0), (20, 1)])

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, CorruptError, FormatError
-from ckpt.formats.native.coding.codecs import CODECS
-from ckpt.formats.native.coding.frames import Bytes, Codec
+from ckpt.formats.native.codecs import CODECS, Bytes, Codec
 from ckpt.formats.native.rebuild import rebuild
 from ckpt.io_backends.registry import open_backend
 

@@ -23,7 +23,7 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
 from ckpt.formats.native.checks import find_problem
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.datafiles.references import RunBackend
+from ckpt.formats.native.references import RunBackend
 from ckpt.formats.native.writer import set_tags
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyProcess

@@ -20,8 +20,8 @@ from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.formats.journal import IntentJournal
 from ckpt.io_backends import open_backend
-from ckpt.io_backends.posix import shared_file as posix_shared
-from ckpt.io_backends.posix.shared_file import PosixSharedObject
+from ckpt.io_backends.posix import writer as posix_shared
+from ckpt.io_backends.posix.writer import PosixSharedObject
 
 
 def model() -> torch.nn.Module:

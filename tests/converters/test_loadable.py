@@ -122,7 +122,7 @@ def test_learning_rates_that_are_tensors_stay_options(tmp_path: Path) -> None:
 
 
 def test_deepspeed_into_a_module_and_its_optimizer(tmp_path: Path) -> None:
-    """As the source itself does (docs/foreign.md): the states of the copy are those of the source."""
+    """As the source itself does (docs/formats.md): the states of the copy are those of the source."""
     from tests.formats.test_deepspeed import Net
 
     source = str(FIXTURES / "deepspeed/zero3")

@@ -21,7 +21,6 @@ from ckpt.converters.pipeline.file_stream import copy_through, jobs_of, runs_of
 from ckpt.converters.pipeline.target import FileItem
 from ckpt.converters.selection import OutputSet, OutputTensor
 from ckpt.dtypes import DTYPES
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
@@ -106,7 +105,7 @@ def test_runs_are_the_bytes_of_an_item(places: Path, data: Any) -> None:
         patch.setattr(file_stream, "JOB", data.draw(st.integers(4, 200)))
         runs = runs_of(chosen, items)
         jobs = list(jobs_of(list(runs.values()), apart=data.draw(st.booleans())))
-        fetch, written = DigestReader(source_of(chosen.catalog)), bytearray(at)
+        fetch, written = DigestReader(chosen.catalog.backend), bytearray(at)
 
         put = Written(items, written)
         assert sum(copy_through(fetch, job, put) for job in jobs) == sum(items[n].length for n in runs)
@@ -132,7 +131,7 @@ def test_damage_is_found_where_it_is_read(places: Path) -> None:
     (runs,) = runs_of(chosen, [FileItem("a", Box.whole((4, 4, 3)), 0, 4)]).values()
     chunk = runs[3].chunk
     wrong = chunk._replace(extent=chunk.extent._replace(digest="0" * 16))
-    fetch = DigestReader(source_of(chosen.catalog))
+    fetch = DigestReader(chosen.catalog.backend)
     with pytest.raises(CorruptError, match="tensor a is damaged"):
         copy_through(
             fetch, [*runs[:3], runs[3]._replace(chunk=wrong)], Written([FileItem("a", Box.whole((4, 4, 3)), 0, 4)], bytearray(192))

@@ -16,7 +16,6 @@ import ckpt
 from ckpt.converters.pipeline.buffered import ViewBox, read_views
 from ckpt.converters.pipeline.target import FileItem, slabs, windows
 from ckpt.converters.selection import seams_of
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader
 from ckpt.formats.registry import open_catalog
 from ckpt.plan import views
@@ -102,7 +101,7 @@ def test_any_box_of_a_view_is_what_numpy_says(tmp_path_factory: Any, data: Any) 
         kind = data.draw(st.sampled_from([torch.float32, torch.float64]))
         parts.append(ViewBox(made[name], box, torch.full(box.shape, math.nan, dtype=kind)))
         wanted.append(expected[name][box.slices].to(kind))
-    read_views(Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=2, beat=lambda: None), parts)
+    read_views(Reader(catalog=catalog, verify="full", threads=2), parts)
     assert all(torch.equal(p.memory, w) for p, w in zip(parts, wanted, strict=True))
 
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckpt
 from ckpt import ExportReport, convert, export, settings
 from ckpt.converters.export import plan
-from ckpt.io_backends.fsspec.place import GatheringWriter
-from ckpt.io_backends.posix import shared_file as posix_shared
-from ckpt.io_backends.posix.shared_file import PosixSharedObject
+from ckpt.io_backends.fsspec.filesystem import GatheringWriter
+from ckpt.io_backends.posix import writer as posix_shared
+from ckpt.io_backends.posix.writer import PosixSharedObject
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build

@@ -36,9 +36,9 @@ def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def apart() -> None:
     """From now on no two ranks are on one machine."""
-    from ckpt.engine.load import fitting
+    from ckpt.engine.load import shared_reads
 
-    fitting.machine = lambda: f"{os.getpid()}"
+    shared_reads.machine = lambda: f"{os.getpid()}"
 
 
 def in_small_pieces() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.net.peers import Peers
-from ckpt.net.sockets import HELLO, MAGIC
+from ckpt.net.wire import _CLIENT, _MAGIC, _PROOF, PROTOCOL
 from tests.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.alone
@@ -30,6 +30,7 @@ IDLE = 400
 SECONDS = 2.0
 """How long each rank waits before it takes part in an exchange, while the others are in it."""
 FLAT = (301, 257)
+GREETING = _CLIENT.pack(_MAGIC, PROTOCOL, bytes(32))
 
 
 class Outsider:
@@ -72,9 +73,9 @@ class Outsider:
         if kind == "garbage":
             sock.sendall(random.randbytes(random.randrange(1, 4000)))
         elif kind == "half":
-            sock.sendall(HELLO.pack(MAGIC, bytes(16), 1, 1, 8, b"")[: random.randrange(1, HELLO.size)])
+            sock.sendall(GREETING[: random.randrange(1, len(GREETING))])
         elif kind == "wrong":
-            sock.sendall(HELLO.pack(MAGIC, random.randbytes(16), 1, 1, 8, b""))
+            sock.sendall(GREETING + _PROOF.pack(random.randbytes(32), b"exchange"))
         elif kind == "reset":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()

@@ -21,7 +21,7 @@ from ckpt.errors import CkptError
 from ckpt.net.connections import Listener
 from ckpt.net.group import Group, current_group
 from ckpt.net.peers import Peers, peers_of
-from ckpt.net.sockets import Hello, Views
+from ckpt.net.streams import Hello, Views
 from tests.distributed.ranks import Lost, Ranks
 
 SIZES = (0, 1, 7, 4096, 100_000, 3_000_000)

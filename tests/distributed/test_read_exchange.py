@@ -110,10 +110,10 @@ def test_ranks_that_cut_otherwise_do_not_share(ranks: Ranks, tmp_path: Path) -> 
 
 
 def load_on_two_machines(url: str, threads: int) -> int:
-    from ckpt.engine.load import fitting
+    from ckpt.engine.load import shared_reads
 
     in_small_pieces()
-    fitting.machine = lambda: f"{dist.get_rank() // 2}"
+    shared_reads.machine = lambda: f"{dist.get_rank() // 2}"
     return load_columns(url, threads=threads).bytes_received
 
 

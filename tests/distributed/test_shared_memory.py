@@ -73,10 +73,10 @@ def notices() -> list[str]:
 def load_as_one_machine(url: str, threads: int) -> tuple[list[tuple[int, int]], int, list[str]]:
     """Compared with what was saved, by ranks that all think that they are on one machine. Processes and numbers of files of rings,
     bytes received, and what was logged."""
-    from ckpt.engine.load import fitting
+    from ckpt.engine.load import shared_reads
     from ckpt.net.shm_pool import SlotPool
 
-    fitting.machine = lambda: "one and the same"
+    shared_reads.machine = lambda: "one and the same"
     in_small_pieces()
     pools, make, create = [], SlotPool.__init__, os.memfd_create
 
@@ -160,7 +160,7 @@ def test_memory_that_may_not_be_opened(ranks: Ranks, tmp_path: Path, threads: in
 
 
 def load_damaged_slots(url: str, what: str) -> tuple[str, str]:
-    from ckpt.net.framing import Feed
+    from ckpt.net.streams import Feed
 
     in_small_pieces()
     put = Feed.put_slot

@@ -13,7 +13,6 @@ import torch
 
 from ckpt import settings as sizes
 from ckpt.catalog import Catalog
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load import sweep, whole_chunks
 from ckpt.engine.load.reader import Reader, TensorLoad, Verify
 from ckpt.plan.layout.geometry import Box
@@ -60,8 +59,8 @@ class Target:
 
 
 def load(catalog: Catalog, targets: Sequence[Target], verify: Verify = "full", threads: int = 2) -> Reader:
-    made = Reader(catalog=catalog, source=source_of(catalog), verify=verify, threads=threads, beat=lambda: None)
-    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made = Reader(catalog=catalog, verify=verify, threads=threads)
+    made.load([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets])
     return made
 
 

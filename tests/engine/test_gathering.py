@@ -16,11 +16,10 @@ import xxhash
 from benchmarks.flat_files import FlatFiles
 from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
 from ckpt.dtypes import dtype
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
-from ckpt.formats.native.datafiles import header_layout
+from ckpt.formats.native import header_layout
 from ckpt.plan.ownership import TensorSpec, assign
 from ckpt.state.tensors import LocalShard, LocalTensor
 from tests.api.checked import empty_directory
@@ -44,7 +43,7 @@ class Load:
     jobs: list[TensorLoad]
 
     def reader(self) -> Reader:
-        return Reader(catalog=self.catalog, source=source_of(self.catalog), verify="full", threads=1, beat=lambda: None)
+        return Reader(catalog=self.catalog, verify="full", threads=1)
 
     def sweep(self) -> Sweep:
         sweep = self.reader().plan(self.jobs).sweep
@@ -93,12 +92,12 @@ def test_what_is_read_is_what_is_wanted(load_of: Callable[[int], Load], monkeypa
 
     monkeypatch.setattr(backend, "read_into", counted)
     reader = load.reader()
-    reader.run(reader.plan(load.jobs))
+    reader.load(load.jobs)
     assert all(not part.memory.any() for job in load.jobs for part in job.target.parts)
     columns, rows, norms = 8192 * 16 * 2, 1024 * 16 * 2, 8192 * 2
     assert reader.bytes_needed == LAYERS * (columns // 8 + rows + norms)
-    assert sum(lengths) == reader.bytes_read == LAYERS * (columns + rows + norms)
-    assert reader.bytes_unverified == 0
+    assert sum(lengths) == reader.fetch.read == LAYERS * (columns + rows + norms)
+    assert reader.fetch.verified == reader.fetch.read
     # By name, "norm" and "wo" follow one another in the file of each rank, and in an eighth of the files "wq" comes next, then "norm".
     assert len(lengths) == LAYERS * FEW * 7 // 8 + FEW // 8
 

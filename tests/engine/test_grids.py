@@ -13,8 +13,8 @@ from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
 from ckpt.engine.save.index_rows import Chunking, Grids
 from ckpt.engine.save.plan import chunks_of, specs_of
-from ckpt.formats.native.datafiles import datafile
-from ckpt.formats.native.datafiles.datafile import coded_groups
+from ckpt.formats.native import datafile
+from ckpt.formats.native.datafile import coded_groups
 from ckpt.plan import ownership
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Shard

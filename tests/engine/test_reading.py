@@ -59,9 +59,9 @@ def test_any_boxes_of_anything(data: st.DataObject, stored: list[Sample], mode: 
         target.check()
     assert done.bytes_needed == sum(h.memory.nbytes for t in targets for h in t.local.parts)
     if mode == "off":
-        assert done.bytes_unverified == done.bytes_read
+        assert done.fetch.verified == 0
     if mode == "full":
-        assert done.bytes_unverified == 0
+        assert done.fetch.verified == done.fetch.read
 
 
 @pytest.mark.usefixtures("sizes")
@@ -98,7 +98,7 @@ def test_a_chunk_that_several_targets_want_is_read_once(place: str) -> None:
     done = load(open_catalog(place), targets)
     for target in targets:
         target.check()
-    assert (done.bytes_read, done.bytes_needed) == (260, 520)
+    assert (done.fetch.read, done.bytes_needed) == (260, 520)
 
 
 def test_many_small_tensors(place: str) -> None:
@@ -110,7 +110,7 @@ def test_many_small_tensors(place: str) -> None:
             done = load(open_catalog(place), targets)
         for target in targets:
             target.check()
-        assert done.bytes_read == done.bytes_needed == sum(s.data.nbytes for s in stored)
+        assert done.fetch.read == done.bytes_needed == sum(s.data.nbytes for s in stored)
 
 
 class Foreign:
@@ -138,11 +138,11 @@ def test_without_digests_only_what_is_needed_is_read(place: str, way: str) -> No
     done = load(Foreign(open_catalog(place)), targets)  # type: ignore[arg-type]
     for target in targets:
         target.check()
-    assert done.bytes_unverified == done.bytes_read
+    assert done.fetch.verified == 0
     top = Target(stored[0], [Box((0, 0), (3, 64))], 1)
     done = load(Foreign(open_catalog(place)), [top])  # type: ignore[arg-type]
     top.check()
-    assert done.bytes_read == 3 * 64 * 2
+    assert done.fetch.read == 3 * 64 * 2
 
 
 def test_partial_reads_little_more_than_it_needs(place: str) -> None:
@@ -152,7 +152,7 @@ def test_partial_reads_little_more_than_it_needs(place: str) -> None:
     half = Target(stored[0], [Box((0, 200_000), (6, 200_000))], 1)
     done = load(open_catalog(place), [half], "partial")
     half.check()
-    assert done.bytes_read == done.bytes_needed == 1_200_000
+    assert done.fetch.read == done.bytes_needed == 1_200_000
 
 
 def test_chunks_that_are_not_aligned(place: str) -> None:

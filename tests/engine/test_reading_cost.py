@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 
 import ckpt
 from ckpt.concurrency import gc_paused
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
@@ -47,37 +45,23 @@ def test_scratch_memory_does_not_grow_with_chunks(place: str) -> None:
     assert peak < 4 << 20  # of a chunk of 16 MiB
 
 
-class Recorder:
-    """What the reader tells of its work."""
-
-    def __init__(self) -> None:
-        self.phases = Counter[str]()
-
-    @contextmanager
-    def span(self, phase: str, nbytes: int = 0) -> Iterator[None]:
-        yield
-        self.phases[phase] += nbytes
-
-    def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None:
-        self.phases[phase] += nbytes
-
-
 def test_spans(place: str) -> None:
     stored = coded_samples()
     save(open_backend(place), stored, codec="zstd")
-    catalog, recorder = open_catalog(place), Recorder()
-    made = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None, spans=recorder)
+    catalog, spans = open_catalog(place), Spans()
+    made = Reader(catalog=catalog, verify="full", threads=1, spans=spans)
     targets = targets_of(stored, "halves")
-    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.load([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets])
     coded = [
         entry.grid.box(i).numel * entry.dtype.itemsize
         for entry in catalog.tensors.values()
         for i, extent in enumerate(catalog.extents(entry, range(len(entry.grid))))
         if extent.codec is not None
     ]
-    assert recorder.phases["read"] == recorder.phases["verify"] == made.bytes_read
-    assert recorder.phases["decode"] == sum(coded) > 0
-    assert recorder.phases["copy"] > 0
+    sums = spans.table().sums
+    assert sums["read"].nbytes == sums["verify"].nbytes == made.fetch.read
+    assert sums["decode"].nbytes == sum(coded) > 0
+    assert sums["copy"].nbytes > 0
 
 
 def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
@@ -85,13 +69,13 @@ def test_spans_of_bytes_that_are_hashed_while_they_are_read(place: str) -> None:
     stored = [sample("w", "float32", (2048, 2048))]
     save(open_backend(place), stored)
     catalog, spans = open_catalog(place), Spans()
-    made = Reader(catalog=catalog, source=source_of(catalog), verify="full", threads=1, beat=lambda: None, spans=spans)
+    made = Reader(catalog=catalog, verify="full", threads=1, spans=spans)
     targets = targets_of(stored, "whole")
     began = time.perf_counter()
-    made.run(made.plan([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets]))
+    made.load([TensorLoad(target=t.local, entry=catalog.tensors[t.sample.name]) for t in targets])
     seconds = time.perf_counter() - began
     table = spans.table()
-    assert table.sums["read"].nbytes == table.sums["verify"].nbytes == made.bytes_read == 16 << 20
+    assert table.sums["read"].nbytes == table.sums["verify"].nbytes == made.fetch.read == 16 << 20
     assert table.sums["verify"].seconds > 0 and table.seconds <= seconds
     rows = sorted((span.start, span.start + span.duration) for span in table.spans)
     assert all(end <= start for (_, end), (start, _) in pairwise(rows))

@@ -1,4 +1,4 @@
-"""Reads a chain of deltas as docs/delta.md says: with json, safetensors and torch, and no code of the package."""
+"""Reads a chain of deltas as docs/format.md §16 says: with json, safetensors and torch, and no code of the package."""
 
 from __future__ import annotations
 

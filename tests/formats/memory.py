@@ -66,7 +66,7 @@ def joined(parts: list[Any], axis: int | None, gated: bool = False) -> np.ndarra
 
 
 def megatron_memory(folder: Path, *, tied: bool = False) -> Arrays:
-    """Every tensor of a Megatron-Core job as bits, by the names of docs/foreign.md."""
+    """Every tensor of a Megatron-Core job as bits, by the names of docs/formats.md."""
     parts, cuts = held_by_ranks(folder)
     if tied:
         copy, real = parts.pop("output_layer.weight"), parts["embedding.word_embeddings.weight"]

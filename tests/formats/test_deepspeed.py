@@ -246,7 +246,7 @@ def test_imported_without_copying(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_strictly_into_a_model_and_its_optimizer(name: str) -> None:
-    """As docs/foreign.md shows it: nothing is missing, and only what was not asked for is left."""
+    """As docs/formats.md shows it: nothing is missing, and only what was not asked for is left."""
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim == 1]}]

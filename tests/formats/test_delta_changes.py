@@ -122,7 +122,7 @@ def test_any_bytes_are_applied_or_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize(("share", "percent"), [(0.0, 0.0), (0.01, 1.54), (0.03, 4.5), (1.0, 100.0)])
 def test_sizes_are_those_of_the_documents(share: float, percent: float) -> None:
-    """Weights in bfloat16, of which a share moves by one step of the mantissa, at random places (docs/delta.md)."""
+    """Weights in bfloat16, of which a share moves by one step of the mantissa, at random places (docs/formats.md)."""
     rng, elements = np.random.default_rng(7), 1 << 21
     base = ((rng.standard_normal(elements, dtype=np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
     new = base + (rng.random(elements, dtype=np.float32) < share).astype(np.uint16)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from ckpt.catalog import DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError
-from ckpt.formats.native.datafiles import header as header_module
-from ckpt.formats.native.datafiles import header_layout
-from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_file
-from ckpt.formats.native.datafiles.header import Known, find_alike, parse_header
+from ckpt.formats.native import header as header_module
+from ckpt.formats.native import header_layout
+from ckpt.formats.native.datafile import ChunkSpec, plan_data_file
+from ckpt.formats.native.header import Known, find_alike, parse_header
 from ckpt.plan.layout.geometry import Box
 
 ID = "0123456789abcdef"

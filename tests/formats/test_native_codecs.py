@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.coding.codecs import CODECS, decode, encode, encode_difference, encode_into
-from ckpt.formats.native.coding.frames import ITEMSIZES
+from ckpt.formats.native.codecs import CODECS, ITEMSIZES, decode, encode, encode_difference, encode_into
 from ckpt.io_backends.registry import open_backend
 from tests.formats.native_sample import coded_samples, read, save
 from tests.formats.oracle import CODECS as ORACLE

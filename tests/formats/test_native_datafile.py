@@ -19,7 +19,7 @@ from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, CoverageError, FormatError, StateError
-from ckpt.formats.native.datafiles.datafile import (
+from ckpt.formats.native.datafile import (
     CODED_CHUNKS,
     HEADER_LIMIT,
     ChunkSpec,
@@ -28,7 +28,7 @@ from ckpt.formats.native.datafiles.datafile import (
     plan_data_file,
     plan_data_files,
 )
-from ckpt.formats.native.datafiles.header import parse_header
+from ckpt.formats.native.header import parse_header
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
@@ -292,7 +292,7 @@ def test_a_chunk_twice_though_one_is_coded():
 
 
 def test_a_header_that_would_be_too_long(monkeypatch):
-    monkeypatch.setattr("ckpt.formats.native.datafiles.datafile.HEADER_LIMIT", 10_000)
+    monkeypatch.setattr("ckpt.formats.native.datafile.HEADER_LIMIT", 10_000)
     with pytest.raises(StateError, match="of 10000"):
         plan_coded_file(many(100), [None] * 100, [c.nbytes for c in many(100)], id=ID, rank=0, number=0)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.dtypes import DTYPES
-from ckpt.formats.native.datafiles.datafile import chunk_key, coded_key, name_problem, parse_key
+from ckpt.formats.native.datafile import chunk_key, coded_key, name_problem, parse_key
 from ckpt.plan.layout.geometry import Box
 from tests.box_strategies import boxes_in, shapes
 from tests.formats.native_sample import NAMES

@@ -15,7 +15,7 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.commit import CODED
-from ckpt.formats.native.datafiles.datafile import ChunkSpec
+from ckpt.formats.native.datafile import ChunkSpec
 from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box

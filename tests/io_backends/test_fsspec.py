@@ -20,8 +20,7 @@ from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance import BackendConformance
 from ckpt.io_backends.conformance.reading import BYTES, everything, put
 from ckpt.io_backends.fsspec.backend import FsspecBackend
-from ckpt.io_backends.fsspec.opening import opened
-from ckpt.io_backends.fsspec.place import IN_MEMORY
+from ckpt.io_backends.fsspec.filesystem import IN_MEMORY, opened
 from tests.io_backends.bucket import Bucket, buckets
 
 

@@ -10,8 +10,8 @@ import pytest
 from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.io_backends import PosixBackend
 from ckpt.io_backends.inprocess import InProcessBackend
-from ckpt.io_backends.posix import shared_file as posix_shared
-from ckpt.io_backends.shared import left_behind, remove_left
+from ckpt.io_backends.posix import writer as posix_shared
+from ckpt.io_backends.writer_base import left_behind, remove_left
 
 DATA = os.urandom(10_000)
 

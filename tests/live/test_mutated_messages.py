@@ -14,7 +14,7 @@ from ckpt.io_backends import PosixBackend
 from ckpt.live import Sink, Source
 from ckpt.live.control import ask_status, split_address
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
-from ckpt.nodes.memory.remote import MemoryServer, RemoteMemory
+from ckpt.nodes.memory.remote import MemoryConnections, serve_objects
 from ckpt.nodes.memory.store import MemoryStore
 from tests.live.mutating import MutatingProxy, mutating, mutations
 
@@ -91,10 +91,11 @@ def test_between_nodes(tmp_path: Path) -> None:
 def test_between_a_daemon_and_another_machine() -> None:
     store = MemoryStore(MIB)
     store.put_bytes("run/f", b"content", None)
-    server = MemoryServer(store, "s")
+    server = serve_objects(store, "s")
     with mutating(server.addresses[-1], up=False) as proxy:
-        memory = RemoteMemory(f"127.0.0.1:{proxy.address[1]}", "s", 5)
-        for ask in (memory.hello, lambda: memory.stat("run/f").size == 7, lambda: memory.list("")):
+        memory = MemoryConnections(f"127.0.0.1:{proxy.address[1]}", "s", 5)
+        files = RemoteNode(memory)
+        for ask in (memory.hello, lambda: files.size("run/f") == 7, lambda: list(files.list_prefix(""))):
             assert all_wrong(proxy, ask, lambda answer: answer is not None, "127.0.0.1") > 5
         memory.close()
     server.close()

@@ -65,7 +65,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> Full:
-    """Weights and states of this rank by the names of docs/foreign.md, gathered by torch if they are ``whole``."""
+    """Weights and states of this rank by the names of docs/formats.md, gathered by torch if they are ``whole``."""
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
         found = tensor.full_tensor() if whole and isinstance(tensor, DTensor) else tensor

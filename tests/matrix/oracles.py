@@ -1,6 +1,6 @@
 """What checkpoints hold, by the frameworks themselves or by plain slicing of what ``torch.load`` gives. Nothing here is read with ckpt.
 
-Each oracle gives every tensor of a checkpoint, under the name that docs/foreign.md promises.
+Each oracle gives every tensor of a checkpoint, under the name that docs/formats.md promises.
 """
 
 from __future__ import annotations

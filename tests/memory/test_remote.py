@@ -9,9 +9,10 @@ from contextlib import suppress
 import pytest
 
 from ckpt.errors import FormatError, StorageError, UsageError
-from ckpt.net.wire import receive, send
+from ckpt.net.wire import receive_head, send
+from ckpt.nodes.file_server import RemoteNode
 from ckpt.nodes.memory import remote
-from ckpt.nodes.memory.remote import MemoryServer, RemoteMemory
+from ckpt.nodes.memory.remote import MemoryConnections, serve_objects
 from ckpt.nodes.memory.store import MemoryStore
 
 MIB = 1 << 20
@@ -19,25 +20,25 @@ MIB = 1 << 20
 
 def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never an error message among the bytes of an object."""
-    monkeypatch.setattr(remote, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "SILENT_SECONDS", 0.3)
     store = MemoryStore(64 * MIB)
     lent = store.lend(32 * MIB)
     os.pwrite(lent.file, b"\x01" * (32 * MIB), 0)
     store.put(lent, "run/f")
-    server = MemoryServer(store, "secret")
-    peer = RemoteMemory(f"127.0.0.1:{server.addresses[-1][1]}", "secret")._dial()
-    send(peer, {"ask": "read", "path": "run/f", "offset": 0, "length": 32 * MIB}, ())
-    receive(peer, MIB)
+    server = serve_objects(store, "secret")
+    peer = MemoryConnections(f"127.0.0.1:{server.addresses[-1][1]}", "secret").dial()
+    send(peer, {"op": "read", "path": "run/f", "offset": 0, "length": 32 * MIB}, ())
+    receive_head(peer, 64 * MIB)
     time.sleep(1.0)
     got = bytearray()
     with suppress(ConnectionError):
         while data := peer.sock.recv(MIB):
             got += data
     assert 0 < len(got) < 32 * MIB and got.count(1) == len(got)
-    bad = RemoteMemory(f"127.0.0.1:{server.addresses[-1][1]}", "secret")
+    bad = MemoryConnections(f"127.0.0.1:{server.addresses[-1][1]}", "secret")
     with pytest.raises(FormatError, match="cannot be read"):
-        bad._ask({"ask": "read", "path": "run/f", "offset": "a"})
-    assert bad.stat("run/f").size == 32 * MIB  # over the same connection
+        bad.ask({"op": "read", "path": "run/f", "offset": "a", "length": 1})
+    assert RemoteNode(bad).size("run/f") == 32 * MIB  # over the same connection
     bad.close()
     peer.close()
     server.close()
@@ -47,6 +48,6 @@ def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("host", ["a" * 64, "x..y"])
 def test_a_host_that_no_name_can_be_is_gone(host: str) -> None:
     with pytest.raises(StorageError, match="the memory daemon is gone"):
-        RemoteMemory(f"{host}:80", "secret").hello()
+        MemoryConnections(f"{host}:80", "secret").hello()
     with pytest.raises(UsageError):
-        RemoteMemory("host:²", "secret")
+        MemoryConnections("host:²", "secret")

@@ -20,7 +20,7 @@ from ckpt.errors import AccessError, CkptError
 from ckpt.live.segment import MemorySegment
 from ckpt.nodes.memory import client
 from ckpt.nodes.memory.client import MemoryClient
-from ckpt.nodes.memory.remote import RemoteMemory
+from ckpt.nodes.memory.remote import MemoryConnections
 from ckpt.policies import EverySteps
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
@@ -128,7 +128,7 @@ def test_two_jobs_have_one_daemon(tmp_path: Path) -> None:
         assert daemon.drop(second) > 0
         await_no_memfds(pid)
         with pytest.raises(AccessError, match="another secret"):
-            RemoteMemory(daemon.address(), "of b").hello()  # its own is of the account
+            MemoryConnections(daemon.address(), "of b").hello()  # its own is of the account
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
 
 

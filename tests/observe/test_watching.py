@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.formats.native.progress import SIZE_LIMIT, ProgressFile
+from ckpt.formats.native.runlog import PROGRESS_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import Group
 from ckpt.net.store import group_store
@@ -119,7 +119,7 @@ def test_a_run_that_has_nothing(tmp_path: Path) -> None:
 HOSTILE: dict[str, Any] = {
     "no JSON": b"{",
     "deep": b"[" * 10_000,
-    "huge": b" " * (SIZE_LIMIT + 1),
+    "huge": b" " * (PROGRESS_LIMIT + 1),
     "no object": b"[]",
     "bytes": b"\xff\xfe\x00",
     "other version": {"version": 2},

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ckpt import settings as limits
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.formats.native.datafiles.datafile import ChunkSpec, plan_data_files
+from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
 from ckpt.plan import ownership
 from ckpt.plan.layout.geometry import Box, strided_blocks
 from ckpt.plan.layout.mesh import Mesh

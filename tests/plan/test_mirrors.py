@@ -19,8 +19,8 @@ from ckpt.engine.save import index_rows as grids_module
 from ckpt.engine.save import plan as plan_module
 from ckpt.engine.save.index_rows import Chunking, Grids
 from ckpt.engine.save.plan import RankPlan, plan_mirrored
-from ckpt.formats.native.datafiles import datafile
-from ckpt.formats.native.datafiles.datafile import plan_data_files
+from ckpt.formats.native import datafile
+from ckpt.formats.native.datafile import plan_data_files
 from ckpt.formats.native.paths import data_number
 from ckpt.plan import ownership
 from ckpt.plan.copies import MirrorPlacement, missing_copies

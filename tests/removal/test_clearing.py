@@ -31,7 +31,7 @@ from ckpt.formats.native.writer import committed_id, set_tags
 from ckpt.io_backends import InProcessBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
-from ckpt.io_backends.posix import conditional_put
+from ckpt.io_backends.posix import files
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import Latest
@@ -201,7 +201,7 @@ def test_two_clearings_at_once_both_end_well(tmp_path: Path, monkeypatch: pytest
     backend = PosixBackend(str(tmp_path))
     for path in (*paths, "data/other"):
         put(backend, path, b"orphan")
-    sync = conditional_put.sync_directories
+    sync = files.sync_directories
     others: list[bool] = []
 
     def meanwhile(directory: str, root: str, made: list[str]) -> None:
@@ -210,7 +210,7 @@ def test_two_clearings_at_once_both_end_well(tmp_path: Path, monkeypatch: pytest
             others[0] = clear(backend, id, "", paths, lambda: None)
         sync(directory, root, made)
 
-    monkeypatch.setattr(conditional_put, "sync_directories", meanwhile)
+    monkeypatch.setattr(files, "sync_directories", meanwhile)
     assert clear(backend, id, "", paths, lambda: None) and others == [True]
     assert everything(backend) == {"data/other": b"orphan"}
 

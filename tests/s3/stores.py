@@ -22,9 +22,6 @@ NO_FILES = {
 SHARED = "tests"
 """The bucket of the tests that need none of their own."""
 
-TESTS = ("tests/s3/", "tests/faults/", "tests/io_backends/test_fsspec_s3fs.py", "tests/io_backends/test_requests.py")
-"""Where the tests are that need a server."""
-
 _used: dict[str, str] = {}
 
 
@@ -127,17 +124,3 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what the tests of object storage have run against."""
     for name in _used.values():
         terminalreporter.write_line(f"object store: {name}")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, and all tests that need a server go to the same worker: to start Ceph takes as long as many of them."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneServer(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "object store" if nodeid.startswith(TESTS) else str(super()._split_scope(nodeid))
-
-    return OneServer(config, log)

@@ -15,8 +15,7 @@ from ckpt.errors import StorageError, UsageError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.s3.backend import S3Backend
-from ckpt.io_backends.s3.checksums import Checks, ConfirmedPart, check_whole
-from ckpt.io_backends.s3.client import client_of
+from ckpt.io_backends.s3.client import Checks, ConfirmedPart, check_whole, client_of
 from ckpt.io_backends.s3.tries import ChangedError
 from tests.s3.meddling import Seen, _Raw, answer, watch
 from tests.s3.stores import ObjectStore, use

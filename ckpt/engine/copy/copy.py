@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import xxhash
 
 from ckpt.concurrency import imap_unordered
-from ckpt.engine.byte_source import StorageSource, source_of
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.journal import CheckpointJournal
@@ -25,8 +24,8 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path, step_number
 from ckpt.formats.native.writer import read_record, replacement_noticed
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.registry import is_file_system, open_backend
-from ckpt.io_backends.retries import read_checked
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
@@ -177,7 +176,7 @@ class Transfer:
             )
         self.source = catalog.backend
         self.target = open_backend(target)
-        self.reader, self.checker = DigestReader(source_of(catalog)), DigestReader(StorageSource(self.target))
+        self.reader, self.checker = DigestReader(catalog.backend), DigestReader(self.target)
         if self.source.url == self.target.url:
             raise UsageError("source and target are the same place", where=target)
         self.catalog = catalog

@@ -13,13 +13,12 @@ from functools import partial
 
 from ckpt import settings
 from ckpt.catalog import DataFile, Extent
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.formats.journal import WriteJournal
-from ckpt.formats.native.datafiles.header import Header, parse_header
+from ckpt.formats.native.header import Header, parse_header
+from ckpt.io_backends.checks import READS
 from ckpt.io_backends.protocol import Backend, CopySource, Writer
-from ckpt.io_backends.retries import READS
 from ckpt.plan.reads import RangeGroup, group_ranges
 
 from .self_contained import GatheredFile
@@ -254,7 +253,7 @@ class FileCopy:
             for job in self._checked():
                 job()
         if self._spoiled:
-            where = f"{self._reader.source.url.rstrip('/')}/{self._file.path}"
+            where = f"{self._reader.backend.url.rstrip('/')}/{self._file.path}"
             hint = "the network, a cache or the memory of a machine flips bits: copy on another machine"
             raise StorageError(f"something of it was read wrong each of {READS} times", where=where, hint=hint)
         with self._journal.making(self._file.path):
@@ -304,7 +303,7 @@ class FileCheck:
 def _checked(reader: DigestReader, file: DataFile, take: Take, is_read: Callable[[int, int], bool]) -> list[CopyTask]:
     """Jobs that read ``file``, raise CorruptError for bytes that are not as they should be, and give them to ``take``. Its header is
     read in any case; of its chunks those are for whose offset and length ``is_read``."""
-    where = f"{reader.source.url.rstrip('/')}/{file.path}"
+    where = f"{reader.backend.url.rstrip('/')}/{file.path}"
     if file.size <= settings.HASH_BUFFER:
         return [partial(reader.reread, Extent(file.path, 0, file.size, None), partial(_copy_small, reader, file, where, take))]
 

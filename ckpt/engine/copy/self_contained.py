@@ -19,13 +19,13 @@ import numpy as np
 import xxhash
 
 from ckpt.catalog import DataFile, Extent, TensorEntry
-from ckpt.engine.byte_source import ChunkName
+from ckpt.engine.digest_reader import ChunkName
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import REFERENCED, CommitRecord
-from ckpt.formats.native.datafiles.datafile import ChunkSpec, chunk_key, coded_key, plan_coded_file
-from ckpt.formats.native.datafiles.references import is_reference
+from ckpt.formats.native.datafile import ChunkSpec, chunk_key, coded_key, plan_coded_file
 from ckpt.formats.native.index import encode_files
 from ckpt.formats.native.paths import FILES
+from ckpt.formats.native.references import is_reference
 from ckpt.plan.layout.geometry import Box
 
 RANK = 0

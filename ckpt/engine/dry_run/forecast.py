@@ -26,7 +26,7 @@ import xxhash
 from ckpt import settings
 from ckpt.catalog import Extent
 from ckpt.concurrency import run_tasks
-from ckpt.engine.digest_reader import PAGE, DigestReader
+from ckpt.engine.digest_reader import PAGE, SPARE, DigestReader
 from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.reader import CopyStep, Reader, ReadPlan, same_chunk, steps_of
 from ckpt.engine.load.shared_reads import SharedRead, SharedReads
@@ -74,10 +74,14 @@ class ReadForecast:
     sample: list[PlannedRead] = field(default_factory=list)
 
     @classmethod
-    def of(cls, reader: Reader, jobs: Sequence[TensorLoad], sharing: SharedReads, exchange: ReadExchange | None) -> ReadForecast:
+    def of(cls, reader: Reader, jobs: Sequence[TensorLoad], exchange: ReadExchange | None) -> ReadForecast:
         """What ``reader`` would read for ``jobs``, and for other ranks."""
+        sharing = SharedReads(rank=0, piece=0) if exchange is None else exchange.sharing
         plan = reader.plan([job for job in jobs if id(job.target) not in sharing.complete], sharing.left_out)
-        forecast = cls(needed=0, received=_received(sharing))
+        # Bytes that other ranks read for the tensors of this one.
+        items = (item for shared_reads in sharing.takes.values() for shared_read in shared_reads for item in shared_read.items)
+        received = sum(len(item.jobs) * item.itemsize * box.numel for item in items for box in item.boxes(sharing.rank))
+        forecast = cls(needed=0, received=received)
         scratch: dict[str, int] = {}
         coded, stride = plan.coded, 1
         for one in _planned(reader, plan, exchange):
@@ -94,7 +98,8 @@ class ReadForecast:
         forecast.needed = reader.bytes_needed + sharing.needed
         coded = max(coded, exchange.coded if exchange is not None else 0)
         threads = min(reader.threads, max(1, settings.SCRATCH // coded)) if coded else reader.threads
-        forecast.memory = (threads + 1) * sum(map(reader.fetch.scratch_bytes, scratch.values()))  # the caller's thread may read too
+        # The caller's thread may read too.
+        forecast.memory = (threads + 1) * sum(max(size, reader.fetch.piece) + SPARE for size in scratch.values())
         forecast.memory += exchange.pool_bytes + len(sharing.takes) * sharing.piece if exchange is not None else 0
         return forecast
 
@@ -110,7 +115,7 @@ class ReadForecast:
         def take(read: PlannedRead) -> None:
             if time.perf_counter() < ends or not done:
                 memory = memoryview(bytearray(min(read.length, _PROBED)))
-                reader.source.read_into(read.path, read.offset, memory)
+                reader.catalog.backend.read_into(read.path, read.offset, memory)
                 if reader.verify != "off":
                     xxhash.xxh3_64_intdigest(memory)
                 done.append(len(memory))
@@ -229,12 +234,6 @@ def _anchors(fetch: DigestReader, extent: Extent, nbytes: int) -> Iterator[Plann
 
 def _is_compared(fetch: DigestReader, extent: Extent) -> bool:
     return fetch.verify != "off" and extent.digest is not None
-
-
-def _received(sharing: SharedReads) -> int:
-    """Bytes that other ranks read for the tensors of this one."""
-    items = (item for shared_reads in sharing.takes.values() for shared_read in shared_reads for item in shared_read.items)
-    return sum(len(item.jobs) * item.itemsize * box.numel for item in items for box in item.boxes(sharing.rank))
 
 
 # How fast a run has read and written so far: what a dry run estimates seconds with.

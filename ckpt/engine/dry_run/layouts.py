@@ -22,9 +22,8 @@ import torch
 
 from ckpt import settings
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
-from ckpt.engine.byte_source import source_of
 from ckpt.engine.digest_reader import Verify
-from ckpt.engine.load.job import LoadJob, LoadOptions, Shares, StateWrites
+from ckpt.engine.load.fill import LoadJob, LoadOptions, Shares
 from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.shared_reads import SharedReads, what_is_worth
 from ckpt.engine.load.whole_chunks import TensorLoad, address_space
@@ -170,23 +169,18 @@ def forecast_on_mesh(
         exchange=shares,
         dry_run=True,
     )
-    job = LoadJob(call=Group(0, (0,)).call("load", catalog.url, options.timeout), options=options, recorded=None, writes=StateWrites())
+    job = LoadJob(call=Group(0, (0,)).call("load", catalog.url, options.timeout), options=options)
     every = max(1, math.ceil(len(rules.mesh.ranks) / most_ranks))
     ranks, rate, seconds = list[RankForecast](), 0.0, 0.0
     for rank in rules.mesh.ranks[::every]:
         jobs = list(_jobs(entries, layouts, rank))
         reader = job.reader(catalog, verify)
-        sharing = SharedReads.of(
-            jobs,
-            rank,
-            parts=shares == "parts",
-            piece=source_of(catalog).io_hints.read_size,
-            wanted=shares == "all" or verify == "full",
-        )
+        shared = jobs if shares == "all" or verify == "full" else ()
+        sharing = SharedReads.of(shared, rank, parts=shares == "parts", piece=catalog.backend.io_hints.read_size)
         near = frozenset(range(first := rank // rules.near * rules.near, first + rules.near))
         sharing.divide((), near if shares == "parts" else None, what_is_worth(parts=shares == "parts", verify=verify))
         exchange = ReadExchange(sharing, reader.fetch, near, reader.threads, _no_peers, job.call)
-        forecast = ReadForecast.of(reader, jobs, sharing, exchange)
+        forecast = ReadForecast.of(reader, jobs, exchange)
         rate = rate or forecast.probe(reader)
         seconds = max(seconds, forecast.seconds(rate))
         ranks.append(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckpt.concurrency import gc_paused
-from ckpt.engine.load.fitting import renamed
-from ckpt.engine.load.job import LoadJob, LoadOptions, LoadReport, StateWrites
-from ckpt.engine.load.load import exchange_of, match
+from ckpt.engine.load.fill import LoadJob, LoadOptions, LoadReport
+from ckpt.engine.load.load import exchange_of, open_and_match
+from ckpt.engine.load.whole_chunks import TensorLoad
 from ckpt.formats.native.writer import replacement_noticed
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
@@ -18,27 +18,26 @@ def dry_run(url: str, state: object, group: Group, options: LoadOptions) -> Load
 
     Objects of the state are not asked whether they take their values: to ask them is to change them.
     """
+    job = LoadJob(call=group.call("load", url, options.timeout), options=options)
+    call = job.call
+
+    def known_rate(rows: dict[int, Row]) -> Row:
+        """Leader: how fast an earlier load was."""
+        rate = rate_of_loads(url)
+        return {} if rate is None else {"rate": rate.bytes_per_second, "measured": rate.measured}
+
     with gc_paused():
-        return _dry_run(LoadJob(call=group.call("load", url, options.timeout), options=options, recorded=None, writes=StateWrites()), state)
-
-
-def _dry_run(job: LoadJob, state: object) -> LoadReport:
-    call, matched = job.call, match(job, state)
-    with call.phase("plan"), replacement_noticed(matched.catalog):
-        reader = job.reader(matched.catalog, job.options.verify)
-        forecast = ReadForecast.of(reader, matched.jobs, matched.sharing, exchange_of(matched, reader))
-        known: Row = job.agree({}, lambda _: _known_rate(call.url))
-    with call.phase("probe"):
-        rate = known.get("rate") or forecast.probe(reader)
-        seconds: float = job.agree({"seconds": forecast.seconds(rate)}, lambda rows: max(row["seconds"] for row in rows.values()))
+        matched, sharing = open_and_match(job, state)
+        with call.phase("plan"), replacement_noticed(matched.catalog):
+            reader = job.reader(matched.catalog)
+            exchange = None if sharing is None else exchange_of(matched, sharing, reader)
+            forecast = ReadForecast.of(reader, list(map(TensorLoad._make, matched.binding.targets.values())), exchange)
+            known = job.agree({}, known_rate)
+        with call.phase("probe"):
+            rate = known.get("rate") or forecast.probe(reader)
+            seconds: float = job.agree({"seconds": forecast.seconds(rate)}, lambda rows: max(row["seconds"] for row in rows.values()))
     call.linger()
-    return LoadReport(
-        url=call.url,
-        tensors=len(matched.binding.targets),
-        missing=matched.missing,
-        unexpected=matched.unexpected,
-        renamed=renamed(matched.binding, job.options.selection.followed_by(matched.binding.renames)),
-        cast=tuple(matched.binding.cast),
+    return matched.report(
         bytes_needed=forecast.needed,
         bytes_read=forecast.read,
         bytes_unverified=forecast.read - forecast.verified,
@@ -50,9 +49,3 @@ def _dry_run(job: LoadJob, state: object) -> LoadReport:
         dry_run=True,
         estimated_from=known.get("measured", "a probe: a sample of these reads"),
     )
-
-
-def _known_rate(url: str) -> Row:
-    """Leader: how fast an earlier load was."""
-    rate = rate_of_loads(url)
-    return {} if rate is None else {"rate": rate.bytes_per_second, "measured": rate.measured}

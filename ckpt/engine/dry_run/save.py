@@ -12,7 +12,7 @@ from ckpt.engine.save.options import SaveOptions, SaveReport
 from ckpt.engine.save.plan import NO_ID, RankPlan
 from ckpt.engine.save.save import RankShare, begin_row, prepare
 from ckpt.formats.native.clearing import check_no_link
-from ckpt.formats.native.datafiles.datafile import plan_coded_file
+from ckpt.formats.native.datafile import plan_coded_file
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 

@@ -38,13 +38,12 @@ import xxhash
 
 from ckpt.catalog import Catalog, Extent
 from ckpt.concurrency import Pending, run_tasks
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CorruptError
 from ckpt.net.call import Call
-from ckpt.net.framing import Feed, Inlet
 from ckpt.net.peers import MoveSlices, Peers
 from ckpt.net.shm_pool import PAUSE, SlotPool
+from ckpt.net.streams import Feed, Inlet
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.plan.shared_reads import MOST
@@ -66,7 +65,7 @@ class ReadExchange:
     def __init__(
         self, sharing: SharedReads, fetch: DigestReader, near: frozenset[int], threads: int, peers: Callable[[], Peers], call: Call
     ) -> None:
-        self._sharing = sharing
+        self.sharing = sharing
         self._fetch = fetch
         self._near = near
         self._threads = threads
@@ -100,7 +99,7 @@ class ReadExchange:
         """The shared reads of this rank, with where their chunks are stored."""
         # Extents may need headers of data files. They are fetched before the first byte is moved, in slices, so that
         # a damaged header is an error while the state is still as it was, and other ranks hear of progress meanwhile.
-        reads = self._sharing.reads
+        reads = self.sharing.reads
         wanted = [(item.entry, item.chunk) for shared_read in reads for item in shared_read.items]
         extents: list[Extent] = []
         for at in range(0, len(wanted), SLICE):  # each may have to read headers
@@ -116,7 +115,7 @@ class ReadExchange:
     @property
     def pool_bytes(self) -> int:
         """Memory of the slots that shared reads are handed out in: one for each thread to fill, and two that are on their way meanwhile."""
-        return (self._threads + _ON_THEIR_WAY) * self._sharing.piece if self._feeds else 0
+        return (self._threads + _ON_THEIR_WAY) * self.sharing.piece if self._feeds else 0
 
     # ---- both directions
 
@@ -164,7 +163,7 @@ class ReadExchange:
         if not self._feeds:
             return
         near = self._near.intersection(self._feeds)
-        self._made_pool = SlotPool(self._threads + _ON_THEIR_WAY, self._sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
+        self._made_pool = SlotPool(self._threads + _ON_THEIR_WAY, self.sharing.piece, MOST, shared=bool(near), timeout=self._call.timeout)
         for rank in near:
             self._feeds[rank].announcement = self._pool.announcement().pack()
 
@@ -278,7 +277,7 @@ class ReadExchange:
         """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part."""
         # What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold
         # another one.
-        me = self._sharing.rank
+        me = self.sharing.rank
         # Four ways to hand a slice out, the cheapest first:
         #
         # nobody else wants it, one box here      read straight into the tensor

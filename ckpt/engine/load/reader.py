@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +17,17 @@ import torch
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency import COUNTS_WAITS, run_tasks
-from ckpt.engine.byte_source import ByteSource, ChunkName, SpanRecorder
-from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, DigestReader, Verify
+from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, ChunkName, DigestReader, Verify
 from ckpt.errors import CorruptError
-from ckpt.formats.native.coding.frames import CHUNK_LIMIT
+from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import common_box
 from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces
-from ckpt.state.tensors import raw_view, reads_otherwise, writable_bytes
+from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise, writable_bytes
+from ckpt.telemetry.spans import Spans
 
 from .read_exchange import ReadExchange
-from .sweep import FilePlan, Sweep, by_file, cohorts_of
+from .sweep import ByFile, FilePlan, Sweep, cohorts_of
 from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
@@ -54,7 +55,7 @@ class CopyStep:
 class ReadPlan:
     """What to read and where to put it. ``exact`` are chunks that fill their targets; the others go by ``steps``, ``parts`` and ``reads``.
 
-    ``padding`` is filled with zeros first; ``filled`` is all memory that is written.
+    ``padding`` is filled with zeros before.
     """
 
     exact: WholeChunks
@@ -62,53 +63,46 @@ class ReadPlan:
     parts: Sequence[Part]
     reads: Sequence[RangeGroup]
     padding: Sequence[torch.Tensor]
-    filled: Sequence[torch.Tensor]
+    coded: int
+    """The most scratch memory that one coded chunk takes, in bytes."""
     sweep: Sweep | None = None
     """What goes file by file; ``files`` were looked up already, if they are few."""
     files: Sequence[FilePlan] = ()
 
-    @property
-    def coded(self) -> int:
-        """The most scratch memory that one coded chunk takes, in bytes."""
-        most = max((s.extent.decoding_bytes(s.nbytes) for s in self.steps if s.extent.codec is not None), default=0)
-        unseen = self.sweep is not None and not self.files and self.sweep.catalog.coded
-        return max(most, 4 * CHUNK_LIMIT) if unseen else most  # a difference takes its anchor besides
 
-
-@dataclass(eq=False)
 class Reader:
-    """Loads tensors of one catalog, whose extents lie in ``source``. ``bytes_needed``, ``bytes_read`` and ``bytes_unverified`` count after
-    :meth:`run`."""
+    """Loads tensors of one catalog. ``bytes_needed`` counts after :meth:`run`."""
 
-    catalog: Catalog
-    source: ByteSource
-    verify: Verify
-    threads: int
-    beat: Callable[[], None]
-    spans: SpanRecorder | None = None
-    bytes_needed: int = 0
-    _tiled: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self.fetch = DigestReader(self.source, self.verify, beat=self.beat, spans=self.spans)
-        hints = self.source.io_hints
-        self.threads = max(self.threads, hints.concurrency)
+    def __init__(
+        self,
+        catalog: Catalog,
+        verify: Verify = "full",
+        threads: int = 1,
+        beat: Callable[[], None] = lambda: None,
+        spans: Spans | None = None,
+    ) -> None:
+        hints = catalog.backend.io_hints
+        self.catalog = catalog
+        self.verify = verify
+        self.threads = max(threads, hints.concurrency)
+        self.beat = beat
+        self.bytes_needed = 0
+        self.fetch = DigestReader(catalog.backend, verify, beat=beat, spans=spans)
         self.max_gap, self.max_read = max(settings.GAP, hints.coalesce_gap), max(settings.GROUPED_READ, hints.read_size)
-        self.probes = not hints.concurrency
+        self._probes = not hints.concurrency
+        self._lock = threading.Lock()
+        self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
-    @property
-    def bytes_read(self) -> int:
-        return self.fetch.read
-
-    @property
-    def bytes_unverified(self) -> int:
-        return self.fetch.read - self.fetch.verified
-
-    def run(self, plan: ReadPlan, exchange: ReadExchange | None = None) -> None:
-        """Fill every target; with a ``exchange`` also those of what other ranks read, while this one reads for them."""
+    def load(self, jobs: Sequence[TensorLoad]) -> None:
+        """Fill every target."""
+        plan = self.plan(jobs)
         for memory in plan.padding:
             (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
+        self.run(plan)
+        note_writes(job.target for job in jobs)
+
+    def run(self, plan: ReadPlan, exchange: ReadExchange | None = None) -> None:
+        """Read what is planned; with an ``exchange`` also what other ranks want, while they read for this one."""
         tasks = [] if exchange is None else exchange.tasks(self.catalog)
         tasks += tasks_of(plan.exact, self.fetch)
         tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
@@ -119,7 +113,6 @@ class Reader:
             run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
         else:
             exchange.carry(tasks, partial(self._threads, tasks, max(plan.coded, exchange.coded)))
-        changed(plan.filled)
 
     def _threads(self, tasks: list[Callable[[], None]], coded: int) -> int:
         """How many threads pay, after the first few of ``tasks``, which are taken out and run here. ``coded``: scratch memory that each
@@ -131,7 +124,7 @@ class Reader:
         if coded:
             return min(self.threads, max(1, settings.SCRATCH // coded))
         cores = os.cpu_count() or 1
-        if not self.probes or self.threads <= cores // 2 or not COUNTS_WAITS:
+        if not self._probes or self.threads <= cores // 2 or not COUNTS_WAITS:
             return self.threads
         while tasks and self.fetch.read < PROBE:
             tasks.pop(0)()
@@ -139,29 +132,30 @@ class Reader:
 
     # ---- the plan
 
-    def plan(self, jobs: Iterable[TensorLoad], left_out: Mapping[int, Collection[int]] | None = None) -> ReadPlan:
+    def plan(self, jobs: Sequence[TensorLoad], left_out: Mapping[int, Collection[int]] | None = None) -> ReadPlan:
         """What to read for these jobs. Changes nothing. ``left_out``: by ``id`` of a target the chunks that come in another way."""
-        jobs, left_out = list(jobs), left_out or {}
+        left_out = left_out or {}
         exact, rest = find_whole_chunks([job for job in jobs if id(job.target) not in left_out], self.catalog, self.beat)
         rest += [job for job in jobs if id(job.target) in left_out]
-        self.bytes_needed += exact.nbytes
+        self.bytes_needed += sum(e[2] for e in exact.extents)
         padding: list[torch.Tensor] = []
         wanted = [(job, self.wanted(job, padding)) for job in rest]
-        catalog = by_file(self.catalog) if self.verify == "full" else None
         sweep, files, steps = None, list[FilePlan](), list[CopyStep]()
-        if catalog is None:
+        if wanted and self.verify == "full" and hasattr(self.catalog, "extents_in"):  # it finds many chunks of one file at once
+            sweep = Sweep(cast(ByFile, self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
+            files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
+            steps = [step for file in files for step in steps_of(file)]
+            self.bytes_needed += sum(file.needed for file in files)
+        else:
             for job, boxes in wanted:
                 steps += self.steps(job, boxes, left_out.get(id(job.target), ()))
                 self.beat()
             self.bytes_needed += sum(step.copy.box.numel * step.job.entry.dtype.itemsize for step in steps)
-        elif wanted:
-            sweep = Sweep(catalog, cohorts_of(wanted, left_out), self.fetch, self.max_read)
-            files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
-            steps = [step for file in files for step in steps_of(file)]
-            self.bytes_needed += sum(file.needed for file in files)
-        parts, reads = self.reads(steps)
-        filled = [part.memory for target, _ in jobs for part in target.parts]
-        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, filled=filled, sweep=sweep, files=files)
+        coded = max((s.extent.decoding_bytes(s.nbytes) for s in steps if s.extent.codec is not None), default=0)
+        if sweep is not None and not files and sweep.catalog.coded:
+            coded = max(coded, 4 * CHUNK_LIMIT)  # a difference takes its anchor besides
+        parts, reads = self.reads(steps) if steps else ([], [])
+        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, coded=coded, sweep=sweep, files=files)
 
     def reads(self, steps: Sequence[CopyStep]) -> tuple[list[Part], list[RangeGroup]]:
         """What to read for these copies."""
@@ -329,6 +323,6 @@ def same_chunk(part: Part, steps: Sequence[CopyStep]) -> Hashable:
     return part.offset, part.length, step.extent.codec, step.copy.chunk_box
 
 
-def changed(memories: Iterable[torch.Tensor]) -> None:
+def note_writes(targets: Iterable[LocalTensor]) -> None:
     """Autograd did not see the bytes change."""
-    torch.autograd.graph.increment_version([memory for memory in memories if not memory.is_inference()])
+    torch.autograd.graph.increment_version([p.memory for local in targets for p in local.parts if not p.memory.is_inference()])

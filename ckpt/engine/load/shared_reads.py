@@ -20,6 +20,7 @@ network once: as what a rank wants.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,17 +29,25 @@ from typing import NamedTuple
 import xxhash
 
 from ckpt import settings
-from ckpt.catalog import TensorEntry
+from ckpt.catalog import Catalog, TensorEntry
 from ckpt.engine.digest_reader import Verify
+from ckpt.net.call import Call
+from ckpt.net.channel import Row
+from ckpt.net.shm_pool import machine
+from ckpt.plan import machines
 from ckpt.plan.layout.geometry import Box
+from ckpt.plan.layout.partition import runs_of
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import NearFiles
 from ckpt.plan.match import common_box
 from ckpt.plan.reads import CacheBlock, pieces
 from ckpt.plan.shared_reads import Readers, SharedChunk, Sharing, shared_chunks, wants
+from ckpt.text import parse_json
 
 from .whole_chunks import TensorLoad
 
+INLINE = 512
+"""Bytes of what the verdict contains itself; of what is longer it has the digest, and ranks hand it on to each other."""
 ALIGN = 16
 """Chunks begin at multiples of it in a shared read: of every item size."""
 
@@ -128,8 +137,6 @@ class SharedReads:
     rank: int
     piece: int
     """Bytes that go through a slot of a pool at once."""
-    wanted: bool
-    """Whether this rank shares anything, if others do."""
     rank_sets: dict[str, tuple[int, dict[_Kind, list[TensorLoad]]]] = field(default_factory=dict)
     """For each rank set how many ranks it has, and what this rank loads of its tensors."""
     reads: list[SharedRead] = field(default_factory=list)
@@ -143,10 +150,10 @@ class SharedReads:
     """Bytes that this rank wants of shared reads."""
 
     @classmethod
-    def of(cls, jobs: Iterable[TensorLoad], rank: int, *, parts: bool, piece: int, wanted: bool = True) -> SharedReads:
+    def of(cls, jobs: Iterable[TensorLoad], rank: int, *, parts: bool, piece: int) -> SharedReads:
         """What there may be to share. Changes nothing. ``parts``: replicas and small tensors are left out, which :func:`worth_parts` would
         refuse; ``piece``: bytes that one call of the storage has best."""
-        shared = cls(rank, max(settings.PIECE, piece // ALIGN * ALIGN), wanted)
+        shared = cls(rank, max(settings.PIECE, piece // ALIGN * ALIGN))
         for job in jobs:
             target, entry = job
             info = target.info
@@ -163,10 +170,6 @@ class SharedReads:
             rank_set = shared.rank_sets.setdefault(_rank_set(info.layout), (len(ranks), {}))
             rank_set[1].setdefault(kind, []).append(job)
         return shared
-
-    def digests(self) -> dict[str, tuple[int, str]]:
-        """For the leader: each rank set, how many ranks it has, and a digest of what this rank loads."""
-        return {key: (size, _digest(kinds, self.piece)) for key, (size, kinds) in self.rank_sets.items()}
 
     def entries(self) -> Iterator[TensorEntry]:
         """Stored tensors that may be shared."""
@@ -302,15 +305,39 @@ def what_is_worth(*, parts: bool, verify: Verify) -> Callable[[SharedChunk, int]
     return worth_parts if parts else worth_all if verify == "full" else worth_replicas
 
 
-def refused(digests: Iterable[Mapping[str, tuple[int, str]]]) -> list[str]:
-    """Leader: the rank sets in which not every rank loads the same. ``said``: what each rank of the load said."""
+def row_of_sharing(call: Call, catalog: Catalog, sharing: SharedReads) -> Row:
+    """For the leader: each rank set, how many ranks it has and a digest of what this rank loads; its machine; and the files near it."""
+    digests = {key: (size, _digest(kinds, sharing.piece)) for key, (size, kinds) in sharing.rank_sets.items()}
+    row: Row = {"shares": call.share(json.dumps(digests).encode()), "machine": machine()}
+    near = catalog.backend.nearby([file.path for file in catalog.files])
+    if near is not None:
+        row["near"] = runs_of(number for number, file in enumerate(catalog.files) if file.path in near)
+    return row
+
+
+def what_is_shared(call: Call, rows: Mapping[int, Row]) -> Row:
+    """Leader: the rank sets in which not every rank loads the same, which are ``refused``; which ranks are on one machine, and which have
+    which files near (``ckpt.plan.machines``), if a file does not cost all ranks the same."""
+    call.fetch_all(row["shares"] for row in rows.values())
+    digests = {digest: parse_json(call.fetch(digest)) for digest in {row["shares"] for row in rows.values()}}
     sizes: dict[str, int] = {}
     counts: dict[tuple[str, str], int] = {}
-    for row in digests:
-        for key, (size, digest) in row.items():
+    for row in rows.values():
+        for key, (size, digest) in digests[row["shares"]].items():
             sizes[key] = size
             counts[key, digest] = counts.get((key, digest), 0) + 1
-    return sorted(sizes.keys() - {key for (key, _), count in counts.items() if count == sizes[key]})
+    ordered = [rows[rank] for rank in call.group.ranks]
+    shared: Row = {
+        "refused": sorted(sizes.keys() - {key for (key, _), count in counts.items() if count == sizes[key]}),
+        "machines": machines.spell([row["machine"] for row in ordered]),
+    }
+    if all("near" in row for row in ordered):
+        spelled = machines.spelled([tuple(map(tuple, row["near"])) for row in ordered])
+        text = json.dumps(spelled).encode()
+        # Where machines changed places there is a row for each of them, which is too much for a verdict that every rank
+        # reads from the store.
+        shared["near_files"] = spelled if len(text) <= INLINE else call.leave(text)
+    return shared
 
 
 def _order(group: tuple[_Kind, list[TensorLoad]]) -> tuple[int, str, str]:

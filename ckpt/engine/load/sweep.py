@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from operator import sub
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import DigestReader
-from ckpt.formats.native.datafiles.header import Alike, Known, Sought, Stretches
+from ckpt.catalog import DataFile, Extent, TensorEntry
+from ckpt.engine.digest_reader import ChunkName, DigestReader
+from ckpt.formats.native.header import Alike, Known, Sought, Stretches
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.reads import Bounds, Copy, common_boxes, group_sorted
 from ckpt.state.tensors import raw_view, reads_otherwise
@@ -294,8 +293,3 @@ def _place(data: npt.NDArray[np.uint8], cohort_chunk: CohortChunk, number: int) 
             copy_box(Stored(data, 0, copy.chunk_box, job.entry.dtype), copy.box, job.target)
         else:
             memory[into] = data.view(memory.dtype).reshape(copy.chunk_box.shape)[source]
-
-
-def by_file(catalog: Catalog) -> ByFile | None:
-    """The catalog, if it finds chunks of one file at once."""
-    return cast(ByFile, catalog) if hasattr(catalog, "extents_in") else None

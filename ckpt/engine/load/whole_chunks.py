@@ -22,8 +22,7 @@ import torch
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
-from ckpt.engine.byte_source import ChunkName
-from ckpt.engine.digest_reader import DigestReader
+from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.state.tensors import RAW, LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype, writable_bytes
@@ -49,10 +48,6 @@ class WholeChunks:
 
     def chunk(self, i: int) -> ChunkName:
         return ChunkName(self.jobs[i].entry.name, self.jobs[i].target.parts[0].box, self.extents[i])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(e[2] for e in self.extents)
 
 
 def find_whole_chunks(jobs: Iterable[TensorLoad], catalog: Catalog, beat: Callable[[], None]) -> tuple[WholeChunks, list[TensorLoad]]:
@@ -85,17 +80,12 @@ def find_whole_chunks(jobs: Iterable[TensorLoad], catalog: Catalog, beat: Callab
     for at in range(0, len(chunks), SLICE):  # each may have to read headers
         extents += catalog.extents_of(chunks[at : at + SLICE])
         beat()
-    return _fitting(WholeChunks(jobs=fitting, extents=extents, addresses=addresses), sizes, rest)
-
-
-def _fitting(exact: WholeChunks, sizes: Sequence[int], rest: list[TensorLoad]) -> tuple[WholeChunks, list[TensorLoad]]:
-    """Leave out what is coded, or has not as many bytes as its memory, ``sizes``: nothing is ever written beyond that."""
-    fits = [e[2] == size and e[4] is None for e, size in zip(exact.extents, sizes, strict=True)]
-    if all(fits):
-        return exact, rest
-    rest += [job for job, fit in zip(exact.jobs, fits, strict=True) if not fit]
-    jobs, extents, addresses = compress(exact.jobs, fits), compress(exact.extents, fits), compress(exact.addresses, fits)
-    return WholeChunks(jobs=list(jobs), extents=list(extents), addresses=list(addresses)), rest
+    # What is coded, or has not as many bytes as its memory, is left out: nothing is ever written beyond that.
+    fits = [e[2] == size and e[4] is None for e, size in zip(extents, sizes, strict=True)]
+    if not all(fits):
+        rest += [job for job, fit in zip(fitting, fits, strict=True) if not fit]
+        fitting, extents, addresses = list(compress(fitting, fits)), list(compress(extents, fits)), list(compress(addresses, fits))
+    return WholeChunks(jobs=fitting, extents=extents, addresses=addresses), rest
 
 
 def _number(grid: Grid, box: Box) -> int | None:
@@ -120,9 +110,9 @@ def tasks_of(exact: WholeChunks, fetch: DigestReader) -> Iterator[Callable[[], N
         yield partial(_fill, fetch, exact, i)
 
 
-def small_and_large(exact: WholeChunks, fetch: DigestReader) -> tuple[Iterator[RangeGroup], Sequence[int]]:
+def small_and_large(exact: WholeChunks, fetch: DigestReader) -> tuple[list[RangeGroup], Sequence[int]]:
     """Chunks that are read together, and those that are read in place."""
-    hints = fetch.source.io_hints
+    hints = fetch.backend.io_hints
     # Small chunks are read together into a buffer that stays in the cache and copied from there: one system call for
     # hundreds of tensors. For chunks longer than that the extra copy costs more than the calls it saves.
     longest, most = max(settings.WORTH_A_CALL, hints.coalesce_gap), max(settings.CACHE_BLOCK, hints.read_size)
@@ -130,13 +120,8 @@ def small_and_large(exact: WholeChunks, fetch: DigestReader) -> tuple[Iterator[R
     large: list[int] = []
     for i, extent in enumerate(exact.extents):
         (small if extent[2] <= longest else large).append(i)
-    return small_reads(exact, small, most), large
-
-
-def small_reads(exact: WholeChunks, small: Sequence[int], max_bytes: int) -> Iterator[RangeGroup]:
-    """What to read of these chunks, neighbours together; members are chunks of ``exact``."""
-    for group in group_ranges([exact.extents[i] for i in small], max_bytes=max_bytes):
-        yield group._replace(members=[small[i] for i in group.members])
+    groups = group_ranges([exact.extents[i] for i in small], max_bytes=most)
+    return [group._replace(members=[small[i] for i in group.members]) for group in groups], large
 
 
 def _move(fetch: DigestReader, exact: WholeChunks, group: RangeGroup) -> None:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.engine.devices import devices_of
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
-from ckpt.io_backends.retries import Retries
+from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.telemetry.profiling import in_trace

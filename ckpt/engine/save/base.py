@@ -14,13 +14,12 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry, job_tensors
 from ckpt.concurrency import run_tasks
-from ckpt.engine.byte_source import ChunkName, StorageSource
-from ckpt.engine.digest_reader import DigestReader
+from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.errors import CkptError, ConflictError, FormatError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, open_native
-from ckpt.formats.native.coding.codecs import CODECS, WITHOUT_ANCHOR
-from ckpt.formats.native.datafiles.datafile import DataFilePlan, chunk_key, coded_key
-from ckpt.formats.native.datafiles.references import RunBackend, check_not_replaced, reference_to, split_url
+from ckpt.formats.native.codecs import CODECS, WITHOUT_ANCHOR
+from ckpt.formats.native.datafile import DataFilePlan, chunk_key, coded_key
+from ckpt.formats.native.references import RunBackend, check_not_replaced, reference_to, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.text import parse_json
@@ -103,8 +102,8 @@ class RememberedBase:
         return True
 
     @cached_property
-    def source(self) -> StorageSource:
-        return StorageSource(RunBackend(open_backend(self.url)))
+    def source(self) -> RunBackend:
+        return RunBackend(open_backend(self.url))
 
     def fits(self, plan: RankPlan) -> bool:
         """Whether a plan has the same chunks with the same numbers."""
@@ -171,7 +170,7 @@ class OpenedBase:
         self.name = split_url(here)[1]
         self.id = catalog.record.id
         self.reusable = catalog.record.reusable
-        self.source = StorageSource(RunBackend(here))
+        self.source = RunBackend(here)
         self._catalog = catalog
         self._tensors = job_tensors(catalog)
         self._numbers: dict[int, dict[tuple[object, ...], int]] = {}

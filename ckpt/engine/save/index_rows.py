@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckpt.catalog import DataFile, Grid, TensorEntry
-from ckpt.formats.native.datafiles.datafile import CodedFiles, plan_data_files
+from ckpt.formats.native.datafile import CodedFiles, plan_data_files
 from ckpt.formats.native.paths import data_number
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.geometry import IntArray

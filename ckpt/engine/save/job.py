@@ -15,11 +15,11 @@ from ckpt import settings
 from ckpt.errors import CancelledError, CkptError
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import new_id
-from ckpt.formats.native.progress import ProgressFile
-from ckpt.io_backends import retries
+from ckpt.formats.native.runlog import ProgressFile
+from ckpt.io_backends import checks
+from ckpt.io_backends.checks import Retries
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
-from ckpt.io_backends.retries import Retries
 from ckpt.net.call import FIRST_SIGN, Call
 from ckpt.net.liveness import Members
 from ckpt.telemetry.callbacks import Stall, reported
@@ -134,7 +134,7 @@ class SaveJob:
             beat=call.heartbeat if beat is None else beat,
             notes=ProgressWriter(call, interval) if call.is_leader and interval != 0 else None,
             blocked=blocked,
-            refused_before=retries.total(),
+            refused_before=checks.total(),
             began=time.perf_counter(),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpt import settings
 from ckpt.errors import UsageError
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, check_choice
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.formats.native.commit import Branches
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout

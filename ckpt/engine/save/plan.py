@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpt import settings
 from ckpt.dtypes import dtype
-from ckpt.formats.native.datafiles.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
+from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.ranks import OwnTensor, encode_tensors
 from ckpt.plan.copies import MirrorPlacement

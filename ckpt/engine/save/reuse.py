@@ -25,11 +25,11 @@ import xxhash
 
 from ckpt import units
 from ckpt.concurrency import run_tasks
-from ckpt.engine.devices import devices_of, settle_devices
+from ckpt.engine.devices import settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError, MismatchError
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR
-from ckpt.formats.native.datafiles.references import check_not_replaced, split_url
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR
+from ckpt.formats.native.references import check_not_replaced, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.net.channel import Row
@@ -126,7 +126,7 @@ def find_reuse(job: SaveJob, backend: Backend, shard_table: ShardTable, source: 
     """What of the plan of ``source`` is in the base."""
     plan, base, seen, threads = source.plan, job.options.base, job.cache.seen, job.options.threads
     asked = seen.candidates(shard_table)
-    settle_devices(devices_of(shard_table.tensors[name] for name in asked), job.call.url)
+    settle_devices((shard_table.tensors[name] for name in asked), job.call.url)
     trust = None
     if job.options.trust is not None:
         trust = Trust.of(job.options.trust, seen.trusted, shard_table, asked, seen.versions)

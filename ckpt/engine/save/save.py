@@ -31,10 +31,10 @@ from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
 from ckpt.errors import CkptError
 from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
-from ckpt.io_backends import retries
+from ckpt.io_backends import checks
+from ckpt.io_backends.checks import Retries
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
-from ckpt.io_backends.retries import Retries
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.net.peers import peers_of
@@ -116,7 +116,7 @@ def _save_now(job: SaveJob, state: object) -> SaveReport:
     with job.noted():
         with job.spans.span("agree"), job.call.phase("begin"):
             share = prepare(job, state)
-            settle_devices(devices_of(share.collected.shard_table.tensors.values()), job.call.url)
+            settle_devices(share.collected.shard_table.tensors.values(), job.call.url)
             writer, leader = begin(job, share)
         return write_and_commit(job, share, writer, leader).report
 
@@ -323,7 +323,7 @@ def _row_of_spans(job: SaveJob, share: RankShare) -> Row:
         layout, meshes = job.options.layout, share.collected.shard_table.meshes
         row["host"] = job.meter.host or None
         row["at"] = coordinates((layout.mesh, *meshes) if layout is not None else meshes, job.call.group.rank)
-        row["storage"] = list(retries.total().since(job.refused_before))
+        row["storage"] = list(checks.total().since(job.refused_before))
         if job.blocked is not None:
             row |= job.blocked.report()
     return row

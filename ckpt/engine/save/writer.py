@@ -18,8 +18,8 @@ from ckpt.catalog import DataFile
 from ckpt.concurrency import Pending, run_tasks
 from ckpt.errors import CkptError
 from ckpt.formats.journal import WriteJournal
-from ckpt.formats.native.coding.codecs import WITHOUT_ANCHOR, encode, encode_difference
-from ckpt.formats.native.datafiles.datafile import DataFilePlan, plan_coded_file
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, encode, encode_difference
+from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans

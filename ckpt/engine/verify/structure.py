@@ -16,10 +16,10 @@ from ckpt.catalog import Catalog, DataFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file, read_record
-from ckpt.formats.native.coding.codecs import CODECS
+from ckpt.formats.native.codecs import CODECS
 from ckpt.formats.native.commit import CODED, COMMIT_PATH, CommitRecord
-from ckpt.formats.native.datafiles.datafile import chunk_key, coded_key
-from ckpt.formats.native.datafiles.references import is_reference
+from ckpt.formats.native.datafile import chunk_key, coded_key
+from ckpt.formats.native.references import is_reference
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box, find_fault

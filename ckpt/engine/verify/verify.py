@@ -15,13 +15,13 @@ from functools import partial
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency import imap_unordered
-from ckpt.engine.byte_source import ByteSource, ChunkName, source_of
-from ckpt.engine.digest_reader import ChunkDigest, DigestReader
+from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.writer import replacement
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
@@ -173,9 +173,9 @@ def verify(
         return VerifyReport(files=0, chunks=0, undigested=0, bytes=0, seconds=time.monotonic() - began, problems=tuple(problems))
     structure = _structure(catalog) if work is None else _agreed_structure(catalog, work)
     if work is None:
-        done = _read_all(source_of(catalog), _jobs(structure.reads), threads, progress)
+        done = _read_all(catalog.backend, _jobs(structure.reads), threads, progress)
     else:
-        done = _read_part(source_of(catalog), _jobs(structure.reads), threads, progress, work)
+        done = _read_part(catalog.backend, _jobs(structure.reads), threads, progress, work)
     if (structure.problems or done.problems) and (replaced := replacement(catalog)) is not None:
         raise replaced
     sorted_problems = sorted(done.problems, key=lambda p: (p.file or "", p.tensor or "", p.box.offset if p.box else ()))
@@ -253,7 +253,7 @@ def _with_chunks(catalog: Catalog, broken: frozenset[int], problems: list[Proble
 
 
 def _read_part(
-    source: ByteSource, jobs: list[list[ChunkToVerify]], threads: int | None, progress: ProgressCallback | None, work: DividedWork
+    backend: Backend, jobs: list[list[ChunkToVerify]], threads: int | None, progress: ProgressCallback | None, work: DividedWork
 ) -> _Result:
     """What is wrong in all of them, this process and the others having read a part each."""
     sizes = [_read_bytes(job) for job in jobs]
@@ -261,7 +261,7 @@ def _read_part(
     mine = parts[work.number]
 
     def read() -> Row:
-        result = _read_all(source, jobs[mine.start : mine.stop], threads, report)
+        result = _read_all(backend, jobs[mine.start : mine.stop], threads, report)
         return {"bytes": result.bytes, "problems": [p.to_json() for p in result.problems]}
 
     def join(rows: dict[int, Row]) -> Row:
@@ -272,12 +272,12 @@ def _read_part(
     return _Result(all_parts["bytes"], [Problem.from_json(p) for p in all_parts["problems"]])
 
 
-def _read_all(source: ByteSource, jobs: list[list[ChunkToVerify]], threads: int | None, progress: ProgressCallback | None) -> _Result:
+def _read_all(backend: Backend, jobs: list[list[ChunkToVerify]], threads: int | None, progress: ProgressCallback | None) -> _Result:
     if not threads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(min(max(cores, 2), 16), source.io_hints.concurrency)
+        threads = max(min(max(cores, 2), 16), backend.io_hints.concurrency)
     total = sum(map(_read_bytes, jobs))
-    verifier = _Verifier(source)
+    verifier = _Verifier(backend)
     bytes_done, problems = 0, list[Problem]()
     for result in imap_unordered((partial(verifier.check, job) for job in jobs), threads, "ckpt-verify"):
         bytes_done += result.bytes
@@ -318,8 +318,8 @@ class _Wrong(CorruptError):
 class _Verifier:
     """Reads jobs and hashes them. Scratch memory is as long as the longest job of a thread so far."""
 
-    def __init__(self, source: ByteSource) -> None:
-        self._reader = DigestReader(source, crc32=True)
+    def __init__(self, backend: Backend) -> None:
+        self._reader = DigestReader(backend, crc32=True)
 
     def check(self, job: list[ChunkToVerify]) -> _Result:
         """What is wrong with the chunks of a job, read again if anything is."""

@@ -12,71 +12,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from ckpt import settings
-from ckpt.errors import AccessError, ConflictError, CorruptError, NotFoundError, UsageError
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
-from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
+from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.io_backends.checks import byte_view, check_read, check_size, past_end
+from ckpt.io_backends.protocol import Backend, LentMemory, Writer
 from ckpt.io_backends.writer_base import WriterBase
 
 from . import client
 from .client import Loan, MappedObject, MemoryClient, secret_for
 from .connection import MemoryObject
-from .remote import RemoteMemory, split_host
-
-# What the memory of this machine and that of another have in common: objects by path, and what their daemon says of each.
-
-
-class ObjectsBackend(Backend):
-    """Objects of a daemon below ``root``."""
-
-    def __init__(self, root: str) -> None:
-        self._root = check_path(root) if root else ""
-
-    @property
-    def io_hints(self) -> IOHints:
-        """See ``Backend.io_hints``."""
-        return IOHints(in_memory=True)
-
-    def _key(self, path: str) -> str:
-        return f"{self._root}/{check_path(path)}" if self._root else check_path(path)
-
-    @abstractmethod
-    def _stat(self, path: str) -> MemoryObject:
-        """What the daemon says of an object. Raises NotFoundError if there is none."""
-
-    @abstractmethod
-    def _list(self, prefix: str) -> Sequence[MemoryObject]:
-        """Objects of the daemon whose path starts with ``prefix``, sorted."""
-
-    def size(self, path: str) -> int:
-        """See ``Backend.size``."""
-        return self._stat(path).size
-
-    def modified(self, path: str) -> float:
-        """See ``Backend.modified``; by the clock of the daemon's machine."""
-        return self._stat(path).modified
-
-    def version_token(self, path: str) -> str:
-        """See ``Backend.version_token``."""
-        return self._stat(path).version
-
-    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
-        below = f"{self._root}/" if self._root else ""
-        return iter([ObjectMeta(known.path.removeprefix(below), known.size) for known in self._list(below + check_prefix(prefix))])
-
-    def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
-        directory = check_prefix(prefix).removesuffix("/")
-        start = f"{directory}/" if directory else ""
-        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
-        return sorted({name + slash for name, slash, _ in heads})
-
+from .remote import ObjectsBackend, RemoteMemoryBackend, is_remote
 
 # A new object in the memory of this machine. Its bytes are put where they stay; those that lie there already are only counted.
 
@@ -130,11 +79,6 @@ class MemoryBackend(ObjectsBackend):
         self._lock = threading.Lock()
         self._open: dict[str, MappedObject] = {}
         self._seen: tuple[str, int] = ("", 0)
-
-    @property
-    def url(self) -> str:
-        """The root, without a trailing slash."""
-        return f"{SCHEME}{self._root}"
 
     # ---- reading
 
@@ -283,90 +227,8 @@ def _fill(opened: MappedObject, offset: int, view: memoryview) -> None:
         filled += os.preadv(opened.file, [view[filled:]], offset + filled)
 
 
-# Objects in the memory of another machine, ``memory://host:port/path``: to read, over TCP, with the secret of its daemon.
-
-
-def open_memory(url: str) -> ObjectsBackend:
+def open_memory(url: str) -> Backend:
     """The backend for a ``memory://`` URL: the memory of this machine, or of the one that it names."""
-    return RemoteMemoryBackend(url) if is_remote(url) else MemoryBackend(url)
-
-
-def is_remote(url: str) -> bool:
-    """Whether a URL names the memory of another machine: its first part ends with a port."""
-    host, colon, port = url.removeprefix("memory://").partition("/")[0].rpartition(":")
-    return bool(host and colon and port.isdecimal())
-
-
-class RemoteMemoryBackend(ObjectsBackend):
-    """Objects below a prefix, which the daemon of another machine has. They cannot be changed from here."""
-
-    def __init__(self, url: str) -> None:
-        if not is_remote(url):
-            raise UsageError(f"{url!r} does not name the memory of another machine", hint="write memory://host:port/path")
-        self._address, _, root = url.removeprefix("memory://").rstrip("/").partition("/")
-        split_host(self._address)
-        super().__init__(root)
-        self._memory = RemoteMemory(self._address, secret_for(self._address))
-
-    @property
-    def url(self) -> str:
-        """The root, without a trailing slash."""
-        return f"memory://{self._address}/{self._root}".rstrip("/")
-
-    @property
-    def io_hints(self) -> IOHints:
-        """Each call waits for the network once."""
-        return IOHints(read_size=4 * settings.MIB, coalesce_gap=256 * settings.KIB, concurrency=4)
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
-        check_read(offset, length)
-        if length is None:
-            known = self._stat(path)
-            length = max(known.size - offset, 0)
-            if offset > known.size:
-                raise past_end(f"{self.url}/{path}", offset, length, known.size)
-        data = bytearray(length)
-        self._fill(path, offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
-        check_read(offset, None)
-        self._fill(path, offset, byte_view(buffer, writable=True))
-
-    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Backend.read_hashed``."""
-        check_read(offset, None)
-        self._fill(path, offset, buffer, update)
-
-    def _fill(self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None) -> None:
-        try:
-            self._memory.read_into(self._key(path), offset, view, update)
-        except CorruptError:
-            raise past_end(f"{self.url}/{path}", offset, len(view), self._stat(path).size) from None
-
-    def _stat(self, path: str) -> MemoryObject:
-        return self._memory.stat(self._key(path))
-
-    def _list(self, prefix: str) -> Sequence[MemoryObject]:
-        return self._memory.list(prefix)
-
-    def create(self, path: str, size: int) -> Writer:
-        raise self._read_only()
-
-    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        raise self._read_only()
-
-    def delete(self, path: str) -> None:
-        raise self._read_only()
-
-    def prepare(self) -> None:
-        raise self._read_only()
-
-    def _read_only(self) -> AccessError:
-        return AccessError(
-            "the memory of another machine is only read",
-            where=self.url,
-            hint="save to memory:// on that machine, or copy with `ckpt cp` there",
-        )
+    if is_remote(url):
+        return RemoteMemoryBackend(url, secret_for(url.removeprefix(SCHEME).partition("/")[0]))
+    return MemoryBackend(url)

@@ -29,9 +29,8 @@ from weakref import finalize
 from ckpt import settings
 from ckpt.concurrency import patience
 from ckpt.errors import AccessError, CkptError, FormatError, StorageError, UsageError, error_from_json
-from ckpt.net.endpoints import EXHAUSTED, exhausted
+from ckpt.net.endpoints import EXHAUSTED, close_when_forked, exhausted
 from ckpt.net.message_fields import is_count, is_seconds
-from ckpt.net.sockets import close_when_forked
 from ckpt.text import parse_object
 from ckpt.units import parse_size
 

@@ -26,11 +26,12 @@ from types import FrameType
 
 from ckpt import settings
 from ckpt.errors import AccessError, BusyError, CkptError, DeadlineError, FormatError, UsageError, error_to_json
+from ckpt.nodes.file_server import NodeServer
 from ckpt.settings import __version__
 
 from . import connection as place
 from .connection import PROTOCOL, Message, close_all, receive, send
-from .remote import MemoryServer
+from .remote import serve_objects
 from .store import Lent, MemoryStore
 
 _TICK = 2.0
@@ -62,7 +63,7 @@ class MemoryDaemon:
         *,
         secret: str,
         idle: float,
-        server: MemoryServer | None,
+        server: NodeServer | None,
     ) -> None:
         """``server``: for other machines, if it listens for them yet."""
         self._folder = folder
@@ -76,21 +77,6 @@ class MemoryDaemon:
         self._began = self._used = time.monotonic()
         self._ending = False
         self._inode = place.socket_inode(folder)
-        self._answers: dict[str, Callable[[ClientConnection, Message], Answer]] = {
-            "hello": self._hello,
-            "status": self._status,
-            "stop": self._stop,
-            "lend": self._lend,
-            "put": self._put,
-            "give_back": self._give_back,
-            "put_bytes": self._put_bytes,
-            "get": self._get,
-            "stat": self._stat,
-            "list": self._list,
-            "delete": self._delete,
-            "drop": self._drop,
-            "address": self._address,
-        }
 
     def stop(self) -> None:
         """End soon; for handlers of signals."""
@@ -146,7 +132,10 @@ class MemoryDaemon:
             _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.getuid():
                 with suppress(OSError):
-                    send(sock, {"error": error_to_json(_of_another_account())})
+                    other = AccessError(
+                        "this memory is another account's", hint="each account has a daemon of its own: see CKPT_MEMORY_DIR"
+                    )
+                    send(sock, {"error": error_to_json(other)})
                 sock.close()
                 return
             connection = ClientConnection(sock)
@@ -160,7 +149,7 @@ class MemoryDaemon:
                 self._close(connection)
                 return
             close_all(packet.files)  # nobody has to send any
-            answer, files = self._answer(connection, packet.message)
+            answer, files = self._answer_or_error(connection, packet.message)
             try:
                 send(connection.sock, answer, files)
             finally:
@@ -172,12 +161,9 @@ class MemoryDaemon:
             log.debug("memory: a client is served no longer: %s", err)
             self._close(connection)
 
-    def _answer(self, connection: ClientConnection, asked: Message) -> Answer:
+    def _answer_or_error(self, connection: ClientConnection, asked: Message) -> Answer:
         try:
-            what = str(asked.get("ask"))
-            if what not in self._answers or not (connection.greeted or what in ("hello", "status", "stop")):
-                raise FormatError(f"a question that this release does not know: {what!r}", hint="use one release of ckpt on this machine")
-            return self._answers[what](connection, asked)
+            return self._answer(connection, asked)
         except CkptError as err:
             return {"error": error_to_json(err)}, []
         except (KeyError, TypeError, ValueError) as err:
@@ -194,16 +180,60 @@ class MemoryDaemon:
         if connection.lent is not None:
             self._store.take_back(connection.lent)
 
-    # ---- answers
+    def _answer(self, connection: ClientConnection, asked: Message) -> Answer:
+        what, store = str(asked.get("ask")), self._store
+        match what if connection.greeted or what in ("hello", "status", "stop") else None:
+            case "hello":
+                connection.greeted = asked.get("protocol") == PROTOCOL
+                changes = [os.open(f"/proc/self/fd/{store.changes}", os.O_RDONLY | os.O_CLOEXEC)] if connection.greeted else []
+                return {"protocol": PROTOCOL, "release": __version__, "pid": os.getpid(), "id": store.id}, changes
+            case "status":
+                return self._status(), []
+            case "stop":
+                self._ending = True
+                return {"pid": os.getpid()}, []
+            case "lend":
+                if connection.lent is not None:
+                    raise UsageError("this connection has borrowed memory already", hint="use another connection")
+                size = int(asked["size"])
+                if size < 0:
+                    raise UsageError(f"an object of {size} bytes", hint="a size is not negative")
+                lent = connection.lent = store.lend(size)
+                return {"capacity": lent.capacity, "fresh": lent.fresh}, [os.dup(lent.file)]
+            case "put":
+                if connection.lent is None:
+                    raise UsageError("this connection has borrowed no memory", hint="please report this")
+                known = store.put(connection.lent, str(asked["path"]))
+                connection.lent = None
+                return {"object": known.row()}, []
+            case "give_back":
+                if connection.lent is not None:
+                    store.take_back(connection.lent)
+                    connection.lent = None
+                return {}, []
+            case "put_bytes":
+                expected = None if asked["expected"] is None else b64decode(asked["expected"], validate=True)
+                return {"object": store.put_bytes(str(asked["path"]), b64decode(asked["data"], validate=True), expected).row()}, []
+            case "get":
+                known, file = store.open(str(asked["path"]))
+                return {"object": known.row()}, [file]
+            case "stat":
+                return {"object": store.stat(str(asked["path"])).row()}, []
+            case "list":
+                return {"objects": [known.row() for known in store.list(str(asked["prefix"]))]}, []
+            case "delete":
+                return {"deleted": store.delete(str(asked["path"]))}, []
+            case "drop":
+                return {"bytes": store.drop(str(asked["prefix"]))}, []
+            case "address":
+                if self._server is None:
+                    self._server = serve_objects(store, self._secret)
+                return {"addresses": [list(address) for address in self._server.addresses]}, []
+        raise FormatError(f"a question that this release does not know: {what!r}", hint="use one release of ckpt on this machine")
 
-    def _hello(self, connection: ClientConnection, asked: Message) -> Answer:
-        connection.greeted = asked.get("protocol") == PROTOCOL
-        answer: Message = {"protocol": PROTOCOL, "release": __version__, "pid": os.getpid(), "id": self._store.id}
-        return answer, [os.open(f"/proc/self/fd/{self._store.changes}", os.O_RDONLY | os.O_CLOEXEC)] if connection.greeted else []
-
-    def _status(self, connection: ClientConnection, asked: Message) -> Answer:
+    def _status(self) -> Message:
         server = self._server
-        status: Message = {
+        return {
             **self._store.usage(),
             "pid": os.getpid(),
             "release": __version__,
@@ -214,62 +244,6 @@ class MemoryDaemon:
             "addresses": [list(address) for address in server.addresses] if server is not None else [],
             "peers": len(server) if server is not None else 0,
         }
-        return status, []
-
-    def _stop(self, connection: ClientConnection, asked: Message) -> Answer:
-        self._ending = True
-        return {"pid": os.getpid()}, []
-
-    def _lend(self, connection: ClientConnection, asked: Message) -> Answer:
-        if connection.lent is not None:
-            raise UsageError("this connection has borrowed memory already", hint="use another connection")
-        size = int(asked["size"])
-        if size < 0:
-            raise UsageError(f"an object of {size} bytes", hint="a size is not negative")
-        lent = connection.lent = self._store.lend(size)
-        return {"capacity": lent.capacity, "fresh": lent.fresh}, [os.dup(lent.file)]
-
-    def _put(self, connection: ClientConnection, asked: Message) -> Answer:
-        if connection.lent is None:
-            raise UsageError("this connection has borrowed no memory", hint="please report this")
-        known = self._store.put(connection.lent, str(asked["path"]))
-        connection.lent = None
-        return {"object": known.row()}, []
-
-    def _give_back(self, connection: ClientConnection, asked: Message) -> Answer:
-        if connection.lent is not None:
-            self._store.take_back(connection.lent)
-            connection.lent = None
-        return {}, []
-
-    def _put_bytes(self, connection: ClientConnection, asked: Message) -> Answer:
-        expected = None if asked["expected"] is None else b64decode(asked["expected"], validate=True)
-        return {"object": self._store.put_bytes(str(asked["path"]), b64decode(asked["data"], validate=True), expected).row()}, []
-
-    def _get(self, connection: ClientConnection, asked: Message) -> Answer:
-        known, file = self._store.open(str(asked["path"]))
-        return {"object": known.row()}, [file]
-
-    def _stat(self, connection: ClientConnection, asked: Message) -> Answer:
-        return {"object": self._store.stat(str(asked["path"])).row()}, []
-
-    def _list(self, connection: ClientConnection, asked: Message) -> Answer:
-        return {"objects": [known.row() for known in self._store.list(str(asked["prefix"]))]}, []
-
-    def _delete(self, connection: ClientConnection, asked: Message) -> Answer:
-        return {"deleted": self._store.delete(str(asked["path"]))}, []
-
-    def _drop(self, connection: ClientConnection, asked: Message) -> Answer:
-        return {"bytes": self._store.drop(str(asked["prefix"]))}, []
-
-    def _address(self, connection: ClientConnection, asked: Message) -> Answer:
-        if self._server is None:
-            self._server = MemoryServer(self._store, self._secret)
-        return {"addresses": [list(address) for address in self._server.addresses]}, []
-
-
-def _of_another_account() -> AccessError:
-    return AccessError("this memory is another account's", hint="each account has a daemon of its own: see CKPT_MEMORY_DIR")
 
 
 # ``python -m ckpt.nodes.memory.daemon FOLDER``: becomes the daemon of a folder. ``--background`` returns when one listens.
@@ -404,23 +378,14 @@ def serve(folder: Path, budget: int | None, listens: Callable[[], object] = lamb
     given = place.given_budget() if budget is None else budget
     place.secret_of(folder, make=True)
     store = MemoryStore(default_budget() if given is None else given)
-    server = _server(folder, store)
+    port, secret = settings.memory_port(), place.secret_of(folder)
+    server = serve_objects(store, secret, port) if port else None  # from the start on only if CKPT_MEMORY_PORT says where
     listening = place.listen_socket(folder)
     listens()
-    _run(folder, listening, store, server)
-
-
-def _server(folder: Path, store: MemoryStore) -> MemoryServer | None:
-    """What listens for other machines from the start on, if ``CKPT_MEMORY_PORT`` says where."""
-    port = settings.memory_port()
-    return MemoryServer(store, place.secret_of(folder), port) if port else None
-
-
-def _run(folder: Path, listening: socket.socket, store: MemoryStore, server: MemoryServer | None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft != hard else (soft, hard))
-    daemon = MemoryDaemon(folder, listening, store, secret=place.secret_of(folder), idle=settings.memory_idle(), server=server)
+    daemon = MemoryDaemon(folder, listening, store, secret=secret, idle=settings.memory_idle(), server=server)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         daemon.stop()

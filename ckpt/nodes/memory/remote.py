@@ -1,154 +1,133 @@
-"""Reading from the daemon of another machine: what a daemon answers over TCP, and who asks it. No torch."""
+"""The objects of a daemon as files that another machine reads, through the one file server, with the secret of the daemon. No torch."""
 
 from __future__ import annotations
 
 import os
-import select
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 from ckpt import settings
-from ckpt.errors import (
-    AccessError,
-    BusyError,
-    CkptError,
-    CorruptError,
-    DeadlineError,
-    FormatError,
-    StorageError,
-    UsageError,
-    error_from_json,
-    error_to_json,
-)
-from ckpt.net.connections import ConnectionServer
-from ckpt.net.dialing import IdleConnections
-from ckpt.net.endpoints import listen
-from ckpt.net.message_fields import Kind, checked
-from ckpt.net.wire import Channel, dial, receive, send
+from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError
+from ckpt.io_backends.checks import check_path, check_prefix, past_end
+from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
+from ckpt.net.message_fields import Either, is_seconds
+from ckpt.net.wire import Channel, dial
+from ckpt.nodes.file_server import NodeConnections, NodeServer, OpenRange, RangedFiles, RemoteNode
 
-from .connection import ROW, MemoryObject, Message
+from .connection import MemoryObject
 from .store import MemoryStore
 
-# What the daemon gives to other machines: lists of its objects, and their bytes, over TCP, to whoever knows the secret.
-#
-# asked                                  answered
-# {"ask": "hello"}                       {"id": the daemon's, "host": the machine's name}
-# {"ask": "list", "prefix": …}           {"objects": [rows]}
-# {"ask": "stat", "path": …}             {"object": row}
-# {"ask": "read", "path": …,             {"object": row}, and then the bytes themselves, straight from the object's pages
-#  "offset": …, "length": …}
-
 PURPOSE = "memory"
-MOST_ASKED = settings.MIB
-MOST_ANSWER = 256 * settings.MIB
-_SILENT_SECONDS = 60.0
+SILENT_SECONDS = 60.0
 """A peer that takes nothing for so long is dropped."""
-_STRETCH = 4 * settings.MIB
-_RELEASE = "use the same release of ckpt on both machines"
-
-
-class ObjectRange(NamedTuple):
-    """Bytes of an open file, which whoever sends them closes."""
-
-    file: int
-    offset: int
-    length: int
-
-
-Answer = tuple[dict[str, Any], ObjectRange | None]
-"""A message, and the bytes that follow it."""
-
-
-class MemoryServer:
-    """Serves the objects of a store. ``addresses`` are where it listens, the most likely first."""
-
-    def __init__(self, store: MemoryStore, secret: str, port: int = 0) -> None:
-        """``port``: where to listen; by default any that is free."""
-        self._store = store
-        ports = listen(None, port)
-        if not ports:
-            raise BusyError(f"port {port} is taken", where="CKPT_MEMORY_PORT", hint="look who has it: ss -lptn; or choose another one")
-        self.addresses: Sequence[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
-        self._connections = ConnectionServer(
-            ports, secret.encode(), _SILENT_SECONDS, purpose=PURPOSE, name="ckpt-memory-serve", serve=self._converse
-        )
-
-    def __len__(self) -> int:
-        """How many peers are connected."""
-        return len(self._connections)
-
-    def close(self) -> None:
-        """Stop listening, and drop who is connected."""
-        self._connections.close()
-
-    def _converse(self, channel: Channel) -> None:
-        while channel.await_next():
-            asked, _ = receive(channel, MOST_ASKED)
-            answer, content = self._answer_or_error(asked)
-            try:
-                # Whatever fails from here on ends the connection: an error among the bytes would count as bytes.
-                send(channel, answer, ())
-                if content is not None:
-                    _send_file(channel, content)
-            finally:
-                if content is not None:
-                    os.close(content.file)
-
-    def _answer_or_error(self, asked: Message) -> Answer:
-        try:
-            return self._answer(asked)
-        except CkptError as err:
-            return {"error": error_to_json(err)}, None
-        except (KeyError, TypeError, ValueError) as err:
-            return {"error": error_to_json(FormatError(f"a question that cannot be read: {err!r}", hint=_RELEASE))}, None
-
-    def _answer(self, asked: Message) -> Answer:
-        match asked.get("ask"):
-            case "hello":
-                return {"id": self._store.id, "host": socket.gethostname()}, None
-            case "list":
-                return {"objects": [known.row() for known in self._store.list(str(asked["prefix"]))]}, None
-            case "stat":
-                return {"object": self._store.stat(str(asked["path"])).row()}, None
-            case "read":
-                return self._read(str(asked["path"]), int(asked["offset"]), int(asked["length"]))
-            case other:
-                raise FormatError(f"a question that this release does not know: {other!r}", hint=_RELEASE)
-
-    def _read(self, path: str, offset: int, length: int) -> Answer:
-        known, file = self._store.open(path)
-        if offset < 0 or length < 0 or offset + length > known.size:
-            os.close(file)
-            raise CorruptError(f"bytes [{offset}, {offset + length}) were wanted, but it has {known.size}", where=f"memory://{path}")
-        return {"object": known.row()}, ObjectRange(file, offset, length)
-
-
-def _send_file(channel: Channel, content: ObjectRange) -> None:
-    """The bytes of a file, which the kernel moves."""
-    file, offset, length = content
-    end, moved = offset + length, time.monotonic()
-    room = select.poll()  # select() takes no descriptor above 1,023, and each object has two
-    room.register(channel.sock, select.POLLOUT)
-    while offset < end:
-        try:
-            sent = os.sendfile(channel.sock.fileno(), file, offset, min(_STRETCH, end - offset))
-        except BlockingIOError:
-            channel.alive()
-            if time.monotonic() - moved > _SILENT_SECONDS:
-                raise DeadlineError(f"{channel.peer} takes nothing for {_SILENT_SECONDS:g} s") from None
-            room.poll(200)
-            continue
-        if not sent:
-            raise ConnectionError("the object ended early")
-        offset, moved = offset + sent, time.monotonic()
-
-
 TIMEOUT = 30.0
 """Seconds in which nothing moves, after which a peer counts as dead."""
-_IDLE = 8
+
+
+class ReadOnlyFiles(Backend):
+    """What cannot be changed from another machine."""
+
+    def create(self, path: str, size: int) -> Writer:
+        raise self._read_only()
+
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        raise self._read_only()
+
+    def delete(self, path: str) -> None:
+        raise self._read_only()
+
+    def prepare(self) -> None:
+        raise self._read_only()
+
+    def _read_only(self) -> AccessError:
+        return AccessError(
+            "the memory of another machine is only read",
+            where=self.url,
+            hint="save to memory:// on that machine, or copy with `ckpt cp` there",
+        )
+
+
+class ObjectsBackend(Backend):
+    """Objects of a daemon of this machine below ``root``."""
+
+    def __init__(self, root: str) -> None:
+        self._root = check_path(root) if root else ""
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"memory://{self._root}"
+
+    @property
+    def io_hints(self) -> IOHints:
+        """See ``Backend.io_hints``."""
+        return IOHints(in_memory=True)
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}" if self._root else check_path(path)
+
+    @abstractmethod
+    def _stat(self, path: str) -> MemoryObject:
+        """What the daemon says of an object. Raises NotFoundError if there is none."""
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Sequence[MemoryObject]:
+        """Objects of the daemon whose path starts with ``prefix``, sorted."""
+
+    def size(self, path: str) -> int:
+        """See ``Backend.size``."""
+        return self._stat(path).size
+
+    def modified(self, path: str) -> float:
+        """See ``Backend.modified``; by the clock of the daemon's machine."""
+        return self._stat(path).modified
+
+    def version_token(self, path: str) -> str:
+        """See ``Backend.version_token``."""
+        return self._stat(path).version
+
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See ``Backend.list_prefix``. The objects are those of the moment of the call."""
+        below = f"{self._root}/" if self._root else ""
+        return iter([ObjectMeta(known.path.removeprefix(below), known.size) for known in self._list(below + check_prefix(prefix))])
+
+    def list_dir(self, prefix: str = "") -> list[str]:
+        """See ``Backend.list_dir``."""
+        directory = check_prefix(prefix).removesuffix("/")
+        start = f"{directory}/" if directory else ""
+        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
+        return sorted({name + slash for name, slash, _ in heads})
+
+
+class StoredObjects(ReadOnlyFiles, ObjectsBackend, RangedFiles):
+    """What a daemon shows to other machines."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__("")
+        self._store = store
+
+    def _stat(self, path: str) -> MemoryObject:
+        return self._store.stat(self._key(path))
+
+    def _list(self, prefix: str) -> Sequence[MemoryObject]:
+        return self._store.list(prefix)
+
+    def open_range(self, path: str, offset: int, length: int | None) -> OpenRange:
+        known, file = self._store.open(self._key(path))
+        wanted = max(known.size - offset, 0) if length is None else length
+        if offset < 0 or wanted < 0 or offset + wanted > known.size:
+            os.close(file)
+            raise past_end(f"memory://{path}", offset, wanted, known.size)
+        return OpenRange(file, offset, wanted)
+
+
+def serve_objects(store: MemoryStore, secret: str, port: int = 0) -> NodeServer:
+    """Serve the objects of a store. ``port``: where to listen; by default any that is free."""
+    about = {"id": store.id, "host": socket.gethostname()}
+    most = settings.MIB
+    return NodeServer(StoredObjects(store), secret.encode(), SILENT_SECONDS, port=port, purpose=PURPOSE, about=about, most=most)
 
 
 def split_host(address: str) -> tuple[str, int]:
@@ -159,96 +138,88 @@ def split_host(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-class RemoteMemory:
-    """The objects of the daemon at ``address``; any number of threads may ask at once. Connections are made when they are needed."""
+class MemoryConnections(NodeConnections):
+    """Connections to the daemon at ``address``; any number of threads may ask at once. They are made when they are needed."""
+
+    answer_of = "answer of a memory daemon"
 
     def __init__(self, address: str, secret: str, timeout: float = TIMEOUT) -> None:
-        self.address = address
+        super().__init__(f"memory://{address}", [], secret.encode(), timeout, same_network=True)
         self._host, self._port = split_host(address)
-        self._secret = secret
-        self._timeout = timeout
-        self._idle = IdleConnections[Channel](_IDLE)
+
+    @property
+    def who(self) -> str:
+        return self.name
 
     def hello(self) -> tuple[str, str]:
         """The id of the daemon, and the name of its machine."""
-        answer = self._answer({"ask": "hello"}, {"id": str, "host": str})
+        answer = self.answer({"op": "hello"}, {"id": str, "host": str})
         return answer["id"], answer["host"]
 
-    def list(self, prefix: str) -> list[MemoryObject]:
-        return [MemoryObject.of(row) for row in self._answer({"ask": "list", "prefix": prefix}, {"objects": [ROW]})["objects"]]
-
-    def stat(self, path: str) -> MemoryObject:
-        return MemoryObject.of(self._answer({"ask": "stat", "path": path}, {"object": ROW})["object"])
-
-    def read_into(self, path: str, offset: int, view: memoryview, update: Callable[[memoryview], object] = lambda view: None) -> None:
-        """Fill ``view``, and give all of it to ``update`` in order."""
-
-        def fill(channel: Channel) -> None:
-            for at in range(0, len(view), settings.MIB):
-                block = view[at : at + settings.MIB]
-                channel.receive_into(block)
-                update(block)
-
-        self._ask({"ask": "read", "path": path, "offset": offset, "length": len(view)}, fill)
-
-    def close(self) -> None:
-        self._idle.clear()
-
-    def _answer(self, question: Message, kind: Kind) -> Message:
-        """An answer without bytes behind it, of this kind: one of another form is that of another release."""
-        where, hint = f"memory://{self.address}", "use the same release of ckpt on both machines"
-        answer: Message = checked(self._ask(question), kind, "answer of a memory daemon", where, hint)
-        return answer
-
-    def _ask(self, question: Message, then: Callable[[Channel], None] = lambda channel: None) -> Message:
-        """The answer to a question; ``then`` takes what comes behind it."""
-        with self._channel() as channel:
-            send(channel, question, ())
-            answer, _ = receive(channel, MOST_ANSWER)
-            if "error" not in answer:
-                then(channel)
-        if "error" in answer:
-            raise error_from_json(answer["error"])
-        return answer
-
-    @contextmanager
-    def _channel(self) -> Iterator[Channel]:
-        """A connection for one question. One that failed is closed: what comes next on it is unknown."""
-        where = f"memory://{self.address}"
+    def dial(self) -> Channel:
         try:
-            channel = self._idle.take(self._dial)
-            try:
-                yield channel
-            except BaseException:
-                channel.close()
-                raise
-        except DeadlineError as err:
-            raise StorageError(f"the memory daemon does not answer: {err.message}", where=where, hint=err.hint) from err
-        except CkptError:
-            raise
-        except (OSError, UnicodeError) as err:  # the latter of a host that no name can be
-            raise StorageError(
-                f"the memory daemon is gone: {err}", where=where, hint="look whether that machine is up; its memory is lost with it"
-            ) from err
-        self._idle.keep(channel)
-
-    def _dial(self) -> Channel:
+            known = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except socket.gaierror as err:
+            raise StorageError(f"the name of the machine is not known here: {err.strerror}", where=self.name, hint="check it") from err
+        addresses = list(dict.fromkeys((str(where[0]), self._port) for *_, where in known))
         try:
-            addresses = _addresses(self._host, self._port)
-            return dial(addresses, self._secret.encode(), self._timeout, peer="the daemon", purpose=PURPOSE)
+            return dial(addresses, self._secret, self._timeout, peer="the daemon", purpose=PURPOSE)
         except AccessError as err:
             raise AccessError(
                 "the memory daemon of that machine has another secret",
-                where=f"memory://{self.address}",
+                where=self.name,
                 hint="set CKPT_MEMORY_SECRET, the same on all machines, before their daemons start",
             ) from err
 
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        try:
+            yield
+        except DeadlineError as err:
+            raise StorageError(f"the memory daemon does not answer: {err.message}", where=self.name, hint=err.hint) from err
+        except CkptError:
+            raise
+        except (OSError, UnicodeError) as err:  # the latter of a host that no name can be
+            hint = "look whether that machine is up; its memory is lost with it"
+            raise StorageError(f"the memory daemon is gone: {err}", where=self.name, hint=hint) from err
 
-def _addresses(host: str, port: int) -> list[tuple[str, int]]:
-    try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as err:
-        raise StorageError(
-            f"the name of the machine is not known here: {err.strerror}", where=f"memory://{host}:{port}", hint="check it"
-        ) from err
-    return list(dict.fromkeys((str(where[0]), port) for *_, where in known))
+
+def is_remote(url: str) -> bool:
+    """Whether a URL names the memory of another machine: its first part ends with a port."""
+    host, colon, port = url.removeprefix("memory://").partition("/")[0].rpartition(":")
+    return bool(host and colon and port.isdecimal())
+
+
+class RemoteMemoryBackend(ReadOnlyFiles, RemoteNode):
+    """Objects below a prefix, which the daemon of another machine has, ``memory://host:port/path``. They cannot be changed from here."""
+
+    def __init__(self, url: str, secret: str) -> None:
+        if not is_remote(url):
+            raise UsageError(f"{url!r} does not name the memory of another machine", hint="write memory://host:port/path")
+        address, _, root = url.removeprefix("memory://").rstrip("/").partition("/")
+        super().__init__(MemoryConnections(address, secret), f"{check_path(root)}/" if root else "")
+
+    @property
+    def url(self) -> str:
+        """The root, without a trailing slash."""
+        return f"{self._connections.name}/{self._prefix}".rstrip("/")
+
+    @property
+    def io_hints(self) -> IOHints:
+        """Each call waits for the network once."""
+        return IOHints(read_size=4 * settings.MIB, coalesce_gap=256 * settings.KIB, concurrency=4)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See ``Backend.read``."""
+        return super().read(path, offset, max(0, self.size(path) - offset) if length is None else length)
+
+    def modified(self, path: str) -> float | None:
+        """See ``Backend.modified``; by the clock of the daemon's machine."""
+        answer = self._connections.answer({"op": "modified", "path": self._key(path)}, {"modified": Either(is_seconds, None)})
+        moment: float | None = answer["modified"]
+        return moment
+
+    def version_token(self, path: str) -> str | None:
+        """See ``Backend.version_token``."""
+        token: str | None = self._connections.answer({"op": "version", "path": self._key(path)}, {"version": Either(str, None)})["version"]
+        return token

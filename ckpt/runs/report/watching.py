@@ -15,8 +15,7 @@ from ckpt.errors import CkptError, NotFoundError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import data_prefix, step_number
-from ckpt.formats.native.progress import find_progress, read_progress
-from ckpt.formats.native.runlog import entry_line, read_log
+from ckpt.formats.native.runlog import entry_line, find_progress, read_log, read_progress
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.telemetry.progress import PHASES, SaveProgress, SlowRank, patience

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
 from ckpt.formats.external.base import ReadOnly
-from ckpt.formats.native.paths import path_problem
 from ckpt.io_backends.registry import join_url, open_backend
+
+from .paths import path_problem
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend, CopySource, IOHints, ObjectMeta
+
 
 UP = "../"
 _REFERENCE = re.compile(r"\.\./([^/]+)/(data/[0-9a-z]{16}-[0-9]{5,}(?:-[0-9]+)?\.safetensors)")

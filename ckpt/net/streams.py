@@ -1,8 +1,7 @@
-"""Streams whose bytes become known while they flow: slices of shared reads, each after a record that says what it is. No torch.
+"""Both ends of one TCP stream between two ranks, without blocking: who moves what, how far it is, and what the two say to each other.
 
-The sender puts pieces in from any thread; the thread of the exchange sends them. A piece comes as bytes in the stream, or as the number of
-a slot of the sender's pool, where the receiver could open that; with a digest of the bytes either way. The receiver never waits for
-anything but the stream, so senders that wait for room always get it.
+The two prove to each other that they know the receiver's secret (``wire.py``). The sender says who it is and how much it has (``HELLO``),
+waits until the receiver is ready for exactly that, sends, and waits until all of it has arrived. No torch.
 """
 
 from __future__ import annotations
@@ -13,13 +12,223 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import xxhash
 
 from ckpt.errors import ExchangeError
 
-from .sockets import Views
+from .endpoints import receive_exactly
+from .shm_pool import ANNOUNCEMENT_BYTES
+from .wire import Prover, Proving
+
+PURPOSE = "exchange"
+HELLO = struct.Struct(f"!IIQ{ANNOUNCEMENT_BYTES}s")
+"""Number of the exchange, the sender's rank, how much it has, and where its shared memory is."""
+READY, OPENED, ARRIVED, REFUSED = b"r", b"o", b"a", b"x"
+"""Ready; ready, and the sender's shared memory is open; all has arrived; not expected."""
+
+_NO_MEMORY = bytes(ANNOUNCEMENT_BYTES)
+_MOST_VIEWS = 64
+"""Views that one system call gets; the kernel takes at most 1024."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What the sender of a stream says first: number of the exchange, its rank, how much it has, and where its shared memory is, if it has
+    some."""
+
+    number: int
+    rank: int
+    size: int
+    announcement: bytes
+
+    def pack(self) -> bytes:
+        return HELLO.pack(self.number, self.rank, self.size, self.announcement or _NO_MEMORY)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Hello:
+        number, rank, size, announcement = HELLO.unpack(data)
+        return cls(number=number, rank=rank, size=size, announcement=b"" if announcement == _NO_MEMORY else announcement)
+
+
+class Refused(Exception):
+    """The other end does not expect what this one has."""
+
+
+class Outgoing(Protocol):
+    """What a stream carries to another rank: ``size`` of ``unit``, which that rank must expect."""
+
+    size: int
+    unit: str
+    announcement: bytes
+    """Where there is memory that the other rank may open; empty if there is none."""
+
+    def answered(self, *, opened: bool) -> None:
+        """The other rank is ready, and has ``opened`` that memory or not. Before anything is sent."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to send now, but will be."""
+
+    def send(self, sock: socket.socket) -> bool:
+        """Send what fits of what is there; whether all is sent."""
+
+
+class Incoming(Protocol):
+    """What a stream brings from another rank: ``size`` of ``unit``, which that rank must have."""
+
+    size: int
+    unit: str
+
+    def open(self, announcement: bytes) -> bool:
+        """Open memory of the other rank; whether that could be done."""
+
+    def receive(self, sock: socket.socket) -> bool:
+        """Take what is there; whether all has come.
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+
+
+class Views:
+    """Memory that is sent or filled in order, as one stream of bytes. ``nbytes`` are left of ``size``."""
+
+    idle = False
+    unit = "bytes"
+    announcement = b""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._left = deque(v.cast("B") for v in views if v.nbytes)
+        self.size = self.nbytes = sum(len(v) for v in self._left)
+
+    def answered(self, *, opened: bool) -> None:
+        """See :class:`Outgoing`."""
+
+    def open(self, announcement: bytes) -> bool:
+        """See :class:`Incoming`."""
+        return False
+
+    def send(self, sock: socket.socket) -> bool:
+        """Send what fits; whether all is sent."""
+        return self._advance(sock.sendmsg(list(islice(self._left, _MOST_VIEWS))))
+
+    def receive(self, sock: socket.socket) -> bool:
+        """Fill with what is there; whether all is filled."""
+        # Straight into the caller's memory, many views in one call: there is no buffer between the socket and the
+        # tensors.
+        count = sock.recvmsg_into(list(islice(self._left, _MOST_VIEWS)))[0]
+        if not count:
+            raise ConnectionError("the stream ended early")
+        return self._advance(count)
+
+    def fill(self, other: Views) -> None:
+        """Copy what ``other`` has, which is as much."""
+        while self.nbytes:
+            into, data = self._left[0], other._left[0]
+            count = min(len(into), len(data))
+            into[:count] = data[:count]
+            self._advance(count)
+            other._advance(count)
+
+    def _advance(self, count: int) -> bool:
+        self.nbytes -= count
+        while count:
+            first = self._left[0]
+            if len(first) > count:
+                self._left[0] = first[count:]
+                break
+            count -= len(self._left.popleft())
+        return not self.nbytes
+
+
+@dataclass(eq=False)
+class Sending:
+    """A stream to another rank: connecting, proving, sending, waiting for the end."""
+
+    rank: int
+    sock: socket.socket
+    prover: Prover
+    views: Outgoing
+    greeted: bool = False
+    ready: bool = False
+    sent: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether the next step waits for room in the stream, not for an answer."""
+        return not self.greeted or (self.ready and not self.sent and not self.views.idle)
+
+    def step(self) -> bool:
+        """Go on as far as is possible without waiting; whether all has arrived."""
+        # The states of a sender, in order: connecting → greeted → proved → ready → sent. Each step does what it can
+        # without waiting, and the selector calls again when the socket is readable or writable.
+        if not self.greeted:
+            error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, "connect")
+            self.greeted = True
+            self.prover.step(self.sock)
+        elif not self.prover.done:
+            self.prover.step(self.sock)
+        elif not self.ready:
+            if (answer := self._answer()) in (READY, OPENED):
+                self.views.answered(opened=answer == OPENED)
+                self.ready = True
+        elif not self.sent and not self.views.idle:
+            self.sent = self.views.send(self.sock)
+        else:
+            return self._answer() == ARRIVED
+        return False
+
+    def _answer(self) -> bytes:
+        answer = receive_exactly(self.sock, 1)
+        if answer == REFUSED:
+            raise Refused
+        return answer
+
+
+class Greeting(Proving):
+    """A connection whose other end has not yet proved itself, and said who it is."""
+
+    _purpose: str | None = None
+    _hello = b""
+
+    def step(self) -> Hello | None:  # type: ignore[override]
+        """What the other end says first, once all of that has come."""
+        if self._purpose is None and (purpose := super().step()) is not None:
+            if purpose != PURPOSE:
+                raise ConnectionError(f"it comes for {purpose!r}")
+            self._purpose = purpose
+        if self._purpose is None:
+            return None
+        self._hello = receive_exactly(self.sock, HELLO.size, self._hello)
+        return Hello.unpack(self._hello) if len(self._hello) == HELLO.size else None
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A stream from another rank, which has been told to begin."""
+
+    rank: int
+    sock: socket.socket
+    views: Incoming
+
+    def step(self) -> bool:
+        """Take what is there; whether all has arrived, which the other end is then told."""
+        if not self.views.receive(self.sock):
+            return False
+        self.sock.send(ARRIVED)
+        return True
+
+
+# Streams whose bytes become known while they flow: slices of shared reads, each after a record that says what it is.
+#
+# The sender puts pieces in from any thread; the thread of the exchange sends them. A piece comes as bytes in the stream, or as the number
+# of a slot of the sender's pool, where the receiver could open that; with a digest of the bytes either way. The receiver never waits for
+# anything but the stream, so senders that wait for room always get it.
 
 RECORD = struct.Struct("<IIIIQ")
 """Shared read, piece, slot, bytes that follow or generation of the slot, XXH3-64 of the bytes."""

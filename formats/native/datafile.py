@@ -21,10 +21,11 @@ from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.dtypes import DType
 from ckpt.errors import CoverageError, StateError
-from ckpt.formats.native.coding.codecs import CODECS
-from ckpt.formats.native.paths import data_path, data_prefix
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.reads import group_sizes
+
+from .codecs import CODECS
+from .paths import data_path, data_prefix
 
 # Keys of chunks in data files (docs/format.md §6, §10).
 #

@@ -1,1 +1,0 @@
-"""Codecs of chunks (docs/format.md §10)."""
