@@ -104,8 +104,7 @@ def command(
         if last is not None:
             if len(sources) != 1:
                 raise UsageError(f"--last takes one run, not {len(sources)}", hint="ckpt merge OUT --last 5 RUN")
-            steps: tuple[str, ...] = last_steps(sources[0], last)
-            sources = steps
+            sources = last_steps(sources[0], last)
             values_from = values_from or last
         if values_from is not None and values_from > len(sources):
             raise UsageError(f"--values-from {values_from}: there are {units.plural(len(sources), 'checkpoint')}")

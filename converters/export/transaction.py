@@ -63,8 +63,7 @@ class Destination:
         begun, replaces = self._begun()
         self.check_free({self.record} if replaces else {self.record, *begun})
         if self.replace and self.name is None:
-            # Raise ConflictError unless what is there was an export, all of which will be replaced: weights that stay would be taken for
-            # some of the new ones
+            # What is there has to be an export, all of which will be replaced: weights that stay would be taken for some of the new ones.
             others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
             if others or find_format(self.url) not in (None, FORMAT_NAME):
                 if MANIFEST in self._taken():
