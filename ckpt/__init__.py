@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .runs.begin_from import BeginFrom as BeginFrom
     from .runs.begin_from import RestoredFrom as RestoredFrom
     from .runs.checkpointer import Checkpointer as Checkpointer
+    from .runs.members import MemberChanges as MemberChanges
     from .runs.node_tier import Memory as Memory
     from .runs.node_tier import NodeLocal as NodeLocal
     from .runs.step_listing import list_steps as list_steps
@@ -82,6 +83,7 @@ _WHERE = {
     "BeginFrom": "runs.begin_from",
     "NodeLocal": "runs.node_tier",
     "Memory": "runs.node_tier",
+    "MemberChanges": "runs.members",
     "load": "api",
     "open": "api",
     "list_steps": "runs.step_listing",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +12,7 @@ from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.output import URL, Output, Update, options, progress, require_torch, style
+from ckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt.engine.copy.copy import CopyReport
@@ -60,7 +62,14 @@ def _copy(
     from ckpt.engine.copy.copy import CopyReport, copy_checkpoint
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
+    from ckpt.runs.members import copy_joint, member_urls
 
+    copy = partial(_copy, threads=threads, compare=compare, progress=progress, dry_run=dry_run, work=work)
+    if work is not None and member_urls(source):
+        raise UsageError("a step of several jobs is copied by one process", where=source, hint="run `ckpt cp` without torchrun")
+    if reports := copy_joint(source, target, copy, commit=not dry_run):
+        sums = {f: sum(getattr(r, f) for r in reports) for f in ("files", "bytes", "copied_files", "copied_bytes", "seconds")}
+        return replace(reports[0], source=source, target=target, **sums)
     if not isinstance(open_catalog(source), VirtualCatalog):
         return copy_checkpoint(source, target, threads=threads, progress=progress, dry_run=dry_run, compare=compare, work=work)
     require_torch("`ckpt cp` of a virtual checkpoint")

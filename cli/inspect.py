@@ -175,10 +175,17 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
       ckpt inspect --json runs/a/step-00001000 | jq .totals
     """
     from ckpt.formats.registry import open_catalog
+    from ckpt.runs.members import member_urls
 
     if depth is not None and (glob is not None or show is not None):
         raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")
     output = Output(json=as_json, quiet=quiet)
+    if parts := member_urls(url):
+        if output.json:
+            output.document({"url": url, "members": parts})
+        else:
+            output.table(("MEMBER", "CHECKPOINT"), list(parts.items()))
+        return
     catalog = open_catalog(url)
     if output.json:
         output.document(_document(catalog, glob, show))

@@ -67,6 +67,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
 def _fields(step: Step) -> dict[str, object]:
     fields = asdict(step)
     fields["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in step.metrics.items()}
+    fields["members"] = {name: checkpoint._asdict() for name, checkpoint in step.members.items()}
     return {"step": fields.pop("number"), **fields}
 
 
@@ -86,6 +87,7 @@ def _row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, 
         "; ".join(
             [
                 *([step.reason] if step.reason else []),
+                *([f"of {', '.join(step.members)}"] if step.members else []),
                 *([f"abandoned: the run went on from step {step.abandoned} without it"] if step.abandoned is not None else []),
                 *([f"a part, saved with {step.part}"] if step.part is not None else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),

@@ -32,8 +32,9 @@ def command(url: str, tags: tuple[str, ...], *, delete: bool, as_json: bool, qui
     odd = [tag for tag in tags if not tag or tag.split() != [tag]]
     if odd and not delete:  # there may be one of an earlier release
         raise UsageError(f"{odd[0]!r} is no tag: a tag is a word without spaces", hint="give several tags as several arguments")
-    open_catalog(url)  # so that a tag never keeps what cannot be opened
     steps = list_steps(url)
+    if not (steps and steps[0].members):
+        open_catalog(url)  # so that a tag never keeps what cannot be opened
     if not steps:
         hint = "`ckpt import` creates a checkpoint of ckpt's own format that references this one"
         raise FormatError("only checkpoints of ckpt's own format have tags", where=url, hint=hint)

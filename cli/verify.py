@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import Exit
 
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
@@ -41,7 +43,11 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
       ckpt verify --json runs/a/step-00001000 | jq '.problems[].file'
     """
     from ckpt.engine.verify.verify import verify
+    from ckpt.runs.members import member_urls
 
+    if parts := member_urls(url):
+        _verify_members(parts, threads=threads, semantic=semantic, as_json=as_json, quiet=quiet)
+        return
     with divided(url, Output(json=as_json, quiet=quiet)) as (work, output):
         with when_interrupted("nothing was changed; the same command starts from the beginning"), progress("verify", output) as update:
             report = verify(url, threads=threads, progress=update, work=work)
@@ -68,6 +74,19 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
             click.get_current_context().exit(FormatError.exit_code if _kinds(report) == {UNREAD} else CORRUPT)
         if meaning is not None and meaning.problems:
             click.get_current_context().exit(MISFIT)
+
+
+def _verify_members(parts: Mapping[str, str], **options: Any) -> None:
+    """Verify the checkpoint of each member of a joint step; the exit code is that of the first with problems."""
+    context, code = click.get_current_context(), 0
+    for name, part in parts.items():
+        if not options["as_json"] and not options["quiet"]:
+            click.echo(f"{name}: {part}")
+        try:
+            context.invoke(command, url=part, **options)
+        except Exit as end:
+            code = code or end.exit_code
+    context.exit(code)
 
 
 def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> SemanticReport | None:

@@ -35,7 +35,19 @@ MODULES = (
         ckpt,
         ("PerRank", "SaveHandle", "SaveReport", "LoadReport", "VerifyReport", "CopyReport", "View"),
     ),
-    ("api/checkpointer.md", "ckpt: the training loop", ckpt, ("Checkpointer", "RestoredFrom", "BeginFrom", "NodeLocal", "Memory")),
+    (
+        "api/checkpointer.md",
+        "ckpt: the training loop",
+        ckpt,
+        (
+            "Checkpointer",
+            "RestoredFrom",
+            "BeginFrom",
+            "NodeLocal",
+            "Memory",
+            "MemberChanges",
+        ),
+    ),
     (
         "api/layouts.md",
         "ckpt: layouts",

@@ -160,11 +160,12 @@ class DigestReader:
 
         return read_checked(self.backend, extent.path, attempt, offset=extent.offset, length=extent.length)
 
-    def read_chunk(self, chunk: ChunkName, memory: memoryview) -> None:
-        """Read the stored bytes of a whole chunk, piece by piece, and check them. Within :meth:`reread`."""
-        digest = ChunkDigest(self, chunk)
+    def read_chunk(self, chunk: ChunkName, memory: memoryview, offset: int | None = None) -> None:
+        """Read the stored bytes of a chunk, piece by piece: all of them, which are checked, or those from ``offset`` of the file on. Within
+        :meth:`reread`."""
+        digest, start = ChunkDigest(self, chunk), chunk.extent.offset if offset is None else offset
         for at, length in self.stretches(len(memory)):
-            self.fill(chunk.extent.path, chunk.extent.offset + at, memory[at : at + length], digest)
+            self.fill(chunk.extent.path, start + at, memory[at : at + length], digest)
         digest.end()
 
     def stretches(self, length: int) -> Iterator[tuple[int, int]]:
@@ -233,10 +234,8 @@ class DigestReader:
         if self.verify == "off":
             return None
         if extent.digest is not None:
-            return _digest_difference(_hexdigest(data), extent.digest)
-        if self.crc32 and extent.crc32 is not None:
-            return _crc_difference(zlib.crc32(data), extent.crc32)
-        return None
+            return _difference(extent, _hexdigest(data))
+        return _difference(extent, zlib.crc32(data)) if self.crc32 and extent.crc32 is not None else None
 
     def compare(self, chunk: ChunkName, data: memoryview) -> None:
         """Compare bytes that were read with the digest of their chunk, if they are all of it."""
@@ -272,7 +271,8 @@ class DigestReader:
                     continue
                 at = offset - origin
                 if (computed := _hexdigest(data[at : at + length])) != digest:
-                    raise chunk_at(i).damaged(_digest_difference(computed, digest) or "", self.backend.url)
+                    chunk = chunk_at(i)
+                    raise chunk.damaged(_difference(chunk.extent, computed) or "", self.backend.url)
                 verified, last, last_length = verified + length, offset, length
         self.count_verified(verified)
 
@@ -314,11 +314,8 @@ class ChunkDigest:
         """How long hashing took, of what was hashed while it was read."""
         self._hash = xxhash.xxh3_64() if always or (on and extent.digest is not None) else None
         self._crc = 0 if on and reader.crc32 and extent.digest is None and extent.crc32 is not None else None
-
-    @property
-    def compares(self) -> bool:
+        self.compares = self._hash is not None or self._crc is not None
         """Whether bytes are hashed as they come."""
-        return self._hash is not None or self._crc is not None
 
     def timed_update(self, data: memoryview) -> None:
         """``update`` of a few bytes of many: a span for each would cost too much."""
@@ -353,11 +350,7 @@ class ChunkDigest:
         extent = self._chunk.extent
         if self.length != extent.length:
             return None
-        if self._hash is not None and extent.digest is not None:
-            return _digest_difference(self._hash.hexdigest(), extent.digest)
-        if self._crc is not None and extent.crc32 is not None:
-            return _crc_difference(self._crc, extent.crc32)
-        return None
+        return _difference(extent, self._hash.hexdigest() if self._hash is not None and extent.digest is not None else self._crc)
 
     def end(self) -> None:
         """Raise CorruptError if the bytes are all of the chunk and not what its digest says."""
@@ -369,12 +362,13 @@ class ChunkDigest:
             self._reader.count_verified(self.length)
 
 
-def _digest_difference(computed: str, expected: str) -> str | None:
-    return None if computed == expected else f"its XXH3-64 digest is {computed}, should be {expected}"
-
-
-def _crc_difference(computed: int, expected: int) -> str | None:
-    return None if computed == expected else f"its CRC-32 is {computed:08x}, should be {expected:08x}"
+def _difference(extent: Extent, computed: str | int | None) -> str | None:
+    """How an XXH3-64 (text) or CRC-32 (a number) of all bytes differs from that of the extent."""
+    if computed is None or computed in (extent.digest, extent.crc32):
+        return None
+    if isinstance(computed, str):
+        return f"its XXH3-64 digest is {computed}, should be {extent.digest}"
+    return f"its CRC-32 is {computed:08x}, should be {extent.crc32:08x}"
 
 
 _NO_SPAN: AbstractContextManager[object] = nullcontext()

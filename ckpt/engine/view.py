@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,8 @@ from ckpt.plan.layout.geometry import Box
 
 if TYPE_CHECKING:
     import torch
+
+    from ckpt.plan.layout.tensor_layout import TensorLayout
 
 
 class StoredTensor:
@@ -219,25 +222,25 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
-    from ckpt.formats.native.writer import replacement_noticed
-
-    with replacement_noticed(catalog):
-        return _read_box(catalog, entry, box)
-
-
-def _read_box(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
     import torch
 
+    from ckpt import settings
     from ckpt.engine.load.reader import Reader, TensorLoad
-    from ckpt.plan.layout.tensor_layout import TensorLayout
+    from ckpt.formats.native.writer import replacement_noticed
     from ckpt.plan.ownership import TensorSpec
-    from ckpt.settings import threads
     from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
 
-    catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
-    memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
-    info = TensorSpec(entry.name, entry.dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
-    reader = Reader(catalog=catalog, verify="full", threads=threads(None))
-    jobs = [TensorLoad(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)]
-    reader.load(jobs)
+    with replacement_noticed(catalog):
+        catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
+        memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
+        info = TensorSpec(entry.name, entry.dtype, entry.shape, _one_rank(), entry.logical)
+        target = LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name)
+        Reader(catalog, threads=settings.threads(None)).load([TensorLoad(target, entry)])
     return memory
+
+
+@cache
+def _one_rank() -> TensorLayout:
+    from ckpt.plan.layout.tensor_layout import TensorLayout
+
+    return TensorLayout.replicated((0,))

@@ -24,7 +24,7 @@ import xxhash
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.selection import OutputTensor, SelectOptions, Views, choose
-from ckpt.engine.load.whole_chunks import Stored, copy_box
+from ckpt.engine.load.whole_chunks import Stored, copy_box, wanted_boxes
 from ckpt.errors import CkptError, ConsistencyError, UsageError
 from ckpt.net.channel import Row
 from ckpt.plan.layout.geometry import Box
@@ -215,28 +215,12 @@ def resolved(bound: Iterable[Target], catalog: LiveCatalog) -> tuple[list[Target
         view = catalog.views.get(entry.alias or entry.name) if catalog.views else None
         if view is None:
             targets.append((target, entry))
-            boxes.append(_wanted(target, entry, padding))
+            boxes.append(tuple([box for _, box in wanted_boxes(target, entry, padding)]))
             continue
         made = source_targets((target, entry), view, catalog, padding)
         targets += made
         boxes += [tuple([part.box for part in each.parts]) for each, _ in made]
     return targets, padding, boxes
-
-
-def _wanted(target: LocalTensor, entry: TensorEntry, padding: list[torch.Tensor]) -> tuple[Box, ...]:
-    """The boxes of a tensor that its parts get; the memory of parts that reach beyond it is added to ``padding``."""
-    if entry.shape == target.info.shape:
-        return tuple([part.box for part in target.parts])
-    stored = common_box(target.info, entry)
-    boxes = []
-    for part in target.parts:
-        if stored.contains(part.box):
-            boxes.append(part.box)
-            continue
-        padding.append(part.memory)
-        if (common := part.box.intersect(stored)) is not None:
-            boxes.append(common)
-    return tuple(boxes)
 
 
 class Filling:
@@ -257,6 +241,7 @@ class Filling:
                 common = part.box.intersect(box) if part.box != box else box
                 if common is not None or not box.shape:
                     common = box if common is None else common
+                    check_not_freed(part.memory, f"tensor {target.info.name}")
                     _copy(part.memory[common.relative_to(part.box.offset).slices], target.view(common))
             self.copied += box.numel * entry.dtype.itemsize
             self._count(box.numel * entry.dtype.itemsize)
@@ -285,6 +270,14 @@ class Filling:
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self.placed += nbytes
+
+
+def check_not_freed(memory: torch.Tensor, where: str | None = None) -> None:
+    """Raise ConsistencyError if the storage of a tensor was freed: to read it would end the process."""
+    if memory.numel() and not memory.untyped_storage().nbytes():
+        message = "the memory of a tensor was freed before it was read, so its bytes are lost"
+        hint = "keep the old state as it is until the call returns, and free nothing of it"
+        raise ConsistencyError(message, where=where, hint=hint)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

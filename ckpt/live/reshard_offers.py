@@ -48,7 +48,7 @@ from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise
 from ckpt.telemetry.spans import SpanTable
 from ckpt.text import parse_json
 
-from .filling import PlanCache
+from .filling import PlanCache, check_not_freed
 from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts
 from .pull import Holder
 from .server import PieceServer
@@ -331,6 +331,7 @@ def holdings_of(tensors: Mapping[int, LocalTensor], check: Check | None = None) 
 
 def tensor_rows(memory: torch.Tensor, slices: tuple[slice, ...]) -> npt.NDArray[np.generic]:
     """The ``Rows`` of tensors, wherever they are."""
+    check_not_freed(memory)
     memory = memory.detach()
     if memory.is_cpu and not reads_otherwise(memory):
         rows: npt.NDArray[np.generic] = raw_view(memory).numpy()

@@ -92,7 +92,14 @@ class Selection:
 
     def renamed(self, stored: str) -> str:
         """The name in the state of what the checkpoint calls ``stored``."""
-        return _first_that_fits(self.then, _first_that_fits(self.rename, stored))
+        name = stored
+        for rules in (self.rename, self.then):
+            for old, new in rules:
+                if fits(old, name):
+                    head, _, tail = old.partition("*")
+                    name = new.replace("*", name[len(head) : len(name) - len(tail)])
+                    break
+        return name
 
     def view(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Stored tensors by their names in the state."""
@@ -105,14 +112,6 @@ class Selection:
                 raise UsageError(f"the renames make {view[name].name!r} and {stored!r} both {name!r}", hint="rename them apart")
             view[name] = entry
         return view
-
-
-def _first_that_fits(rules: Iterable[tuple[str, str]], name: str) -> str:
-    for old, new in rules:
-        if fits(old, name):
-            head, _, tail = old.partition("*")
-            return new.replace("*", name[len(head) : len(name) - len(tail)])
-    return name
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:

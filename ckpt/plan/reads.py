@@ -20,7 +20,7 @@ import numpy as np
 
 from ckpt.catalog import Extent
 from ckpt.errors import CorruptError
-from ckpt.plan.layout.geometry import Box, IntArray, intersect_all, row_major_strides
+from ckpt.plan.layout.geometry import Box, intersect_all, row_major_strides
 from ckpt.plan.layout.partition import BoxPartition
 
 # Overlap: which stored chunks hold which parts of a wanted box. Every reader plans with it; there is no second one.
@@ -56,9 +56,36 @@ def overlapping_chunks(grid: BoxPartition, box: Box) -> list[Copy]:
     """
     if box.numel == 0:
         return []
-    if grid.cuts is not None:
-        return _regular(grid.cuts, box)
-    return _irregular(*grid.all_boxes(), box)
+    if grid.cuts is None:
+        offsets, shapes = grid.all_boxes()
+        hit, common_offsets, common_shapes = intersect_all(box, offsets, shapes)
+        columns = (offsets[hit], shapes[hit], common_offsets, common_shapes)
+        rows = zip(hit.tolist(), *(map(tuple, c.tolist()) for c in columns), strict=True)
+        return [Copy(chunk=n, chunk_box=Box(o, s), box=Box(low, size)) for n, o, s, low, size in rows]
+    if not grid.cuts:
+        return [Copy(chunk=0, chunk_box=box, box=box)]
+    steps = row_major_strides([len(c) - 1 for c in grid.cuts])
+    axes = [_cells(*at) for at in zip(grid.cuts, box.offset, box.end, steps, strict=True)]
+    copies = []
+    # A grid is a product, so only whole tuples are built per chunk; a box that lies in one cell has one combination.
+    for combination in product(*axes):
+        numbers, chunk_offset, chunk_shape, offset, shape = zip(*combination, strict=True)
+        copies.append(Copy(chunk=sum(numbers), chunk_box=Box(chunk_offset, chunk_shape), box=Box(offset, shape)))
+    return copies
+
+
+def _cells(cuts: Sequence[int], lo: int, hi: int, step: int) -> list[tuple[int, int, int, int, int]]:
+    """The cells of one dimension that overlap ``[lo, hi)``: number times ``step``, start and size of the cell, start and size in common."""
+    # ``cuts`` may contain equal neighbours: a dimension of which some rank has nothing. bisect_right skips such empty
+    # cells at the start, and the comparison below drops those in the middle.
+    first, last = max(bisect_right(cuts, lo) - 1, 0), min(bisect_left(cuts, hi), len(cuts) - 1)
+    cells = []
+    for i in range(first, last):
+        start, stop = cuts[i], cuts[i + 1]
+        low, high = max(start, lo), min(stop, hi)
+        if low < high:
+            cells.append((i * step, start, stop - start, low, high - low))
+    return cells
 
 
 Bounds = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -79,40 +106,6 @@ def common_boxes(stored: Box, wanted: Sequence[Bounds]) -> Iterator[tuple[Bounds
         shape = tuple(map(sub, stop, start))
         if min(shape, default=1) > 0:
             yield (number, start, stop), Box(start, shape)
-
-
-def _regular(cuts: Sequence[Sequence[int]], box: Box) -> list[Copy]:
-    if not cuts:
-        return [Copy(chunk=0, chunk_box=box, box=box)]
-    steps = row_major_strides([len(c) - 1 for c in cuts])
-    axes = [_pieces(*at) for at in zip(cuts, box.offset, box.end, steps, strict=True)]
-    copies = []
-    # A grid is a product, so only whole tuples are built per chunk; a box that lies in one cell has one combination.
-    for combination in product(*axes):
-        numbers, chunk_offset, chunk_shape, offset, shape = zip(*combination, strict=True)
-        copies.append(Copy(chunk=sum(numbers), chunk_box=Box(chunk_offset, chunk_shape), box=Box(offset, shape)))
-    return copies
-
-
-def _pieces(cuts: Sequence[int], lo: int, hi: int, step: int) -> list[tuple[int, int, int, int, int]]:
-    """The cells of one dimension that overlap ``[lo, hi)``: number times ``step``, start and size of the cell, start and size in common."""
-    # ``cuts`` may contain equal neighbours: a dimension of which some rank has nothing. bisect_right skips such empty
-    # cells at the start, and the comparison below drops those in the middle.
-    first, last = max(bisect_right(cuts, lo) - 1, 0), min(bisect_left(cuts, hi), len(cuts) - 1)
-    cells = []
-    for i in range(first, last):
-        start, stop = cuts[i], cuts[i + 1]
-        low, high = max(start, lo), min(stop, hi)
-        if low < high:
-            cells.append((i * step, start, stop - start, low, high - low))
-    return cells
-
-
-def _irregular(offsets: IntArray, shapes: IntArray, box: Box) -> list[Copy]:
-    hit, common_offsets, common_shapes = intersect_all(box, offsets, shapes)
-    columns = (offsets[hit], shapes[hit], common_offsets, common_shapes)
-    rows = zip(hit.tolist(), *(map(tuple, c.tolist()) for c in columns), strict=True)
-    return [Copy(chunk=n, chunk_box=Box(o, s), box=Box(low, size)) for n, o, s, low, size in rows]
 
 
 class ByteRange(Protocol):
@@ -302,10 +295,15 @@ def pieces(chunk: Box, cover: Box, limit: int) -> Iterator[CacheBlock]:
     if cover.numel == 0:
         return
     strides = row_major_strides(chunk.shape)
-    lead, row = _lead(cover.shape, strides, limit)
     if not cover.shape:
         yield CacheBlock(cover, 0, 1)
         return
+    # The first dimension whose single rows span at most ``limit`` elements, and what one of them spans.
+    row = 1 + sum((n - 1) * s for n, s in zip(cover.shape, strides, strict=True))
+    for lead, (count, stride) in enumerate(zip(cover.shape, strides, strict=True)):  # noqa: B007  it is what the loop looks for
+        row -= (count - 1) * stride
+        if row <= limit:
+            break
     # Dimensions before ``lead`` are walked one row at a time, ``lead`` itself ``rows`` at a time, and those after it
     # are taken whole:
     #
@@ -321,13 +319,3 @@ def pieces(chunk: Box, cover: Box, limit: int) -> Iterator[CacheBlock]:
             count, offset = min(rows, size - at), cover.offset[lead] + at
             box = Box((*corner, offset, *tail), (*(1,) * lead, count, *inner))
             yield CacheBlock(box, first + (offset - chunk.offset[lead]) * stride, (count - 1) * stride + row)
-
-
-def _lead(shape: tuple[int, ...], strides: tuple[int, ...], limit: int) -> tuple[int, int]:
-    """The first dimension whose single rows span at most ``limit`` elements, and what one of them spans."""
-    row = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    for dim in range(len(shape)):
-        row -= (shape[dim] - 1) * strides[dim]
-        if row <= limit or dim == len(shape) - 1:
-            return dim, row
-    return 0, row

@@ -56,6 +56,8 @@ _MAX_INT_BITS = 14284  # the largest that has at most 4300 decimal digits, which
 
 def join(path: str, key: object) -> str:
     """The path of a child: ``a.b`` for a string key, ``a.5`` for an index or integer key, the JSON text of the key's node for others."""
+    if type(key) is str and key.isascii():
+        return f"{path}.{key}" if path else key
     return child_path(path, _encode_key(key, path))
 
 
@@ -75,8 +77,6 @@ def _unknown(value: object, path: str) -> None:
 
 
 def _encode_key(key: object, path: str) -> Node:
-    if type(key) is str and key.isascii():
-        return key
     return _Encoder(_unknown).node(key, child_path(path, "(key)"))
 
 
@@ -300,17 +300,13 @@ def find(node: Node, path_keys: Sequence[object]) -> Node | Missing:
     return node
 
 
-def leaves(node: Node, *, but: Set[str] = frozenset(), outside: Set[str] = frozenset()) -> Iterator[tuple[str, Node]]:
-    """Path and node of every leaf, in order, but for nodes of some kinds that lie in containers, and for all containers at the paths of
-    ``outside``.
+def leaves(node: Node, path: str = "", *, but: Set[str] = frozenset(), outside: Set[str] = frozenset()) -> Iterator[tuple[str, Node]]:
+    """Path and node of every leaf below ``path``, in order, but for nodes of some kinds that lie in containers, and for all containers at
+    the paths of ``outside``.
 
     Mappings are walked, unless they are empty. A list or tuple is walked if a node of a kind in ``REFERENCES`` lies below it; if not, it
     is a leaf. Everything else is a leaf.
     """
-    return _leaves("", node, but, outside)
-
-
-def _leaves(path: str, node: Node, but: Set[str], outside: Set[str]) -> Iterator[tuple[str, Node]]:
     children: Collection[tuple[Node, Node]] | None
     # A plain mapping, which may have millions of values, is walked as it is.
     children = node.items() if type(node) is dict and tag_of(node) is None else pairs_of(node)
@@ -324,7 +320,7 @@ def _leaves(path: str, node: Node, but: Set[str], outside: Set[str]) -> Iterator
         if type(child) in SCALARS:
             yield at, child
         elif not (but and type(child) is dict and len(child) == 1 and next(iter(child)) in but) and at not in outside:
-            yield from _leaves(at, child, but, outside)
+            yield from leaves(child, at, but=but, outside=outside)
 
 
 __all__ = [

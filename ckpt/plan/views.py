@@ -1,7 +1,6 @@
 """Logical tensors made of boxes of stored ones: renamed, cut, concatenated, stacked, interleaved, transposed. Pure.
 
-A view moves no element: it says for each box of the logical tensor which box of which stored tensor it is. So views of views are views, and
-a view can be turned round: what makes a fused tensor of three also makes the three of the fused one.
+A view moves no element: it says for each box of the logical tensor which box of which stored tensor it is.
 
 Invariants: the pieces of a view do not overlap. Axes are counted from 0. Everything is in elements.
 """
@@ -9,7 +8,7 @@ Invariants: the pieces of a view do not overlap. Axes are counted from 0. Everyt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -163,34 +162,6 @@ def in_order(piece: ViewPiece) -> bool:
     return axes == sorted(axes)
 
 
-def composed(view: LogicalTensor, sources: Mapping[str, LogicalTensor]) -> LogicalTensor:
-    """The view with each stored tensor replaced by what it is made of."""
-    pieces: list[ViewPiece] = []
-    for piece in view.pieces:
-        below = sources.get(piece.source)
-        if below is None:
-            raise UsageError(f"nothing says what {piece.source!r} is made of")
-        pieces += [_through(piece, p) for p in below.overlapping(piece.part)]
-    return LogicalTensor(shape=view.shape, pieces=tuple(pieces))
-
-
-def inverse(views: Mapping[str, LogicalTensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
-    """The stored tensors as views of the logical ones: ``shapes`` has their shapes."""
-    pieces: dict[str, list[ViewPiece]] = {name: [] for name in shapes}
-    for name, view in views.items():
-        for piece in view.pieces:
-            if piece.source not in pieces:
-                raise UsageError(f"{name!r} takes elements of {piece.source!r}, which is not among the stored tensors")
-            pieces[piece.source].append(_turned(piece, name))
-    inverted = {name: LogicalTensor(shape=tuple(shapes[name]), pieces=tuple(parts)) for name, parts in pieces.items()}
-    for name, view in inverted.items():
-        fault = view.fault()
-        if fault is not None:
-            where = "no logical tensor" if fault.times == 0 else f"{fault.times} logical tensors"
-            raise UsageError(f"{name}{fault.box} is in {where}, so the mapping cannot be turned round")
-    return inverted
-
-
 def filled(view: LogicalTensor) -> int:
     """How many elements come from stored tensors; the others are filling."""
     return sum(math.prod(p.box.shape) for p in view.pieces)
@@ -211,17 +182,6 @@ def _cut(piece: ViewPiece, box: Box) -> ViewPiece:
 
 def _shifted(piece: ViewPiece, by: Sequence[int]) -> ViewPiece:
     return piece._replace(box=piece.box.shifted(by))
-
-
-def _through(piece: ViewPiece, below: ViewPiece) -> ViewPiece:
-    """``piece`` takes ``piece.part`` of a view; ``below`` is a piece of that view, cut to that part."""
-    offset, shape = list(piece.box.offset), list(piece.box.shape)
-    for i, axis in enumerate(piece.axes):
-        if axis is not None:
-            offset[i] += below.box.offset[axis] - piece.part.offset[axis]
-            shape[i] = below.box.shape[axis]
-    axes = tuple(None if axis is None else below.axes[axis] for axis in piece.axes)
-    return ViewPiece(Box(tuple(offset), tuple(shape)), below.source, below.part, axes)
 
 
 def _turned(piece: ViewPiece, name: str) -> ViewPiece:

@@ -20,8 +20,8 @@ from ckpt.catalog import Catalog
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base import SaveBase
-from ckpt.engine.save.options import SaveOptions, check_capture
-from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.engine.save.options import SaveOptions, SaveReport, check_capture
+from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
 from ckpt.net.group import current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, SavePolicy, TrustFrozen
@@ -38,6 +38,8 @@ from .bases import Bases, codec_of, trust_of
 from .begin_from import BeginFrom, RestoredFrom, merged_sources
 from .events import Listener
 from .lineage import Lineage
+from .members import MemberChanges
+from .membership import Membership
 from .node_tier import Memory, NodeLocal, SpreadTier
 from .reporter import Reporter
 from .restore_order import load_nearest, load_origin
@@ -84,6 +86,10 @@ class Checkpointer:
             torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
         anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
             than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
+        member, members: this job is one of several that make up a run, such as a trainer and its replay buffer: its name, and those of all,
+            the same everywhere. A step exists once every member has saved it, within ``timeout``; :meth:`restore` gives all of them the
+            same. The first of ``members`` leads: its ``keep`` decides what stays, and the others hear of its saves by :meth:`requested`
+            (docs/guides/joint-run.md).
         only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is its base, and is loaded whole, at
             every start.
         capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
@@ -118,6 +124,8 @@ class Checkpointer:
         alerts: bool | Alerts = True,
         run_log: bool = True,
         progress: bool | ProgressCallback | None = None,
+        member: str | None = None,
+        members: Sequence[str] = (),
     ) -> None:
         root = url_text(root)
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
@@ -141,6 +149,11 @@ class Checkpointer:
             raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
         callback_of(progress=progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
+        self.group = current_group(process_group)
+        self._joint: Membership | None = None
+        if member is not None or members:
+            self._joint = Membership(root, member, members, self.group, options.timeout, keep)
+            root, keep = self._joint.own_root, All()  # what stays is decided for all members together
         self.root = root
         self.policy = save
         self.keep = keep
@@ -150,7 +163,6 @@ class Checkpointer:
         self._progress = progress
         self._options = replace(options, trust=trust_of(reuse))
         self.timeout = options.timeout
-        self.group = current_group(process_group)
         check_layout(layout, self.group.ranks)
         warn_if_others_are_missing(self.group)
         self.restored_from: RestoredFrom | None = None
@@ -188,8 +200,10 @@ class Checkpointer:
             self._tiers.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if self._spread is not None:
             self._spread.copied = self._reporter.copied
+        if self._joint is not None:
+            self._joint.reporter = self._reporter
         if self._uploader is not None:
-            self._uploader.published, self._uploader.failed = self._reporter.published, self._reporter.not_published
+            self._uploader.published, self._uploader.failed = self._on_published, self._reporter.not_published
         self._patience = self.timeout if publish_timeout is None else publish_timeout
         self._gave_up = False
         """Nothing was saved since publishing was given up."""
@@ -206,6 +220,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         begin_from: str | os.PathLike[str] | BeginFrom | None = None,
+        members: MemberChanges | None = None,
         **options: Any,
     ) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
@@ -218,6 +233,8 @@ class Checkpointer:
         ``ckpt rebuild`` recovered without something that the state needs, even with ``strict=False``, unless ``step`` asks for it.
         ``options`` are those of :func:`ckpt.load`.
 
+        Of a run of several jobs it loads what all members go on from, and waits for them; ``members`` says how they differ from before.
+
         ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
         another run, by its path, its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count
         from it. With ``only`` or ``trainable``, the run's checkpoints are parts: then ``begin_from`` is their base, and is loaded at every
@@ -229,8 +246,32 @@ class Checkpointer:
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
+            ConflictError: the other members of the run did not come within ``timeout``.
         """
         self._check_open()
+        if self._joint is None:
+            return self._restore(state, step, begin_from, options)
+
+        def load_own(n: int | None, url: str | None, id: str | None) -> int | None:
+            if n is None or url is None:  # the run has no step, whatever this member has saved alone; or the member is new
+                return self._restore(state, None, begin_from, options, id="")
+            if url != self.url(n):  # it had another name
+                return self._restore(state, None, BeginFrom(url, step=n), options, id="")
+            if self._restore(state, n, None, options, id=id) is None:
+                raise NotFoundError(f"the save {id} of step {n} is not there", where=url, hint="`ckpt ls` shows what is there")
+            return n
+
+        return self._joint.restore(load_own, step, members)
+
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        begin_from: str | os.PathLike[str] | BeginFrom | None,
+        options: Mapping[str, Any],
+        id: str | None = None,
+    ) -> int | None:
+        """As :meth:`restore`, of this job alone; ``id``: of the save that is to be loaded, or empty for none."""
         self._connect()
         origin: BeginFrom | None = None
 
@@ -267,7 +308,7 @@ class Checkpointer:
             load_own = partial(load_one, **{**same_part, **options})
             # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
             base = load_origin(origin, self.group, self.timeout, load_one) if origin is not None and part is not None else None
-            own = restored = load_nearest(self._first, self.group, self.timeout, load_own, step)
+            own = restored = load_nearest(self._first, self.group, self.timeout, load_own, step, id) if id != "" else None
             if restored is None and origin is not None:
                 restored = base or load_origin(origin, self.group, self.timeout, load_one)
         except CkptError as err:
@@ -329,6 +370,8 @@ class Checkpointer:
                 _raise(ended)
                 if unpublished is not None:  # what counts is committed
                     log.warning("%s", unpublished)
+                if self._joint is not None:
+                    self._joint.wait()
                 self._schedule.answered = True
             _raise(failed)
             return True
@@ -400,6 +443,8 @@ class Checkpointer:
             if publish:
                 self._schedule.costs.begun(handle, self._schedule.now)
             self._reporter.begun(n, handle)
+            if self._joint is not None and self._uploader is None:
+                handle.durable.add_done_callback(partial(self._on_durable, n))
         except BaseException as err:
             self._schedule.failed()
             self._bases.ended(None)
@@ -419,6 +464,8 @@ class Checkpointer:
 
     def _ready(self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None) -> tuple[State, SaveOptions]:
         """The state and the options of a save that is to begin, of which no other rank knows yet."""
+        if self._joint is not None:
+            self._joint.begin(n)
         made = state_of(state)
         options = replace(
             self._bases.of(self._place(n), self._options),
@@ -430,6 +477,27 @@ class Checkpointer:
         )
         wait_for_pending_save(self.group)
         return made, options
+
+    def _on_durable(self, n: int, durable: Future[SaveReport]) -> None:
+        if self._joint is not None and durable.exception() is None:
+            self._joint.saved(n, durable.result().id, durable.result().tensor_bytes)
+
+    def _on_published(self, n: int, url: str, id: str | None) -> None:
+        self._reporter.published(n, url, id)
+        if self._joint is not None and id is not None:
+            self._joint.saved(n, id, 0)
+
+    def requested(self) -> int | None:
+        """The step that the leading member of a run of several jobs asks this one to save; None if it asks for none. Every rank calls it;
+        it looks once a second at most.
+
+        Raises:
+            UsageError: this is no member of a run of several jobs.
+        """
+        self._check_open()
+        if self._joint is None:
+            raise UsageError("only a member of a run of several jobs is asked to save", where=self.root, hint="give member= and members=")
+        return self._joint.requested()
 
     def _place(self, n: int) -> str:
         """Where step ``n`` is committed first."""
@@ -460,7 +528,8 @@ class Checkpointer:
         with self._schedule.timed():
             ended, unpublished = self._ended(), self._published()
             self._settle()
-        _raise(ended or unpublished)
+            given_up = self._joint.wait() if self._joint is not None else None
+        _raise(ended or unpublished or given_up)
 
     def _settle(self, *, rest: bool = False) -> None:
         """Wait for what removes old checkpoints in the background; ``rest``: also of what waits there for further saves."""
@@ -513,12 +582,14 @@ class Checkpointer:
     def steps(self) -> list[Step]:
         """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
         self._check_nodes()
-        return self._first.steps()
+        return self._joint.steps() if self._joint is not None else self._first.steps()
 
     @property
     def latest(self) -> int | None:
         """The highest committed step of the branch that was written last."""
         self._check_nodes()
+        if self._joint is not None:
+            return max((s.number for s in self.steps() if s.number is not None and s.abandoned is None), default=None)
         return self._first.latest()
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:

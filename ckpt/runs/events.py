@@ -20,6 +20,8 @@ Kind = Literal[
     "save.failed",
     "save.copied",
     "save.published",
+    "save.joint",
+    "save.given_up",
     "save.removed",
     "restore",
     "alert",
@@ -41,6 +43,8 @@ class Event:
     ``save.failed``      it was not; ``error``, ``reason`` and ``failed_ranks`` say why and where
     ``save.copied``      each file is in as many failure domains as asked for, or has parity; ``seconds`` since the commit
     ``save.published``   the copy at the root is committed, with a local tier; ``seconds`` since the local one was
+    ``save.joint``       all members of a run of several jobs have saved the step: it exists
+    ``save.given_up``    one of them did not, in time: the step does not exist; ``reason``
     ``publish.failed``   a try to publish failed; it is tried again
     ``save.removed``     a checkpoint that no rule keeps is removed
     ``restore``          a checkpoint was loaded; with ``error`` and ``reason``, none could be

@@ -21,7 +21,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 from ckpt.policies import StepInfo
 
-from .step_listing import Step, directory_name, list_steps
+from .step_listing import MARKS, Step, directory_name, list_steps
 
 # Removing checkpoints: a checkpoint exists as long as its commit record does, so that goes first, and its files after it.
 
@@ -243,8 +243,21 @@ def remove_steps(
                     break
         gone = _remove_batch(root, batch, referrers, relist)
         removed += [step for step in batch if step.url in gone]
+        for step in batch:
+            if step.url in gone and (step.members or step.prepared):
+                _remove_members(root, step)
         stayed |= {step.number for step in batch if step.url not in gone}
     return removed
+
+
+def _remove_members(root: Backend, step: Step) -> None:
+    """What a step of several jobs has beside its record: the marks of its members, and the checkpoint of each."""
+    name = directory_name(step)
+    root.delete_many([entry.path for entry in root.list_prefix(f"{name}/{MARKS}/")])
+    root.delete_many([f"{name}/{MARKS}/{_NOTHING}", f"{name}/{_NOTHING}"])
+    for path, id in step.members.values():
+        run = join_url(root.url, path.rpartition("/")[0])
+        remove_steps(run, [s for s in list_steps(run) if s.id == id], {})
 
 
 def _remove_batch(

@@ -92,6 +92,13 @@ class Reporter:
         """A checkpoint of the local tier is committed at the root."""
         self._tell("save.published", step, url, id=id, seconds=self._rules.since(step, time.time()) if self._rules is not None else None)
 
+    def joint(self, step: int, given_up: str | None) -> None:
+        """All members of the run have saved a step; or it was given up, and this is why."""
+        if given_up is None:
+            self._tell("save.joint", step, None)
+        else:
+            self._tell("save.given_up", step, None, reason=given_up)
+
     def not_published(self, step: int | None, error: BaseException) -> None:
         """A try to publish failed."""
         self._tell("publish.failed", step, self._root, **error_fields(error))

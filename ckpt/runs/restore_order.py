@@ -35,10 +35,10 @@ class LoadedCopy(NamedTuple):
 
 
 def load_nearest(
-    tiers: Tiers | MemoryStage, group: Group, timeout: float, load: Callable[..., object], step: int | None
+    tiers: Tiers | MemoryStage, group: Group, timeout: float, load: Callable[..., object], step: int | None, id: str | None = None
 ) -> LoadedCopy | None:
     """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; None if there is none.
-    Collective, and so is ``load``.
+    With ``id``, of that save alone. Collective, and so is ``load``.
 
     A checkpoint that lost its values (``ckpt rebuild``) may lack what a job needs to go on as before. So unless ``step`` asks for it, it
     has to fit the state in full, also where ``load`` would take less; else it counts as damaged.
@@ -48,11 +48,13 @@ def load_nearest(
     while True:
         # Listed anew each time: what could not be read may have been removed because something newer is there.
         call = group.call("restore", tiers.root, timeout)
-        copies: list[list[Any]] = call.map_reduce("list", dict, lambda rows: tiers.copies(step, tried))
+        copies: list[list[Any]] = call.map_reduce(
+            "list", dict, lambda rows: [c for c in tiers.copies(step, tried) if id is None or c[2] == id]
+        )
         if not copies:
             break
-        number, url, id, lost, branches = copies[0]
-        tried.add((url, id))
+        number, url, copy_id, lost, branches = copies[0]
+        tried.add((url, copy_id))
         again = len(copies) > 1
         try:
             load(url, **({"strict": True} if lost and step is None else {}))
@@ -65,12 +67,12 @@ def load_nearest(
             if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise
             log.warning("%s is passed over: %s; what the run has beside it is tried next", url, _reason(err))
-            tiers.damaged.add(id)
+            tiers.damaged.add(copy_id)
             failed = err
             continue
         if tiers.local is not None:
             log.info("going on from step %d: %s", number, url)
-        alike = (other for _, other, other_id, *_ in copies if other_id == id and not is_spread(other))
+        alike = (other for _, other, other_id, *_ in copies if other_id == copy_id and not is_spread(other))
         return LoadedCopy(number, url, next(alike, None), tuple(Branch(*row) for row in branches))
     if failed is not None:
         raise failed

@@ -14,7 +14,7 @@ from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.clearing import KnownRecords, references_of, remaining_files, remaining_references
-from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, Branches, CommitRecord, begun_last, left_at
+from ckpt.formats.native.commit import COMMIT_PATH, REFERENCED, VIRTUAL, Branches, CommitRecord, MemberCheckpoint, begun_last, left_at
 from ckpt.formats.native.paths import SOURCES, has_orphans, step_number
 from ckpt.formats.native.references import RunBackend
 from ckpt.formats.native.virtual import decode_sources
@@ -23,6 +23,8 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.text import url_text
 
+MARKS = "members"
+"""Directory of a joint step that says which members have saved it (``joint``)."""
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 
@@ -69,13 +71,22 @@ class Step:
     """The last step that it shares with the branch that was written last, which went on without it; None if it is on that branch."""
     link: str | None = None
     """Where its directory leads, if that is a symbolic link: nothing is ever removed or replaced there."""
+    members: Mapping[str, MemberCheckpoint] = field(default_factory=dict)
+    """Of a step of several jobs: the checkpoint of each."""
+    prepared: bool = False
+    """Members have saved this step of several jobs, and it is not committed: others are awaited, or it was given up."""
     also: tuple[str, ...] = ()
     """Names of links beside it that lead to it. They are not listed by themselves."""
 
 
 def step_url(root: str, number: int) -> str:
     """Where a run has the checkpoint of this step."""
-    return join_url(root, f"step-{number:08d}")
+    return join_url(root, step_name(number))
+
+
+def step_name(number: int) -> str:
+    """The directory of a step, below the root of a run."""
+    return f"step-{number:08d}"
 
 
 def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
@@ -151,7 +162,7 @@ def directory_name(step: Step) -> str:
 
 def _is_of_checkpoint(names: Sequence[str]) -> bool:
     """Whether one of these names is of a checkpoint, or of what is left of a save: else there is nothing to read beside them."""
-    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in names)
+    return any(name in (COMMIT_PATH, "data/", f"{MARKS}/") or name.startswith("index-") for name in names)
 
 
 def runs_below(url: str) -> list[str]:
@@ -205,7 +216,15 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
             references_unknown=left is None,
             link=link,
         )
-    if record is None:
+    if record is None or record.given_up is not None:
+        marks = f"{prefix}{MARKS}"
+        if record is not None or f"{MARKS}/" in backend.list_dir(prefix):
+            latest = max(backend.list_dir(marks), default="")
+            there = ", ".join(
+                sorted({name.partition("-")[0] for name in backend.list_dir(f"{marks}/{latest}") if not name.startswith(".")})
+            )
+            reason = f"given up: {record.given_up}" if record is not None else f"saved by {there}: the other members are awaited"
+            return Step(number=number, url=url, committed=False, prepared=True, reason=reason, link=link)
         if not has_orphans(backend, prefix):
             return None
         reason = UNCONVERTED if CONVERTING in backend.list_dir(prefix) else UNFINISHED
@@ -226,6 +245,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         reusable=record.reusable,
         part=record.part,
         branches=record.branches,
+        members=record.members,
         link=link,
     )
 

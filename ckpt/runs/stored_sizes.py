@@ -13,7 +13,7 @@ from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SPANS, index_path
 from ckpt.formats.native.references import is_reference
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import join_url, open_backend
 
 from .step_listing import Step
 
@@ -34,6 +34,9 @@ def stored_sizes(steps: Sequence[Step]) -> dict[str, int]:
 
 def _size_of(step: Step) -> int | None:
     backend = open_backend(step.url)
+    if step.members:  # whose checkpoints lie beside this one
+        run = step.url.rstrip("/").rpartition("/")[0]
+        return sum(_committed_size(open_backend(join_url(run, c.path))) or 0 for c in step.members.values())
     try:
         return _committed_size(backend) if step.committed else sum(entry.size for entry in backend.list_prefix())
     except NotFoundError:

@@ -17,7 +17,7 @@ from ckpt import settings
 from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import DType
-from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.protocol import Format
 from ckpt.io_backends.checks import read_checked
 from ckpt.plan.layout.geometry import Box
@@ -308,6 +308,8 @@ def _open(backend: Backend, data: bytes | None, read: Reading = read_index) -> t
     # is an error only if the commit record is still the one that was read first; otherwise everything is read again.
     for _ in range(_REPLACED_TRIES):
         record = CommitRecord.from_bytes(data, _join(backend.url, COMMIT_PATH))
+        if record.generation is not None:
+            raise joint_step(backend.url, record)
         try:
             return record, _contents(backend, record, read)
         except CkptError as err:
@@ -356,6 +358,18 @@ def _present_record(backend: Backend) -> bytes:
     if has_orphans(backend):
         raise not_committed(backend.url)
     raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL")
+
+
+def joint_step(url: str, record: CommitRecord) -> CkptError:
+    """That what is here is the step of a run of several jobs, which has no tensors."""
+    if record.given_up is not None:
+        return NotCommittedError(f"this step was given up: {record.given_up}", where=url, hint="load an earlier step")
+    run = url.rstrip("/").rpartition("/")[0]
+    return UsageError(
+        f"this is a step of several jobs: {', '.join(record.members)}",
+        where=url,
+        hint=f"name the checkpoint of one: {', '.join(_join(run, m.path) for m in record.members.values())}",
+    )
 
 
 def not_committed(url: str) -> NotCommittedError:

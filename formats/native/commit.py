@@ -81,7 +81,9 @@ REFERENCED = "references"
 """The extension of checkpoints some of whose data files lie in others of the run."""
 ANCHORS = "anchors"
 """The extension of checkpoints some of whose chunks are stored as differences from chunks of another one, their anchors."""
-FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS})
+JOINT = "members"
+"""The extension of joint records: the step of a run of several jobs, whose tensors lie in a checkpoint of each."""
+FEATURES = frozenset({CODED, VIRTUAL, APART, REFERENCED, ANCHORS, JOINT})
 """Extensions that this reader knows."""
 DROPPED = {"mixed-steps": "some of its tensors are of earlier steps than the others, so it is not what the job had at any moment"}
 """Extensions of earlier writers that no reader knows any more, and why not."""
@@ -111,6 +113,13 @@ class IndexFile:
     digest: str
 
 
+class MemberCheckpoint(NamedTuple):
+    """The checkpoint of one member in a joint step: ``path`` relative to the root of the run, and the ``id`` of the save."""
+
+    path: str
+    id: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRecord:
     """What ``checkpoint.json`` says. ``features`` are the extensions that it takes to read the checkpoint; ``index`` is by file name;
@@ -135,6 +144,12 @@ class CommitRecord:
     """Of a checkpoint of a part of a state: which, as the arguments of the save."""
     branches: Branches = ()
     """Where its run had gone back to an earlier step; empty if it never had, or nobody knows."""
+    members: Mapping[str, MemberCheckpoint] = field(default_factory=dict)
+    """Of a joint record: the checkpoint of each member. It has no index then."""
+    generation: str | None = None
+    """Of a joint record: the id of the restart that its members had in common."""
+    given_up: str | None = None
+    """Of a joint record: why there is no such step, and never will be in this generation."""
 
     def to_bytes(self) -> bytes:
         """The whole file. Equal records give equal bytes."""
@@ -160,6 +175,12 @@ class CommitRecord:
             **({"reusable": True} if self.reusable else {}),
             **({"part": self.part} if self.part is not None else {}),
             **({"branches": [b._asdict() for b in self.branches]} if self.branches else {}),
+            **(
+                {"members": {n: m._asdict() for n, m in self.members.items()}, "generation": self.generation}
+                if self.generation is not None
+                else {}
+            ),
+            **({"given_up": self.given_up} if self.given_up is not None else {}),
             "digest": _ZEROS.decode(),
         }
         # The digest covers the file itself, with zeros in the place of the digest. So a flipped bit anywhere in the
@@ -337,7 +358,8 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
             _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
     index = _member(members, "index", dict, where)
     more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
-    names = (*INDEX_NAMES, *(name for feature in members["features"] for name in more.get(feature, ())))
+    joint = JOINT in members["features"]
+    names = () if joint else (*INDEX_NAMES, *(name for feature in members["features"] for name in more.get(feature, ())))
     missing = [n for n in names if not isinstance(index.get(n), dict)]
     if missing:
         _damaged(f"its index lacks {', '.join(missing)}", where)
@@ -356,6 +378,9 @@ def _record(members: dict[str, Any], where: str) -> CommitRecord:
         reusable=members.get("reusable") is True,
         part=part if isinstance(part := members.get("part"), str) else None,
         branches=_branches(members.get("branches", []), where),
+        members=_members(members.get("members"), where) if joint else {},
+        generation=_member(members, "generation", str, where) if joint else None,
+        given_up=_member(members, "given_up", str, where) if joint and "given_up" in members else None,
     )
 
 
@@ -386,6 +411,15 @@ def _branches(value: object, where: str) -> Branches:
     if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in rows):
         _damaged("its branches are not an array of objects with id and after", where)
     return tuple(Branch(row["id"], row["after"]) for row in rows)
+
+
+def _members(value: object, where: str) -> dict[str, MemberCheckpoint]:
+    rows: dict[str, Any] = value if isinstance(value, dict) else {"": value}
+    for name, row in rows.items():
+        path, id = (row.get("path"), row.get("id")) if isinstance(row, dict) else (None, None)
+        if not isinstance(path, str) or not isinstance(id, str) or path_problem(path) is not None:
+            _damaged(f"its member {name!r:.100} is {row!r:.200}, not a path below the run and an id", where)
+    return {name: MemberCheckpoint(row["path"], row["id"]) for name, row in rows.items()}
 
 
 def _inline(value: object) -> dict[str, str]:

@@ -117,7 +117,7 @@ def _stored(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
 
 def _shapes(entry: TensorEntry) -> Sequence[Sequence[int]]:
     """Those of its chunks."""
-    if entry.grid.single and entry.grid.cuts is not None:
+    if entry.grid.single:
         return [entry.shape]
     shapes: list[list[int]] = entry.grid.all_boxes()[1].tolist()
     return shapes

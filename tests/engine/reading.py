@@ -13,7 +13,7 @@ import torch
 
 from ckpt import settings as sizes
 from ckpt.catalog import Catalog
-from ckpt.engine.load import sweep, whole_chunks
+from ckpt.engine.load import reader, sweep, whole_chunks
 from ckpt.engine.load.reader import Reader, TensorLoad, Verify
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.tensor_layout import TensorLayout
@@ -22,7 +22,7 @@ from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
 from tests.formats.native_sample import Sample
 
 TINY = {"PIECE": 48, "GROUPED_READ": 96, "CHUNK": 192, "GAP": 8, "WORTH_A_CALL": 32, "CACHE_BLOCK": 64, "SCRATCH": 100}
-TINY |= {"SLICE": 2, "AHEAD": 0}
+TINY |= {"SLICE": 2, "AHEAD": 0, "MANY": 0}
 SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 """Limits in bytes, so that small tensors take the ways of large ones."""
 
@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 @contextmanager
 def limits(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, value) in product((sizes, whole_chunks, sweep), SIZES[kind].items()):
+        for module, (name, value) in product((sizes, whole_chunks, sweep, reader), SIZES[kind].items()):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
         yield

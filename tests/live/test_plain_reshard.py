@@ -17,6 +17,8 @@ import torch.distributed as dist
 import ckpt
 from ckpt import Flat, GlobalShape, Interleaved, Layout, Mesh, OnMesh, PerRank, Replicate, Shard, Stage, Uneven, experts, live, pipeline
 from ckpt.errors import CkptError, ConsistencyError, CoverageError, MismatchError, NamesError, ShapeError, UsageError
+from ckpt.live.filling import Filling
+from ckpt.live.reshard_offers import tensor_rows
 from ckpt.training import Generators
 from tests.distributed.ranks import Ranks
 from tests.plan.layout_strategies import numbered
@@ -351,3 +353,21 @@ def test_an_old_state_that_is_written_to_meanwhile_is_an_error(
     into = {"w": torch.zeros(8), "odd": torch.ones(2, dtype=torch.complex64), "kept": kept}
     live.reshard(old, into)  # memory of both states is no change
     assert bool((into["w"] == 1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_old_state_that_is_freed_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Its bytes are nowhere, and to read them would end the process."""
+    old = torch.arange(12.0)
+    copy_own = Filling.copy_own
+
+    def freed(self: Filling, *args: Any) -> None:
+        old.untyped_storage().resize_(0)
+        copy_own(self, *args)
+
+    monkeypatch.setattr(Filling, "copy_own", freed)
+    with pytest.raises(ConsistencyError, match="was freed before it was read") as caught:
+        live.reshard({"w": old}, {"w": torch.zeros(12, dtype=dtype)}, cast=True)
+    assert "tensor w" in str(caught.value.where)
+    with pytest.raises(ConsistencyError, match="was freed before it was read"):  # as a server reads it
+        tensor_rows(old, (slice(0, 2),))

@@ -164,7 +164,7 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
             binding.targets |= {n: as_if_created(one, created[id(one.target)]) for n, one in jobs.items() if id(one.target) in created}
         if len(known.known) > 4 * len(binding.targets) + 1000:
             known.known.clear()  # of states that are not loaded any more
-        row: Row = {"id": identity(catalog)}
+        row: Row = {"id": identity(catalog)} if call.group.size > 1 else {}
         if shares:
             loads, piece = map(TensorLoad._make, binding.targets.values()), catalog.backend.io_hints.read_size
             sharing = SharedReads.of(loads, call.group.rank, parts=options.exchange == "parts", piece=piece)
@@ -172,7 +172,7 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
         return row
 
     def decide(rows: dict[int, Row]) -> Row:
-        if len({row["id"] for row in rows.values()}) > 1:
+        if len({row.get("id") for row in rows.values()}) > 1:
             return {"replaced": True}
         verdict = verdict_of(call, catalog, rows, options.selection, strict=options.strict)
         return verdict | what_is_shared(call, rows) if all("shares" in row for row in rows.values()) else verdict

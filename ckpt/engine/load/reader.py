@@ -21,16 +21,19 @@ from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, ChunkName, Diges
 from ckpt.errors import CorruptError
 from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.match import common_box
 from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces
 from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise, writable_bytes
 from ckpt.telemetry.spans import Spans
 
 from .read_exchange import ReadExchange
 from .sweep import ByFile, FilePlan, Sweep, cohorts_of
-from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of
+from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of, wanted_boxes
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
+
+
+MANY = 64
+"""Of more chunks than this, those of one file are looked up together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +142,11 @@ class Reader:
         rest += [job for job in jobs if id(job.target) in left_out]
         self.bytes_needed += sum(e[2] for e in exact.extents)
         padding: list[torch.Tensor] = []
-        wanted = [(job, self.wanted(job, padding)) for job in rest]
+        for job in rest:
+            self.check_tiling(job.entry)
+        wanted = [(job, wanted_boxes(job.target, job.entry, padding)) for job in rest]
         sweep, files, steps = None, list[FilePlan](), list[CopyStep]()
-        if wanted and self.verify == "full" and hasattr(self.catalog, "extents_in"):  # it finds many chunks of one file at once
+        if self.verify == "full" and sum(job.entry.grid.count for job in rest) > MANY and hasattr(self.catalog, "extents_in"):
             sweep = Sweep(cast(ByFile, self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
             files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
             steps = [step for file in files for step in steps_of(file)]
@@ -173,30 +178,15 @@ class Reader:
         with self._lock:
             self.bytes_needed += file.needed
 
-    def wanted(self, job: TensorLoad, padding: list[torch.Tensor]) -> tuple[tuple[int, Box], ...]:
-        """The box that each part of a target gets of a tensor; memory with padding beyond the stored tensor is added to ``padding``."""
-        info, entry = job.target.info, job.entry
-        self.check_tiling(entry)
-        stored = common_box(info, entry)
-        boxes: list[tuple[int, Box]] = []
-        for number, part in enumerate(job.target.parts):
-            box: Box | None = part.box
-            if not stored.contains(part.box):
-                padding.append(part.memory)
-                box = part.box.intersect(stored)
-            if box is not None:
-                boxes.append((number, box))
-        return tuple(boxes)
-
     def steps(self, job: TensorLoad, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[CopyStep]:
         """What to copy for one tensor, but for chunks that are left out."""
         copies = [copy for _, box in boxes for copy in overlapping_chunks(job.entry.grid, box) if copy.chunk not in left_out]
         return [CopyStep(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
 
     def check_tiling(self, entry: TensorEntry) -> None:
-        """Boxes tile because a save made sure of it; an index that was tampered with would leave memory as it was."""
+        """Cells of cuts tile. Boxes do because a save made sure of it; an index that was tampered with would leave memory as it was."""
         key = (id(entry.grid), entry.shape)
-        if key in self._tiled:
+        if entry.grid.cuts is not None or key in self._tiled:
             return
         fault = entry.grid.fault(entry.shape)
         if fault is not None:
@@ -257,15 +247,9 @@ class Reader:
             self.fetch.read_chunk(step.chunk, blob.data)
             self._decoded(blob.data, mine, steps)
         elif (target := self.straight(mine, step)) is not None:
-            self._pour(mine[0], step, target)
+            self.fetch.read_chunk(step.chunk, target, mine[0].offset)
         else:
             self._strew(mine, step, steps)
-
-    def _pour(self, part: Part, step: CopyStep, target: memoryview) -> None:
-        check = ChunkDigest(self.fetch, step.chunk)
-        for at, length in self.fetch.stretches(part.length):
-            self.fetch.fill(part.path, part.offset + at, target[at : at + length], check)
-        check.end()
 
     def _strew(self, mine: Sequence[Part], step: CopyStep, steps: Sequence[CopyStep]) -> None:
         size = step.job.entry.dtype.itemsize

@@ -24,6 +24,7 @@ from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
+from ckpt.plan.match import common_box
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.state.tensors import RAW, LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype, writable_bytes
 
@@ -86,6 +87,21 @@ def find_whole_chunks(jobs: Iterable[TensorLoad], catalog: Catalog, beat: Callab
         rest += [job for job, fit in zip(fitting, fits, strict=True) if not fit]
         fitting, extents, addresses = list(compress(fitting, fits)), list(compress(extents, fits)), list(compress(addresses, fits))
     return WholeChunks(jobs=fitting, extents=extents, addresses=addresses), rest
+
+
+def wanted_boxes(target: LocalTensor, entry: TensorEntry, padding: list[torch.Tensor]) -> tuple[tuple[int, Box], ...]:
+    """The box that each part of a target gets of a tensor, with the part's number; memory of parts that reach beyond the stored tensor is
+    added to ``padding``."""
+    stored = common_box(target.info, entry)
+    boxes: list[tuple[int, Box]] = []
+    for number, part in enumerate(target.parts):
+        box: Box | None = part.box
+        if not stored.contains(part.box):
+            padding.append(part.memory)
+            box = part.box.intersect(stored)
+        if box is not None:
+            boxes.append((number, box))
+    return tuple(boxes)
 
 
 def _number(grid: Grid, box: Box) -> int | None:

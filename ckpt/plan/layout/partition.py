@@ -56,8 +56,8 @@ class BoxPartition:
 
     @cached_property
     def single(self) -> bool:
-        """Whether the whole tensor is one box."""
-        return self.count == 1
+        """Whether the whole tensor is one box, and its cuts say so."""
+        return self.cuts is not None and all(len(cuts) == 2 for cuts in self.cuts)
 
     def all_boxes(self) -> tuple[IntArray, IntArray]:
         """Offsets and shapes ``[n, d]``."""

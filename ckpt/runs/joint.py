@@ -1,0 +1,442 @@
+"""A run of several jobs: the checkpoints of its members count when all of them have saved the same step. No torch, and no server: the
+members share nothing but storage.
+
+    root/joint.json                           the generation: which restart its members have in common, and what they went on from
+    root/trainer/step-00000020/               an ordinary checkpoint of one member
+    root/step-00000020/members/GEN/trainer-ID empty: the member has committed that checkpoint in this generation
+    root/step-00000020/checkpoint.json        the joint record. The step exists if and only if it does
+
+Saving. Who has put its mark lists the marks; who sees those of all members puts the record, if the generation is still the present one.
+Who does not see the record by its deadline puts one that gives the step up. Both puts are of an absent object, so exactly one happens.
+
+Restoring. The first member that comes back begins a generation, by a compare-and-swap of joint.json. Then it gives up every step that has
+marks and no record: whoever put the last mark of such a step either had put the record before, or sees the new generation, or finds the
+step given up. Only then does it decide, and the others load what it decided. A member that finds its checkpoint damaged refuses the step,
+and one below is decided for all. A restore ends when all members have loaded, and each has seen that: a member that died meanwhile has
+not, so nobody goes on beside one that comes back later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.formats.native.catalog import read_record
+from ckpt.formats.native.commit import (
+    COMMIT_PATH,
+    JOINT,
+    CommitRecord,
+    MemberCheckpoint,
+    new_id,
+    now,
+    writer_name,
+)
+from ckpt.formats.native.writer import committed_id
+from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.policies import KeepPolicy, retention
+from ckpt.text import parse_object
+
+from .lineage import branches_after
+from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, member_path
+from .removal import infos, remove_steps
+from .step_listing import MARKS, Step, directory_name, list_steps, step_name, step_url
+
+log = logging.getLogger("ckpt")
+
+GENERATION_PATH, REQUEST_PATH = "joint.json", "requested.json"
+_LIMIT = 1 << 20
+"""Bytes of ``joint.json`` that are read."""
+_FIRST_POLL, _LAST_POLL = 0.05, 1.0
+"""Seconds between two looks at an object that somebody else will write: it grows from the first to the last."""
+
+
+class JointRun:
+    """One member's end, on the rank that leads it. ``timeout``: seconds that it waits for the others."""
+
+    def __init__(self, root: str, member: str, members: Sequence[str], timeout: float) -> None:
+        self.root, self.member, self.members, self.timeout = root, member, tuple(members), timeout
+        self.generation: Generation | None = None
+        """The one that this process takes part in."""
+        self._life = secrets.token_hex(8)
+        self._backend = open_backend(root)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[JointOutcome]] = {}
+        self._newest = -1
+        """The highest step of this generation that is known to be committed."""
+        self._over: ConflictError | None = None
+        """Another member has restarted: nothing that this process saves counts any more."""
+
+    # ---- restoring
+
+    def join(self, step: int | None = None, changes: MemberChanges | None = None) -> Generation:
+        """Take part in the present restore, or begin one, and give it as soon as somebody has decided what to load. With ``step``, that
+        one is decided, or another member has asked for the same."""
+        end = time.monotonic() + self.timeout
+        asked: Generation | None = None
+        for _ in _polls(end):
+            data, seen = self._read()
+            if seen is None or (self.member in seen.joined and seen.joined[self.member].life != self._life):
+                begun = Generation(
+                    id=new_id(later_than=seen.id if seen is not None else None), members=self.members, joined=self._here("joined")
+                )
+                if self._swap(data, begun):
+                    log.info("%s: %s begins generation %s", self.root, self.member, begun.id)
+                continue
+            asked = seen
+            if set(seen.members) != set(self.members):
+                if len(seen.joined) < len(seen.members):
+                    continue  # those who began it may be gone, and begin another one
+                self._swap(data, Generation(id=new_id(later_than=seen.id), members=self.members, joined=self._here("joined")))
+            elif self.member not in seen.joined:
+                self._swap(data, replace(seen, joined={**seen.joined, **self._here("joined")}))
+            elif not seen.decided:
+                self._swap(data, self._decide(seen, step, changes or MemberChanges()))
+            else:
+                if step is not None and seen.step != step:
+                    raise UsageError(
+                        f"this member asks for step {step}, and the others go on from {seen.step}",
+                        where=self.root,
+                        hint="give all members the same step, or none",
+                    )
+                self.generation = seen
+                return seen
+        raise self._disagreement(asked)
+
+    def loaded(self) -> bool:
+        """Say that this member has loaded what was decided, and wait until all have. False: something else is decided now."""
+        generation = self.check_present()
+        end = time.monotonic() + self.timeout
+        seen: Generation | None = None
+        for _ in _polls(end):
+            data, seen = self._read()
+            if seen is None or seen.id != generation.id or not seen.decided or seen.step != generation.step:
+                return False
+            states = {name: a.state for name, a in seen.joined.items()}
+            mine = states.get(self.member)
+            if mine == "joined":
+                self._swap(data, replace(seen, joined={**seen.joined, **self._here("loaded")}))
+            elif len(states) == len(seen.members) and "joined" not in states.values():
+                if mine == "loaded":
+                    self._swap(data, replace(seen, joined={**seen.joined, **self._here("ready")}))
+                elif set(states.values()) == {"ready"}:
+                    return True
+        there = seen.joined if seen is not None else {}
+        awaited = [name for name in self.members if name not in there or there[name].state == "joined"]
+        late = [name for name in self.members if name not in there or there[name].state != "ready"]
+        raise ConflictError(
+            f"{', '.join(awaited or late)} did not load step {generation.step} within {self.timeout:g} s",
+            where=self.root,
+            hint="start all members of the run; timeout= says how long they wait for each other",
+        )
+
+    def refuse(self, reason: str) -> None:
+        """Say that this member cannot load what was decided: a step below it is decided for all."""
+        generation = self.check_present()
+        for _ in _polls(time.monotonic() + self.timeout):
+            data, seen = self._read()
+            if seen is None or seen.id != generation.id or not seen.decided or seen.step != generation.step or seen.step is None:
+                return
+            record = self._record(seen.step)
+            refused = {**seen.refused, **({record.id: f"{self.member}: {reason}"} if record is not None else {})}
+            joined = {name: replace(a, state="joined") for name, a in seen.joined.items()}
+            if self._swap(data, replace(seen, decided=False, step=None, checkpoints={}, refused=refused, joined=joined)):
+                return
+
+    def _decide(self, seen: Generation, step: int | None, changes: MemberChanges) -> Generation:
+        """What the members of this generation go on from, by what the run has."""
+        self._give_up_unfinished(seen)
+        steps = [s for s in list_steps(self.root) if s.committed and s.members]
+        failed: list[str] = []
+        for s in sorted((s for s in steps if s.abandoned is None or step is not None), key=lambda s: s.number or 0, reverse=True):
+            if s.number is None or (step is not None and s.number != step):
+                continue
+            problem = seen.refused.get(s.id or "") or self._problem(s.members)
+            if problem is not None:
+                log.warning("%s is passed over: %s", s.url, problem)
+                failed.append(f"{directory_name(s)}: {problem}")
+                continue
+            checkpoints = self._checkpoints(s, changes)
+            log.info("%s: the members go on from step %d", self.root, s.number)
+            return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches_after(s, steps, whole=True))
+        if failed:
+            raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` says more")
+        if step is not None:
+            raise NotFoundError(f"there is no joint step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+        return replace(seen, decided=True, step=None, checkpoints={})
+
+    def _give_up_unfinished(self, seen: Generation) -> None:
+        for s in list_steps(self.root):
+            if s.prepared and not s.committed and s.number is not None:
+                for old in self._backend.list_dir(f"{step_name(s.number)}/{MARKS}"):
+                    if (id := old.rstrip("/")) < seen.id:
+                        self._give_up(s.number, replace(seen, id=id), "the members restarted before all had saved it")
+
+    def _problem(self, members: Mapping[str, MemberCheckpoint]) -> str | None:
+        """Why a joint step cannot be loaded, as far as the records of its members say."""
+        for name, checkpoint in members.items():
+            try:
+                id = committed_id(self._backend, f"{checkpoint.path}/")
+            except (CorruptError, FormatError) as err:
+                return f"the checkpoint of {name} is damaged: {err.message}"
+            if id != checkpoint.id:
+                return f"the checkpoint of {name} is {'gone' if id is None else 'another one'}: {checkpoint.path}"
+        return None
+
+    def _checkpoints(self, step: Step, changes: MemberChanges) -> dict[str, MemberCheckpoint]:
+        """Of a step, by the names that the members have now."""
+        there = dict(step.members)
+        checkpoints = {name: there.pop(changes.renamed.get(name, name), None) for name in self.members}
+        unknown = [name for name, checkpoint in checkpoints.items() if checkpoint is None and name not in changes.added]
+        left = [name for name in there if name not in changes.dropped]
+        if unknown or left:
+            missing = f"has no {', '.join(unknown)}" if unknown else ""
+            more = f"has {', '.join(left)} as well" if left else ""
+            raise UsageError(
+                f"step {step.number} {' and '.join(filter(None, (missing, more)))}",
+                where=step.url,
+                hint="say so: restore(state, members=MemberChanges(added=[…], dropped=[…], renamed={new: old}))",
+            )
+        return {name: checkpoint for name, checkpoint in checkpoints.items() if checkpoint is not None}
+
+    def _here(self, state: State) -> dict[str, Attendance]:
+        return {self.member: Attendance(life=self._life, state=state)}
+
+    def _disagreement(self, seen: Generation | None) -> ConflictError:
+        others = ", ".join(seen.members) if seen is not None else "nobody"
+        return ConflictError(
+            f"the members of this run do not agree within {self.timeout:g} s: here they are {', '.join(self.members)}, "
+            f"in {GENERATION_PATH} {others}",
+            where=self.root,
+            hint="give every job the same members=, and start all of them",
+        )
+
+    # ---- saving
+
+    def check_present(self) -> Generation:
+        """That this member takes part in the present generation."""
+        if self.generation is None:
+            raise UsageError(
+                "a member restores before it saves: there the members agree what they go on from",
+                where=self.root,
+                hint="call restore(state) once, also in a run that has no step yet",
+            )
+        return self.generation
+
+    def begin(self, n: int) -> None:
+        """Step ``n`` is about to be saved, in place of one that an earlier generation has left behind: that is hidden first."""
+        generation = self.check_present()
+        if self._over is not None:
+            raise self._over
+        if n == generation.step:
+            raise UsageError(f"step {n} is what the members of this run went on from", where=self.root, hint="save a later step")
+        data = read_record(self._backend, f"{step_name(n)}/")
+        left = None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
+        if left is not None and left.given_up is None and left.generation != generation.id:
+            reason = f"generation {generation.id} saves this step again"
+            gone = self._new_record(replace(generation, id=left.generation or ""), {}, n, reason)
+            with suppress(ConflictError):  # another member was first
+                self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", gone.to_bytes(), expected=data)
+
+    def prepared(
+        self, n: int, id: str, ranks: int, nbytes: int, ended: Callable[[str | None], object] = lambda given_up: None
+    ) -> Future[JointOutcome]:
+        """This member has committed its checkpoint ``id`` of step ``n``, of so many ranks and bytes of tensors. Gives what becomes of the
+        joint step; does not wait for it. ``ended`` hears before why it does not exist, or None if it does."""
+        generation, future = self.check_present(), Future[JointOutcome]()
+        with self._lock:
+            self._waiting[n] = future
+
+        def finish() -> None:
+            try:
+                outcome = self._outcome(n, Mark(self.member, id, ranks, nbytes), generation)
+            except BaseException as err:  # noqa: BLE001  whoever asks for the result gets it
+                ended(str(err))
+                future.set_exception(err)
+            else:
+                ended(outcome.given_up)
+                future.set_result(outcome)
+
+        threading.Thread(target=finish, name="ckpt-joint", daemon=True).start()
+        return future
+
+    def request(self, n: int) -> None:
+        """Ask the other members to save step ``n``."""
+        wanted = json.dumps({"generation": self.check_present().id, "step": n}).encode()
+        for _ in range(3):
+            try:
+                before: bytes | None = self._backend.read_whole(REQUEST_PATH, _LIMIT)
+            except NotFoundError:
+                before = None
+            with suppress(ConflictError):
+                self._backend.put_if(REQUEST_PATH, wanted, expected=before)
+                return
+
+    def requested(self) -> int | None:
+        """The step that the leading member of this generation asked for last."""
+        self._backend.evict(REQUEST_PATH)
+        try:
+            values = parse_object(self._backend.read_whole(REQUEST_PATH, _LIMIT))
+        except (NotFoundError, ValueError):
+            return None
+        n = values.get("step")
+        return n if values.get("generation") == self.check_present().id and isinstance(n, int) else None
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Steps of which this member does not know yet what becomes of them."""
+        with self._lock:
+            return tuple(sorted(n for n, future in self._waiting.items() if not future.done()))
+
+    def wait(self, seconds: float) -> list[JointOutcome]:
+        """What became of the steps that were prepared since the last call. An error of one is raised."""
+        with self._lock:
+            futures, self._waiting = list(self._waiting.values()), {}
+        return [future.result(seconds) for future in futures]
+
+    def _outcome(self, n: int, mark: Mark, generation: Generation) -> JointOutcome:
+        end = time.monotonic() + self.timeout
+        marks = f"{step_name(n)}/{MARKS}/{generation.id}"
+        if (record := self._record(n)) is None or record.generation != generation.id:
+            self._backend.put_if(f"{marks}/{mark}", b"", expected=None)
+            there = self._marks(marks)
+            if set(there) == set(generation.members):
+                self._commit(n, there, generation)
+        for _ in _polls(end):
+            names = self._backend.list_dir(step_name(n))
+            if f"{MARKS}/" not in names:  # they go when a later step has come, and this one with them or before
+                return JointOutcome(step=n, url=step_url(self.root, n))
+            record = self._record(n) if COMMIT_PATH in names else None
+            if record is not None and record.generation == generation.id:
+                self._newest = max(self._newest, n if record.given_up is None else -1)
+                return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up)
+            if self._newest > n:  # who has saved that one saves this one no more
+                break
+            if (seen := self._read()[1]) is None or seen.id != generation.id:
+                raise self._restarted(seen)
+        there = self._marks(marks)
+        awaited = [name for name in generation.members if name not in there]
+        when = f"before step {self._newest}" if self._newest > n else f"within {self.timeout:g} s"
+        self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it {when}")
+        record = self._record(n)
+        return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up if record is not None else "it was removed")
+
+    def _commit(self, n: int, marks: Mapping[str, Mark], generation: Generation) -> None:
+        seen = self._read()[1]
+        if seen is None or seen.id != generation.id:
+            raise self._restarted(seen)
+        self._put(n, self._new_record(generation, marks, n))
+
+    def _give_up(self, n: int, generation: Generation, reason: str) -> None:
+        self._put(n, self._new_record(generation, {}, n, reason))
+
+    def _new_record(self, generation: Generation, marks: Mapping[str, Mark], n: int, given_up: str | None = None) -> CommitRecord:
+        return CommitRecord(
+            id=new_id(later_than=max([generation.id, *(mark.id for mark in marks.values())])),
+            created=now(),
+            writer=writer_name(),
+            world_size=sum(mark.ranks for mark in marks.values()),
+            features=(JOINT,),
+            index={},
+            tensor_bytes=sum(mark.nbytes for mark in marks.values()),
+            branches=generation.branches,
+            members={
+                name: MemberCheckpoint(member_path(name, n), mark.id)
+                for name, mark in sorted(marks.items(), key=lambda m: generation.members.index(m[0]))
+            },
+            generation=generation.id,
+            given_up=given_up,
+        )
+
+    def _put(self, n: int, record: CommitRecord) -> None:
+        """The record of step ``n``, unless there is one of the same generation: exactly one of those who try succeeds."""
+        while True:
+            data = read_record(self._backend, f"{step_name(n)}/")
+            if data is not None and CommitRecord.from_bytes(data, step_url(self.root, n)).generation == record.generation:
+                return
+            with suppress(ConflictError):  # another member was first, or hid one of an earlier generation
+                self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", record.to_bytes(), expected=data)
+
+    def _restarted(self, seen: Generation | None) -> ConflictError:
+        """That this process takes part in no generation any more."""
+        who = ", ".join(seen.joined) if seen is not None else "somebody"
+        self._over = ConflictError(
+            f"{who} restarted, and the members of this run restore again",
+            where=self.root,
+            hint="end this job and start it again, so that all go on from the same step",
+        )
+        return self._over
+
+    # ---- removing
+
+    def retain(self, keep: KeepPolicy) -> list[Step]:
+        """Remove the joint steps that no rule keeps, with the checkpoints of their members, and what is left of steps that an
+        earlier generation gave up. Gives the steps that went."""
+        steps = list_steps(self.root)
+        verdicts = retention(keep, infos(steps), datetime.now(timezone.utc))
+        newest = max((s.number for s in steps if s.committed and s.number is not None and s.abandoned is None), default=-1)
+        going = [s for s in steps if s.members and s.number in verdicts.removed]
+        marks = f"{MARKS}/{self.check_present().id}"  # with these a member may still ask what became of the step
+        below = [s for s in steps if s.prepared and s.number is not None and s.number < newest]
+        given_up = [s for s in below if not self._marks(f"{directory_name(s)}/{marks}")]
+        for s in given_up:  # before its marks: no record is read without them
+            self._backend.delete(f"{directory_name(s)}/{COMMIT_PATH}")
+        return remove_steps(self.root, [*going, *given_up], {})
+
+    def sweep(self, below: int | None = None) -> None:
+        """Remove the checkpoints of this member that no joint step has; with ``below``, only those of lower steps."""
+        waiting = self.waiting
+        used = {checkpoint.id for s in list_steps(self.root) for checkpoint in s.members.values()}
+        own = join_url(self.root, self.member)
+        steps = list_steps(own)
+        there = [s for s in steps if s.committed and s.number is not None and not s.tags and s.number not in waiting]
+        left = [s for s in there if s.id not in used and (below is None or (s.number or 0) < below)]
+        if left:
+            users = {info.step: info.users for info in infos(steps)}
+            remove_steps(own, sorted(left, key=lambda s: s.number or 0, reverse=True), users)
+
+    # ---- objects
+
+    def _record(self, n: int) -> CommitRecord | None:
+        data = read_record(self._backend, f"{step_name(n)}/")
+        return None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
+
+    def _marks(self, path: str) -> dict[str, Mark]:
+        """By member; of several the one with the highest id."""
+        names = sorted(name for name in self._backend.list_dir(path) if name.count("-") == 3 and not name.startswith("."))
+        return {mark.member: mark for mark in map(Mark.of, names)}
+
+    def _read(self) -> tuple[bytes | None, Generation | None]:
+        self._backend.evict(GENERATION_PATH)
+        try:
+            data = self._backend.read_whole(GENERATION_PATH, _LIMIT)
+        except NotFoundError:
+            return None, None
+        return data, Generation.from_bytes(data, join_url(self.root, GENERATION_PATH))
+
+    def _swap(self, before: bytes | None, after: Generation) -> bool:
+        try:
+            self._backend.put_if(GENERATION_PATH, after.to_bytes(), expected=before)
+        except ConflictError:
+            return False
+        return True
+
+
+def _polls(end: float) -> Iterator[None]:
+    """Once at once, then again and again until ``end``, with pauses that grow and differ between processes."""
+    pause = _FIRST_POLL
+    while True:
+        yield None
+        if time.monotonic() >= end:
+            return
+        time.sleep(min(pause * random.uniform(0.5, 1.0), max(0.0, end - time.monotonic())))
+        pause = min(pause * 1.5, _LAST_POLL)

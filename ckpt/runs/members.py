@@ -1,0 +1,177 @@
+"""What the members of a joint run (``joint``) write for each other: the generation, their marks, a joint record. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeVar
+
+from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.formats.native.catalog import read_record
+from ckpt.formats.native.commit import COMMIT_PATH, Branches, CommitRecord, MemberCheckpoint, branches_of, writer_name
+from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.text import parse_object
+
+from .step_listing import MARKS, step_name
+
+_FORMAT, _VERSION = "ckpt-joint", 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
+
+T = TypeVar("T")
+State = Literal["joined", "loaded", "ready"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attendance:
+    """How far one member is with a restore. ``life`` tells its processes apart."""
+
+    life: str
+    state: State = "joined"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """``joint.json``: what the members of a run go on from. Until it is ``decided``, ``step`` says nothing."""
+
+    id: str
+    members: tuple[str, ...]
+    joined: Mapping[str, Attendance] = field(default_factory=dict)
+    decided: bool = False
+    step: int | None = None
+    checkpoints: Mapping[str, MemberCheckpoint] = field(default_factory=dict)
+    """Of each member; one that is new has none."""
+    branches: Branches = ()
+    """Of what is saved from here on."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Id of a joint record → why a member could not load its part."""
+
+    def to_bytes(self) -> bytes:
+        values = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "writer": writer_name(),
+            "id": self.id,
+            "members": list(self.members),
+            "joined": {name: {"life": a.life, "state": a.state} for name, a in self.joined.items()},
+            "decided": self.decided,
+            "step": self.step,
+            "checkpoints": {name: checkpoint._asdict() for name, checkpoint in self.checkpoints.items()},
+            "branches": [b._asdict() for b in self.branches],
+            "refused": dict(self.refused),
+        }
+        return json.dumps(values, indent=2).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Generation:
+        try:
+            values = parse_object(data)
+            if values.get("format") != _FORMAT or values.get("version") != _VERSION:
+                raise FormatError(
+                    f"it is {values.get('format')!r} of version {values.get('version')!r}, not {_FORMAT} of version {_VERSION}",
+                    where=where,
+                    hint=f"read it with the release that wrote it: {values.get('writer')}",
+                )
+            return cls(
+                id=values["id"],
+                members=tuple(values["members"]),
+                joined={name: Attendance(life=a["life"], state=a["state"]) for name, a in values["joined"].items()},
+                decided=values["decided"],
+                step=values["step"],
+                checkpoints={name: MemberCheckpoint(row["path"], row["id"]) for name, row in values["checkpoints"].items()},
+                branches=branches_of((b["id"], b["after"]) for b in values["branches"]),
+                refused=dict(values["refused"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as err:
+            raise CorruptError(
+                f"the file is damaged: {err}", where=where, hint="delete it while no member runs: a restore writes it anew"
+            ) from err
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberChanges:
+    """How the members of a run differ from those that have saved the step which it goes on from. ``added`` ones have no checkpoint there,
+    ``dropped`` ones are left out, and ``renamed`` maps the name of a member to the one that it had."""
+
+    added: Sequence[str] = ()
+    dropped: Sequence[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointOutcome:
+    """What became of a joint step. ``given_up`` says why it does not exist."""
+
+    step: int
+    url: str
+    given_up: str | None = None
+
+
+class Mark(NamedTuple):
+    """That a member has committed its checkpoint ``id``, of so many ranks and bytes of tensors: the name of an empty object."""
+
+    member: str
+    id: str
+    ranks: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+    @classmethod
+    def of(cls, name: str) -> Mark:
+        member, id, ranks, nbytes = name.split("-")
+        return cls(member, id, int(ranks), int(nbytes))
+
+
+def check_members(member: object, members: Iterable[object]) -> tuple[str, ...]:
+    """The names of all members, if they can be names."""
+    if isinstance(members, str):
+        raise UsageError(f"members= is a list of names, not {members!r}")
+    names = tuple(members)
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MARKS:
+            raise UsageError(f"{name!r} cannot be the name of a member", hint="take letters, digits, dots and underscores")
+    texts = tuple(str(name) for name in names)
+    if len(set(texts)) < len(texts):
+        raise UsageError(f"a member is there twice in {', '.join(texts)}")
+    if member not in texts:
+        raise UsageError(f"{member!r} is not among the members {', '.join(texts)}", hint="members= names all of them, also this one")
+    return texts
+
+
+def member_path(member: str, n: int) -> str:
+    """Where a member has its checkpoint of step ``n``, relative to the root of the run."""
+    return f"{member}/{step_name(n)}"
+
+
+def member_urls(url: str) -> dict[str, str]:
+    """Member → its checkpoint, if ``url`` is a joint step; else empty."""
+    record = _joint_record(url)
+    run = url.rstrip("/").rpartition("/")[0]
+    return {} if record is None else {name: join_url(run, checkpoint.path) for name, checkpoint in record.members.items()}
+
+
+def copy_joint(source: str, target: str, copy: Callable[[str, str], T], *, commit: bool) -> list[T]:
+    """Copy a joint step to ``target``: the checkpoints of its members to the same places in the run there, and then its record, which is
+    left to another process unless ``commit``. Gives what ``copy`` does; nothing if ``source`` is no joint step."""
+    record = _joint_record(source)
+    if record is None:
+        return []
+    run, _, name = target.rstrip("/").rpartition("/")
+    if not run or f"{name}/".strip("/") != source.rstrip("/").rpartition("/")[2]:
+        raise UsageError("a step of several jobs keeps its name", where=target, hint="end the target in /: the directory of the other run")
+    reports = [copy(part, join_url(run, record.members[member].path)) for member, part in member_urls(source).items()]
+    data = read_record(open_backend(source))
+    there = read_record(open_backend(target))
+    if commit and data is not None and there != data:
+        open_backend(target).put_if(COMMIT_PATH, data, expected=None)
+    return reports
+
+
+def _joint_record(url: str) -> CommitRecord | None:
+    backend = open_backend(url)
+    data = read_record(backend)
+    record = None if data is None else CommitRecord.from_bytes(data, url)
+    return record if record is not None and record.generation is not None and record.given_up is None else None

@@ -1,0 +1,150 @@
+"""A Checkpointer that is one member of a run of several jobs (``joint``): what its ranks do together. No torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, raised
+from ckpt.io_backends.registry import join_url
+from ckpt.net.group import Group
+from ckpt.policies import KeepPolicy
+
+from .joint import JointRun
+from .members import Generation, MemberChanges, check_members
+from .reporter import Reporter
+from .step_listing import Step, list_steps
+
+log = logging.getLogger("ckpt")
+
+_UNUSABLE = (CorruptError, NotFoundError, NotCommittedError, AccessError)
+"""What a member raises where its part of a step cannot be loaded, whoever tries again."""
+_POLL = 1.0
+"""Seconds between two looks at what the leader asks for."""
+
+
+class Membership:
+    """One rank's end. ``root``: of the whole run; the member's own is ``own_root``."""
+
+    def __init__(self, root: str, member: object, members: Sequence[str], group: Group, timeout: float, keep: KeepPolicy) -> None:
+        self.members = check_members(member, members)
+        self.member = str(member)
+        self.root, self.own_root = root, join_url(root, self.member)
+        self.reporter: Reporter | None = None
+        self._group, self._timeout, self._keep = group, timeout, keep
+        self._run = JointRun(root, self.member, self.members, timeout)
+        self._asked_at = 0.0
+        self._asked: int | None = None
+        self._saved = -1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member decides when all save, and what stays."""
+        return self.member == self.members[0]
+
+    @property
+    def _on_leader(self) -> bool:
+        return self._group.rank == self._group.leader
+
+    def steps(self) -> list[Step]:
+        """The committed joint steps, the lowest first."""
+        return [s for s in list_steps(self.root) if s.committed and s.members]
+
+    # ---- restoring
+
+    def restore(
+        self, load: Callable[[int | None, str | None, str | None], int | None], step: int | None, changes: MemberChanges | None
+    ) -> int | None:
+        """Load what all members go on from. ``load`` gets the step, and the URL and the id of this member's checkpoint of it: None of a
+        step that this member has no part in, and of a run without steps. Collective, and so is ``load``."""
+        loaded: tuple[int | None, str | None] | None = None
+        result: int | None = None
+        while True:
+            decided: dict[str, Any] = self._call("join", lambda: _words(self._run.join(step, changes), self.member))
+            number, path, id = decided["step"], decided["path"], decided["id"]
+            if loaded != (number, id):
+                try:
+                    result = load(number, None if path is None else join_url(self.root, path), id)
+                except CkptError as err:
+                    unusable = raised(err, *_UNUSABLE)
+                    if step is not None or number is None or not self._agree(unusable):
+                        raise
+                    self._call("refuse", partial(self._run.refuse, err.message))
+                    loaded = None
+                    continue
+                loaded = number, id
+            if self._call("loaded", self._run.loaded):
+                if self._on_leader:
+                    self._tidy(None)
+                return result if path is not None or number is None else number
+
+    # ---- saving
+
+    def begin(self, n: int) -> None:
+        """Step ``n`` is about to be saved by this member. On the leading rank it asks the other members, if this one leads."""
+        self._saved = max(self._saved, n)
+        if not self._on_leader:
+            return
+        self._run.begin(n)
+        if self.leads:
+            self._run.request(n)
+
+    def saved(self, n: int, id: str, nbytes: int) -> None:
+        """This member's checkpoint of step ``n`` is committed at its root."""
+        if self._on_leader:
+            self._run.prepared(n, id, self._group.size, nbytes, partial(self._ended, n))
+
+    def wait(self) -> ConflictError | None:
+        """Wait for what becomes of the joint steps that this member has saved; gives why the last one does not exist. Collective."""
+        outcomes: list[Any] = self._call("joint", lambda: [[o.step, o.given_up] for o in self._run.wait(self._timeout * 1.5)])
+        n, given_up = outcomes[-1] if outcomes else (0, None)
+        if given_up is None:
+            return None
+        return ConflictError(f"step {n} was given up: {given_up}", where=self.root, hint="the joint step before it stays")
+
+    def requested(self) -> int | None:
+        """The step that the leading member asks this one to save, if it has not saved it yet. Looks at most once a second. Collective."""
+
+        def look() -> int | None:
+            if time.monotonic() - self._asked_at >= _POLL:
+                self._asked, self._asked_at = self._run.requested(), time.monotonic()
+            return self._asked if self._asked is not None and self._asked > self._saved else None
+
+        n: int | None = self._call("requested", look)
+        return n
+
+    def _ended(self, n: int, given_up: str | None) -> None:
+        if given_up is not None:
+            log.warning("step %d of %s does not exist: %s", n, self.root, given_up)
+        if self.reporter is not None:
+            self.reporter.joint(n, given_up)
+        if given_up is None:
+            self._tidy(n)
+
+    def _tidy(self, below: int | None) -> None:
+        """Remove what ``keep`` does not keep, and what belongs to no joint step. A failure harms no checkpoint."""
+        try:
+            if self.leads:
+                self._run.retain(self._keep)
+            self._run.sweep(below)
+        except CkptError as err:
+            log.warning("old checkpoints of %s stay for now: %s", self.root, err)
+
+    # ---- ranks
+
+    def _call(self, phase: str, on_leader: Callable[[], Any]) -> Any:
+        """What the leading rank does, and what it gives to all."""
+        call = self._group.call("joint", self.root, self._timeout)
+        return call.map_reduce(phase, dict, lambda rows: call.alive_while(on_leader, 3 * self._timeout))
+
+    def _agree(self, mine: bool) -> bool:  # noqa: FBT001
+        call = self._group.call("joint", self.root, self._timeout)
+        return bool(call.map_reduce("damaged", lambda: {"mine": mine}, lambda rows: any(row["mine"] for row in rows.values())))
+
+
+def _words(generation: Generation, member: str) -> dict[str, Any]:
+    checkpoint = generation.checkpoints.get(member)
+    return {"step": generation.step, "path": checkpoint and checkpoint.path, "id": checkpoint and checkpoint.id}

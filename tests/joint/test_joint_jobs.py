@@ -1,0 +1,179 @@
+"""Jobs that are members of one run: real processes that share nothing but storage, killed at any moment."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import ConflictError, CorruptError, UsageError
+from ckpt.policies import Latest
+from ckpt.runs.members import MemberChanges
+from ckpt.runs.step_listing import list_steps
+
+NAMES = ("trainer", "buffer", "rollouts")
+PRELOAD = ["torch", "pyarrow.ipc", "safetensors.torch", "ckpt.api", "ckpt.runs.checkpointer", "ckpt.engine.load.load"]
+
+
+def member(root: str, name: str, last: int, every: int, seconds: float, out: str) -> None:
+    """One job: it counts, saves every few steps, and notes what it restored and how it ended."""
+    state = {"sum": torch.zeros(1000, dtype=torch.int64), "step": 0, "name": name}
+    with open(out, "a") as log, ckpt.Checkpointer(root, member=name, members=NAMES, timeout=60, keep=Latest(2)) as c:
+        start = c.restore(state) or 0
+        right = bool(state["sum"].eq(start * (start + 1) // 2).all()) and state["step"] == start and state["name"] == name
+        print(json.dumps({"restored": start, "right": right}), file=log, flush=True)
+        for n in range(start + 1, last + 1):
+            state["sum"] += n
+            state["step"] = n
+            time.sleep(seconds)
+            if n % every == 0:
+                c.save(n, state)
+        c.wait()
+        print(json.dumps({"sum": int(state["sum"][0]), "steps": [s.number for s in c.steps()]}), file=log, flush=True)
+
+
+class Job:
+    """A member in a process of its own, forked from a server that has imported torch."""
+
+    def __init__(self, root: str, name: str, last: int, every: int, seconds: float) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            self.out = Path(file.name)
+        self.process = context.Process(target=member, args=(root, name, last, every, seconds, str(self.out)))
+        self.process.start()
+
+    def await_restored(self) -> None:
+        """Wait until it has gone on from something."""
+        while not self.out.read_bytes().endswith(b"\n") and self.process.is_alive():
+            time.sleep(0.01)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it noted, when it has ended or been killed."""
+        self.process.join(240)
+        assert self.process.exitcode in (0, -9)
+        return [json.loads(line) for line in self.out.read_text().splitlines()]
+
+
+def restored(printed: dict[str, list[dict[str, Any]]]) -> set[int]:
+    """The steps that the members of one life went on from."""
+    first = [noted[0] for noted in printed.values() if noted]
+    assert all(one["right"] for one in first), printed
+    return {one["restored"] for one in first}
+
+
+def test_members_that_are_killed_go_on_from_one_step_and_end_as_if_nothing_had_been(root: str) -> None:
+    campaign(root, kills=3, last=60, every=5, seconds=0.02, seed=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_300_kills(root: str, seed: int) -> None:
+    campaign(root, kills=30, last=600, every=5, seconds=0.02, seed=seed)
+
+
+def campaign(root: str, *, kills: int, last: int, every: int, seconds: float, seed: int) -> None:
+    """Kill one or several members at a random moment after they have begun, then start all of them again."""
+    chance, before = random.Random(seed), 0
+    for _ in range(kills):
+        jobs = {name: Job(root, name, last, every, seconds) for name in NAMES}
+        for name in chance.sample(NAMES, chance.choice((0, 1, 3))):
+            jobs[name].await_restored()
+        time.sleep(chance.uniform(0, 40 * seconds))
+        for job in (*chance.sample(list(jobs.values()), chance.choice((1, 2, 3))), *jobs.values()):
+            job.process.kill()
+        steps = restored({name: job.lines() for name, job in jobs.items()})
+        assert len(steps) <= 1
+        assert all(step >= before for step in steps), "what was committed is never undone"
+        visible = [s.number for s in list_steps(root) if s.committed and s.number is not None]
+        before = max(visible, default=0)
+    jobs = {name: Job(root, name, last, every, 0.0) for name in NAMES}
+    printed = {name: job.lines() for name, job in jobs.items()}
+    assert restored(printed) == {before}
+    assert {noted[1]["sum"] for noted in printed.values()} == {last * (last + 1) // 2}
+    assert all(last in noted[1]["steps"] for noted in printed.values())
+    for name in NAMES:
+        assert list_steps(f"{root}/{name}")[-1].number == last
+
+
+def one_member(root: str, name: str = "trainer", names: tuple[str, ...] = ("trainer",), **options: Any) -> ckpt.Checkpointer:
+    return ckpt.Checkpointer(root, member=name, members=names, timeout=options.pop("timeout", 20), **options)
+
+
+def test_a_checkpointer_of_a_joint_run_restores_what_is_joint_alone(root: str) -> None:
+    events: list[Any] = []
+    state = {"w": torch.zeros(3)}
+    with one_member(root, on_event=events.append) as c:
+        with pytest.raises(UsageError, match="restores before it saves"):
+            c.save(1, state)
+        assert c.restore(state) is None
+        state["w"] += 1
+        c.save(1, state)
+        c.wait()
+        assert (c.latest, [s.number for s in c.steps()]) == (1, [1])
+    assert [e.kind for e in events if e.kind.startswith("save.j")] == ["save.joint"]
+    ckpt.save(f"{root}/trainer/step-00000009", {"w": torch.full((3,), 9.0)})  # which no joint step has
+    state["w"].zero_()
+    with one_member(root) as c:
+        assert c.restore(state) == 1
+        assert state["w"].eq(1).all()
+        with pytest.raises(UsageError, match="step 1 is what the members of this run went on from"):
+            c.save(1, state)
+    assert [s.number for s in list_steps(f"{root}/trainer")] == [1], "what belongs to no joint step is removed"
+
+
+def test_data_that_a_member_finds_damaged_moves_it_to_the_step_before(root: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with one_member(root) as c:
+        c.restore(state)
+        for n in (1, 2):
+            state["w"] += 1
+            c.save(n, state)
+        c.wait()
+    (data,) = Path(root, "trainer", "step-00000002", "data").iterdir()
+    data.write_bytes(data.read_bytes()[:-4] + b"\xff\xff\xff\xff")
+    with one_member(root) as c:
+        assert c.restore(state) == 1
+        assert state["w"].eq(1).all()
+    with one_member(root) as c, pytest.raises(CorruptError):
+        c.restore(state, step=2)
+
+
+def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> None:
+    events: list[Any] = []
+    state = {"w": torch.zeros(3)}
+    with one_member(root) as c:
+        c.restore(state)
+        c.save(1, state)
+    changes = MemberChanges(added=["judge"])
+    script = f"""
+import ckpt, time
+from ckpt.policies import Latest
+from ckpt.runs.members import MemberChanges
+c = ckpt.Checkpointer({root!r}, member="judge", members=("trainer", "judge"), timeout=60)
+print(c.restore({{"w": 0}}, members=MemberChanges(added=["judge"])), flush=True)
+"""
+    judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        c = one_member(root, names=("trainer", "judge"), timeout=60, on_event=events.append)
+        assert c.restore(state, members=changes) == 1
+        assert judge.communicate(timeout=60)[0].strip() == "1", "a new member begins where the others are"
+        assert c._joint is not None
+        c._joint._run.timeout = 1.0
+        c.save(2, state)
+        with pytest.raises(ConflictError, match="step 2 was given up: judge did not save it within 1 s"):
+            c.close()
+    finally:
+        judge.kill()
+    assert [(e.step, e.reason) for e in events if e.kind == "save.given_up"] == [(2, "judge did not save it within 1 s")]
+    assert [s.number for s in list_steps(root) if s.committed] == [1]

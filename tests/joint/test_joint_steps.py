@@ -1,0 +1,332 @@
+"""The joint step of several members: what becomes of it whoever is late, gone or back again. Members are threads with a JointRun each, and
+their checkpoints are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ckpt
+from ckpt.cli.main import cli
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, UsageError
+from ckpt.formats.native.commit import CommitRecord
+from ckpt.runs.joint import JointRun
+from ckpt.runs.members import Generation, JointOutcome, MemberChanges, check_members, member_path
+from ckpt.runs.removal import remove_at
+from ckpt.runs.step_listing import list_steps
+
+T = TypeVar("T")
+NAMES = ("trainer", "buffer", "rollouts")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+def members(root: str, names: Sequence[str] = NAMES, timeout: float = 20) -> list[JointRun]:
+    return [JointRun(root, name, names, timeout) for name in names]
+
+
+def together(*work: Callable[[], T]) -> list[T]:
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [future.result(60) for future in [pool.submit(one) for one in work]]
+
+
+def restored(runs: Sequence[JointRun], step: int | None = None) -> list[int | None]:
+    """All members restore, and load nothing."""
+
+    def restore(run: JointRun) -> int | None:
+        while True:
+            decided = run.join(step)
+            if run.loaded():
+                return decided.step
+
+    return together(*(lambda run=run: restore(run) for run in runs))  # type: ignore[misc]
+
+
+def save(run: JointRun, n: int, value: float = 0.0) -> Callable[[], JointOutcome]:
+    """A member commits its checkpoint of step ``n``; gives how to wait for the joint one."""
+    run.begin(n)
+    report = ckpt.save(f"{run.root}/{member_path(run.member, n)}", {"w": torch.full((4,), n + value)})
+    future = run.prepared(n, report.id, 1, report.tensor_bytes)
+    return lambda: future.result(60)
+
+
+def steps(root: str) -> list[int]:
+    return [s.number for s in list_steps(root) if s.committed and s.number is not None]
+
+
+def record(root: str, n: int) -> CommitRecord:
+    path = Path(root) / f"step-{n:08d}" / "checkpoint.json"
+    return CommitRecord.from_bytes(path.read_bytes(), str(path))
+
+
+def test_a_step_exists_once_the_last_member_has_saved_it(root: str) -> None:
+    runs = members(root)
+    assert restored(runs) == [None] * 3
+    first = [save(run, 10) for run in runs[:2]]
+    end = time.monotonic() + 20
+    while [s.reason for s in list_steps(root)] != ["saved by buffer, trainer: the other members are awaited"]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert steps(root) == []
+    with pytest.raises(FormatError, match="not a checkpoint"):
+        ckpt.open(f"{root}/step-00000010")
+    last = save(runs[2], 10)
+    assert [ended().given_up for ended in (*first, last)] == [None] * 3
+    (step,) = list_steps(root)
+    assert (step.number, step.committed, step.world_size, step.tensor_bytes) == (10, True, 3, 48)
+    assert {name: c.path for name, c in step.members.items()} == {name: f"{name}/step-00000010" for name in NAMES}
+    for name, checkpoint in step.members.items():
+        opened = ckpt.open(f"{root}/{checkpoint.path}")
+        assert opened["w"][...].eq(10).all() and list_steps(f"{root}/{name}")[0].id == checkpoint.id
+    with pytest.raises(UsageError, match="several jobs: trainer, buffer, rollouts") as err:
+        ckpt.open(f"{root}/step-00000010")
+    assert f"{root}/buffer/step-00000010" in (err.value.hint or "")
+
+
+def test_a_member_that_does_not_come_ends_the_step_for_all_and_the_one_before_stays(root: str) -> None:
+    runs = members(root, timeout=1.5)
+    restored(runs)
+    assert {ended().given_up for ended in [save(run, 1) for run in runs]} == {None}
+    given_up = [ended().given_up for ended in [save(run, 2) for run in runs[:2]]]
+    assert given_up == ["rollouts did not save it within 1.5 s"] * 2
+    assert save(runs[2], 2)().given_up == "rollouts did not save it within 1.5 s", "it comes too late, and hears so"
+    assert steps(root) == [1]
+    with pytest.raises(NotCommittedError, match="given up: rollouts"):
+        ckpt.open(f"{root}/step-00000002")
+    assert {ended().given_up for ended in [save(run, 3) for run in runs]} == {None}
+    assert restored(members(root)) == [3] * 3
+
+
+def test_a_step_that_a_member_has_passed_is_given_up_at_once(root: str) -> None:
+    runs = members(root, timeout=120)
+    restored(runs)
+    passed = [save(run, 1) for run in runs[:2]]
+    assert {ended().given_up for ended in [save(run, 2) for run in runs]} == {None}
+    assert {ended().given_up for ended in passed} == {"rollouts did not save it before step 2"}
+    assert steps(root) == [2]
+
+
+def test_a_step_that_was_not_complete_never_comes_back(root: str) -> None:
+    """Marks of one life of the job and those of the next are not added up, and a job that is not alive any more commits nothing."""
+    old = members(root)
+    restored(old)
+    assert {ended().given_up for ended in [save(run, 10) for run in old]} == {None}
+    late = [save(run, 20, 0.25) for run in old[:2]]  # the third dies, and all are restarted
+    new = members(root)
+    assert restored(new) == [10] * 3
+    for ended in (*late, save(old[2], 20, 0.25)):  # who is told by the record, and who by the generation, is chance
+        reason: str | None
+        try:
+            reason = ended().given_up
+        except ConflictError as err:
+            reason = err.message
+        assert reason is not None and "restarted" in reason
+    for run in old:
+        with pytest.raises(ConflictError, match="restarted, and the members of this run restore again"):
+            save(run, 30)()
+        with pytest.raises(ConflictError, match="restarted"):
+            run.begin(40)
+    assert {ended().given_up for ended in [save(run, 20, 0.5) for run in new]} == {None}
+    assert steps(root) == [10, 20]
+    for name in NAMES:
+        assert ckpt.open(f"{root}/{name}/step-00000020")["w"][...].eq(20.5).all()
+
+
+def test_going_back_is_a_branch_of_all_members(root: str) -> None:
+    runs = members(root)
+    restored(runs)
+    for n in (1, 2, 3):
+        assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+    runs = members(root)
+    assert restored(runs, step=1) == [1] * 3
+    assert {ended().given_up for ended in [save(run, 2, 0.5) for run in runs]} == {None}
+    assert [(s.number, s.abandoned) for s in list_steps(root)] == [(1, None), (2, None), (3, 1)]
+    assert restored(members(root)) == [2] * 3
+    assert restored(members(root), step=3) == [3] * 3
+
+
+def test_a_damaged_checkpoint_of_one_member_moves_all_to_the_step_before(root: str) -> None:
+    runs = members(root)
+    restored(runs)
+    for n in (1, 2, 3):
+        assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+    remove_at(f"{root}/buffer/step-00000003")  # which the records say
+    runs = members(root)
+
+    def restore(run: JointRun) -> int | None:
+        while True:
+            decided = run.join()
+            if run.member == "rollouts" and decided.step == 2:  # which only who reads its data sees
+                run.refuse("the digest is wrong")
+            elif run.loaded():
+                return decided.step
+
+    assert together(*(lambda run=run: restore(run) for run in runs)) == [1] * 3  # type: ignore[misc]
+    remove_at(f"{root}/trainer/step-00000002")
+    remove_at(f"{root}/trainer/step-00000001")
+    with pytest.raises(CorruptError, match="no joint step is whole"):
+        JointRun(root, "trainer", NAMES, 5).join()
+
+
+def test_a_restore_waits_for_all_and_a_member_that_died_in_it_does_not_count(root: str) -> None:
+    runs = members(root, timeout=1)
+    for run in runs[:2]:
+        run.join()
+    with pytest.raises(ConflictError, match="rollouts did not load step None within 1 s"):
+        runs[0].loaded()
+    dead = members(root, timeout=1)[2]
+    dead.join()
+    again = members(root)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(restored, again[:2])
+        time.sleep(1)
+        assert not waiting.done(), "a process that joined and died is awaited"
+        assert restored(again[2:]) == [None]
+        assert waiting.result(60) == [None] * 2
+
+
+def test_members_that_do_not_agree_are_an_error_by_name(root: str) -> None:
+    JointRun(root, "trainer", ("trainer", "buffer"), 1).join()
+    with pytest.raises(ConflictError, match=r"here they are trainer, buffer, rollouts, in joint.json trainer, buffer"):
+        JointRun(root, "buffer", NAMES, 1).join()
+    for wrong, text in (
+        (("a", ["a", "a"]), "twice"),
+        (("c", ["a", "b"]), "not among"),
+        (("a-b", ["a-b"]), "cannot be the name"),
+        (("members", ["members"]), "cannot be the name"),
+        (("a", "a"), "list of names"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            check_members(*wrong)
+    with pytest.raises(UsageError, match="restores before it saves"):
+        JointRun(root, "trainer", NAMES, 1).begin(1)
+
+
+def test_members_are_added_dropped_and_renamed_by_name_alone(root: str) -> None:
+    runs = members(root)
+    restored(runs)
+    assert {ended().given_up for ended in [save(run, 4) for run in runs]} == {None}
+    names = ("actor", "buffer", "judge")
+    with pytest.raises(UsageError, match="step 4 has no actor, judge and has trainer, rollouts as well"):
+        JointRun(root, "actor", names, 5).join()
+    changes = MemberChanges(added=["judge"], dropped=["rollouts"], renamed={"actor": "trainer"})
+    others = members(root, names)
+    decided = together(*(lambda run=run: run.join(None, changes) for run in others))  # type: ignore[misc]
+    assert [{name: c.path for name, c in d.checkpoints.items()} for d in decided] == [
+        {"actor": "trainer/step-00000004", "buffer": "buffer/step-00000004"}
+    ] * 3
+    with pytest.raises(UsageError, match="asks for step 3, and the others go on from 4"):
+        others[0].join(3)
+
+
+def test_what_no_rule_keeps_goes_and_what_belongs_to_no_step_too(root: str) -> None:
+    runs = members(root, timeout=2)
+    restored(runs)
+    for n in (1, 2, 3):
+        assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+    assert save(runs[0], 4)().given_up is not None
+    assert {ended().given_up for ended in [save(run, 5) for run in runs]} == {None}
+    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2]
+    for run in runs:
+        run.sweep(5)
+        assert steps(f"{root}/{run.member}") == [3, 5]
+    runs = members(root)
+    assert restored(runs) == [5] * 3
+    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [4], "which nobody asks about any more"
+    assert sorted(os.listdir(root)) == ["buffer", "joint.json", "rollouts", "step-00000003", "step-00000005", "trainer"]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"format": "ckpt-joint", "version": 1}', b"\xff" * 40])
+def test_a_damaged_generation_is_an_error_that_says_where(root: str, text: bytes) -> None:
+    os.makedirs(root)
+    Path(root, "joint.json").write_bytes(text)
+    with pytest.raises((CorruptError, FormatError)) as err:
+        JointRun(root, "trainer", NAMES, 1).join()
+    assert err.value.where == f"{root}/joint.json"
+
+
+def test_a_later_generation_is_not_read_by_an_older_release(root: str) -> None:
+    os.makedirs(root)
+    data = Generation(id="0" * 16, members=NAMES).to_bytes().replace(b'"version": 1', b'"version": 2')
+    Path(root, "joint.json").write_bytes(data)
+    with pytest.raises(FormatError, match="version 2"):
+        JointRun(root, "trainer", NAMES, 1).join()
+
+
+def test_the_leader_asks_and_only_its_own_generation_hears(root: str) -> None:
+    runs = members(root)
+    restored(runs)
+    assert runs[1].requested() is None
+    runs[0].request(70)
+    assert [run.requested() for run in runs] == [70] * 3
+    runs = members(root)
+    restored(runs)
+    assert runs[1].requested() is None
+    runs[0].request(80)
+    assert runs[2].requested() == 80
+
+
+def test_a_joint_record_that_is_damaged_hides_no_other(root: str) -> None:
+    runs = members(root)
+    restored(runs)
+    for n in (1, 2):
+        assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+    path = Path(root) / "step-00000002" / "checkpoint.json"
+    path.write_bytes(path.read_bytes().replace(b"trainer/", b"traiter/"))
+    assert [(s.number, s.committed, s.damaged) for s in list_steps(root)] == [(1, True, False), (2, False, True)]
+    assert restored(members(root)) == [1] * 3
+    assert record(root, 1).features == ("members",)
+
+
+def ckpt_command(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path) -> None:
+    runs = members(root)
+    restored(runs)
+    for n in (1, 2, 3):
+        assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+    one, two, three = (f"{root}/step-0000000{n}" for n in (1, 2, 3))
+    listed = json.loads(ckpt_command("ls", "--json", root).stdout)["steps"]
+    assert [(s["step"], list(s["members"])) for s in listed] == [(n, list(NAMES)) for n in (1, 2, 3)]
+    own = json.loads(ckpt_command("ls", "--json", f"{root}/trainer").stdout)["steps"]
+    assert listed[0]["stored_bytes"] > 2 * own[0]["stored_bytes"] > 0
+    assert "of trainer, buffer, rollouts" in ckpt_command("ls", root).stdout
+    assert f"{root}/buffer/step-00000002" in ckpt_command("inspect", two).stdout
+
+    assert ckpt_command("tag", two, "good").exit_code == 0
+    assert ckpt_command("rm", two, "--yes").exit_code != 0
+    assert steps(root) == [1, 2, 3]
+
+    copied = f"{tmp_path}/copy"
+    assert ckpt_command("cp", two, f"{copied}/").exit_code == 0
+    assert ckpt_command("cp", two, f"{copied}/").exit_code == 0, "again, with nothing left to copy"
+    assert ckpt_command("verify", f"{copied}/step-00000002").exit_code == 0
+    assert restored(members(copied)) == [2] * 3
+    data = next(Path(copied, "buffer", "step-00000002", "data").iterdir())
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    verified = ckpt_command("verify", f"{copied}/step-00000002")
+    assert verified.exit_code == 20 and "buffer" in verified.stdout
+
+    assert ckpt_command("rm", one, "--yes").exit_code == 0
+    assert ckpt_command("gc", root, "--keep", "latest=1", "--yes").exit_code == 0
+    assert steps(root) == [2, 3]
+    assert all(steps(f"{root}/{name}") == [2, 3] for name in NAMES)
+    assert ckpt_command("rm", three, "--yes").exit_code == 0
+    assert sorted(os.listdir(root)) == ["buffer", "joint.json", "rollouts", "step-00000002", "trainer"]
+    assert restored(members(root)) == [2] * 3
