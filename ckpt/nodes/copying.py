@@ -85,9 +85,14 @@ class ParityWriter:
         block = np.zeros(length, dtype=np.uint8).data
         received = add_xor(block, [*layout.overlapping(at, at + length)], backend.reader.read_from_any)
         self.received += received
-        if self._pace is not None:
-            time.sleep(max(0.0, received / self._pace - (time.monotonic() - began)))
+        _limit_rate(received, self._pace, began)
         return block
+
+
+def _limit_rate(count: int, pace: float | None, began: float) -> None:
+    """Sleep until ``count`` bytes since ``began`` are no more than ``pace`` bytes a second."""
+    if pace is not None:
+        time.sleep(max(0.0, count / pace - (time.monotonic() - began)))
 
 
 def _compare(own: Backend, file: DataFile) -> None:
@@ -258,8 +263,7 @@ class NodeCopier:
                 began = time.monotonic()
                 count = task()
                 self._given += count
-                if self._pace is not None:
-                    time.sleep(max(0.0, count / self._pace - (time.monotonic() - began)))
+                _limit_rate(count, self._pace, began)
         except ConflictError:
             return  # another process was first
         finally:
