@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from .plan.layout.placements import Shard as Shard
     from .plan.layout.placements import Stage as Stage
     from .plan.layout.placements import Uneven as Uneven
-    from .runs.begin_from import BeginFrom as BeginFrom
-    from .runs.begin_from import RestoredFrom as RestoredFrom
     from .runs.checkpointer import Checkpointer as Checkpointer
     from .runs.members import MemberChanges as MemberChanges
     from .runs.node_tier import Memory as Memory
     from .runs.node_tier import NodeLocal as NodeLocal
+    from .runs.restore_order import BeginFrom as BeginFrom
+    from .runs.restore_order import RestoredFrom as RestoredFrom
     from .runs.step_listing import list_steps as list_steps
     from .state.walk import PerRank as PerRank
 
@@ -79,8 +79,8 @@ _WHERE = {
     "save_async": "api",
     "fence": "engine.save.fence",
     "Checkpointer": "runs.checkpointer",
-    "RestoredFrom": "runs.begin_from",
-    "BeginFrom": "runs.begin_from",
+    "RestoredFrom": "runs.restore_order",
+    "BeginFrom": "runs.restore_order",
     "NodeLocal": "runs.node_tier",
     "Memory": "runs.node_tier",
     "MemberChanges": "runs.members",

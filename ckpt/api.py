@@ -21,10 +21,11 @@ from .text import url_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
     from ckpt.engine.load.fill import LoadReport
     from ckpt.engine.save.background import SaveHandle
-    from ckpt.engine.save.options import SaveOptions, SaveReport
+    from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport
 
 
 def save(
@@ -97,19 +98,18 @@ def save(
     with _fails_together(group, "save", url):
         wait_for_pending_save(group)
         check_flags(dry_run=dry_run)
-        options = _save_options(
-            *(group, url, layout),
-            progress=progress,
-            only=only,
-            trainable=trainable,
-            check_replicas=check_replicas,
-            merge_flat_shards=merge_flat_shards,
-            codec=codec,
-            timeout=timeout,
-            threads=threads,
-            base=None if base is None else url_text(base),
-            reusable=reusable,
-        )
+        given: SaveArguments = {
+            "only": only,
+            "trainable": trainable,
+            "layout": layout,
+            "check_replicas": check_replicas,
+            "merge_flat_shards": merge_flat_shards,
+            "codec": codec,
+            "timeout": timeout,
+            "threads": threads,
+            "progress": progress,
+        }
+        options = _save_options(group, url, given, base, reusable=reusable)
     if dry_run:
         return rehearsal.dry_run(url, state, group, options)
     return save_state(url, state, group, options, partial(_note_failure, group, url))
@@ -122,18 +122,9 @@ def save_async(
     capture: Literal["lazy", "eager"] = "lazy",
     when_busy: Literal["wait", "refuse"] = "wait",
     staging_bytes: int | None = None,
-    only: str | Sequence[str] | None = None,
-    trainable: bool = False,
-    layout: Layout | None = None,
-    check_replicas: bool = True,
-    merge_flat_shards: bool = True,
-    codec: str | None = None,
-    timeout: float | None = None,
-    threads: int | None = None,
-    process_group: ProcessGroup | None = None,
-    progress: bool | ProgressCallback | None = None,
     base: str | os.PathLike[str] | None = None,
     reusable: bool = False,
+    **arguments: Unpack[SaveArguments],
 ) -> SaveHandle:
     """Begin to save a state and return; the rest happens in the background. Collective like :func:`save`.
 
@@ -161,25 +152,12 @@ def save_async(
     from ckpt.engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
     from ckpt.engine.save.options import check_capture
 
-    group = current_group(process_group)
+    group = current_group(arguments.get("process_group"))
     with _fails_together(group, "save", url):
         check_capture(capture, staging_bytes)
         if when_busy not in ("wait", "refuse"):
             raise UsageError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
-        options = _save_options(
-            *(group, url, layout),
-            progress=progress,
-            only=only,
-            trainable=trainable,
-            check_replicas=check_replicas,
-            merge_flat_shards=merge_flat_shards,
-            codec=codec,
-            timeout=timeout,
-            threads=threads,
-            staging=staging_bytes,
-            base=None if base is None else url_text(base),
-            reusable=reusable,
-        )
+        options = _save_options(group, url, arguments, base, reusable=reusable, staging=staging_bytes)
     if when_busy == "refuse":
         refuse_if_busy(group, url, options.timeout)
     with _fails_together(group, "save", url):
@@ -194,13 +172,22 @@ def _note_failure(group: Group, url: str, error: BaseException, phase: str, seco
     note_failed_save(group, url, error, phase, seconds)
 
 
-def _save_options(group: Group, url: str, layout: Layout | None, *, progress: bool | ProgressCallback | None, **others: Any) -> SaveOptions:
+def _save_options(
+    group: Group,
+    url: str,
+    arguments: SaveArguments,
+    base: str | os.PathLike[str] | None,
+    *,
+    reusable: bool,
+    staging: int | None = None,
+) -> SaveOptions:
     from ckpt.engine.save.options import SaveOptions
 
-    check_layout(layout, group.ranks)
+    check_layout(arguments.get("layout"), group.ranks)
     warn_if_others_are_missing(group)
-    callback = callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
-    return SaveOptions.of(layout=layout, progress=callback, **others)
+    progress = callback_of(progress=arguments.get("progress"), leads=group.rank == group.leader, title=f"save {url}")
+    base = None if base is None else url_text(base)
+    return SaveOptions.of(arguments, progress=progress, base=base, reusable=reusable, staging=staging)
 
 
 def load(

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
     from wandb import Run
 
-    from ckpt.runs.alerts import Alerts as Alerts
+    from ckpt.runs.events import Alerts as Alerts
 
 
 _WHERE = {
-    "Alerts": "ckpt.runs.alerts",
+    "Alerts": "ckpt.runs.events",
     "Event": "ckpt.runs.events",
     "JsonLines": "ckpt.monitors",
     "MLflow": "ckpt.monitors",

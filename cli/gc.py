@@ -189,8 +189,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     from ckpt.policies import All, AnyOf, parse_keep, retention
     from ckpt.runs.orphans import find_orphans
     from ckpt.runs.removal import infos
-    from ckpt.runs.step_listing import KnownSteps, directory_name, none_here, vanished_bases
-    from ckpt.runs.stored_sizes import stored_sizes
+    from ckpt.runs.step_listing import KnownSteps, directory_name, none_here, stored_sizes, vanished_bases
 
     backend = open_backend(root)
     now = backend.now()

@@ -36,8 +36,7 @@ def command(root: str, *, as_json: bool, quiet: bool) -> None:
     """
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import join_url
-    from ckpt.runs.step_listing import directory_name, list_steps, none_here, vanished_bases
-    from ckpt.runs.stored_sizes import stored_sizes
+    from ckpt.runs.step_listing import directory_name, list_steps, none_here, stored_sizes, vanished_bases
 
     output = Output(json=as_json, quiet=quiet)
     steps = sorted(list_steps(root), key=lambda step: step.abandoned is None)  # the newest comes last

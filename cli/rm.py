@@ -27,7 +27,7 @@ def command(url: str, *, yes: bool, dry_run: bool, as_json: bool, quiet: bool) -
     """
     from ckpt.io_backends.registry import open_backend
     from ckpt.runs.named_removal import named_removal
-    from ckpt.runs.stored_sizes import stored_sizes
+    from ckpt.runs.step_listing import stored_sizes
 
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")

@@ -22,7 +22,7 @@ FLOORS = (
     ("concurrency", "needs", "text"),
     ("errors",),
     ("dtypes", "plan.layout", "policies", "runs.events", "settings", "telemetry", "units"),
-    ("io_backends", "plan.tree_decoding", "runs.alerts"),
+    ("io_backends", "plan.tree_decoding"),
     ("catalog", "plan.tree"),
     ("plan",),
     ("formats", "net", "state"),
@@ -63,7 +63,7 @@ WITHOUT_TORCH = (
     *(f"ckpt.live.{name}" for name in ("control", "holdings", "offered", "pieces", "pull", "registry", "relay")),
     *(f"ckpt.live.{name}" for name in ("segment", "server", "versions")),
     *(f"ckpt.runs.{name}" for name in ("alerts", "events", "named_removal", "orphans", "rebuild", "removal", "report", "step_listing")),
-    *("ckpt.runs.stored_sizes", "ckpt.runs.tiers", "ckpt.telemetry.callbacks", "ckpt.telemetry.trace_events"),
+    *("ckpt.runs.tiers", "ckpt.telemetry.callbacks", "ckpt.telemetry.trace_events"),
 )
 CONVERTERS = (
     *("mapping", "selected_state", "selection", "compare", "references", "importer", "pipeline", "targets", "export", "convert"),

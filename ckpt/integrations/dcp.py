@@ -121,7 +121,9 @@ class CkptWriter(StorageWriter):
         assignment.check()
         group = Group(0, tuple(range(len(plans))))
         call = group.call("save", self.url, settings.timeout(None))
-        leader = self._leader = Leader(call=call, backend=open_backend(self.url), options=SaveOptions.of(merge_flat_shards=False), known=[])
+        leader = self._leader = Leader(
+            call=call, backend=open_backend(self.url), options=SaveOptions.of({"merge_flat_shards": False}), known=[]
+        )
         joined = Joined(tensors=dict(assignment.tensors), assignments=dict(assignment.assignments), aliases={})
         leader.open_tables(Tables((), joined, {}), {})
         return [replace(plan, storage_data=_Place(id=leader.id, position=i)) for i, plan in enumerate(plans)]

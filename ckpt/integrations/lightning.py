@@ -75,7 +75,7 @@ class CkptIO(CheckpointIO):
 
     def __init__(self, *, background: bool = False, codec: str | None = None, threads: int | None = None) -> None:
         self.background = background
-        self._options = SaveOptions.of(check_replicas=False, merge_flat_shards=False, codec=codec, threads=threads)
+        self._options = SaveOptions.of({"check_replicas": False, "merge_flat_shards": False, "codec": codec, "threads": threads})
         self._group = Group(0, (0,))
         """Lightning calls this on one rank, whatever the size of the job."""
         self._handle: SaveHandle | None = None

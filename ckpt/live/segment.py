@@ -133,10 +133,10 @@ class MemorySegment:
             os.close(self._file)
             raise _no_memory(size, err) from err
         self._close = finalize(self, os.close, self._file)  # a publication that fails forgets its segment: the open file is all the memory
-        whole = np.frombuffer(self._memory, dtype=np.uint8)
-        self._address = whole.ctypes.data
-        self._whole = whole
-        self.data: Bytes = whole[DATA : DATA + capacity]
+        mapped = np.frombuffer(self._memory, dtype=np.uint8)
+        self._address = mapped.ctypes.data
+        self._whole = mapped
+        self.data: Bytes = mapped[DATA : DATA + capacity]
         self._sealed = False
         self._begin()
 

@@ -85,7 +85,9 @@ class SpreadFiles:
             records = read_records(self.backend.reader, self.id, self.parity)
             stored = [(domains[node], r.layout) for path, r in records.items() for node in self._nodes_with(path, r.layout.size)]
             protected = protected_files(stored, holders, sizes, domains)
-            planned = plan_parity({path: held for path, held in holders.items() if path not in protected}, sizes, domains, groups)
+            planned = plan_parity(
+                {path: nodes_with for path, nodes_with in holders.items() if path not in protected}, sizes, domains, groups
+            )
             missing = [one for one in planned if not self._is_made(one)]
         return missing
 

@@ -129,7 +129,7 @@ def add_xor(result: memoryview, terms: Sequence[ParityTerm], read: Callable[[str
     before the second one of any, so that all nodes are asked from the beginning on. What ``read`` raises is raised when no thread reads any
     more, and then ``result`` has anything in it.
     """
-    whole = np.frombuffer(result, dtype=np.uint8)
+    all_bytes = np.frombuffer(result, dtype=np.uint8)
     lock = threading.Lock()
     buffers: list[npt.NDArray[np.uint8]] = []
 
@@ -140,7 +140,7 @@ def add_xor(result: memoryview, terms: Sequence[ParityTerm], read: Callable[[str
             buffer = np.empty(PIECE, dtype=np.uint8)
         part = buffer[: term.length]
         read(term.path, term.offset, part.data)
-        there = whole[term.at : term.at + term.length]
+        there = all_bytes[term.at : term.at + term.length]
         with lock:  # of two terms of one place
             np.bitwise_xor(there, part, out=there)
         buffers.append(buffer)
@@ -285,11 +285,13 @@ class ParitySource:
 class _SaveParity:
     """The parity files of one save that are there, and the files that they can be used with."""
 
-    def __init__(self, records: Mapping[str, ParityRecord], nodes: Mapping[str, list[int]], held: Mapping[str, Mapping[int, int]]) -> None:
+    def __init__(
+        self, records: Mapping[str, ParityRecord], nodes: Mapping[str, list[int]], sizes_by_node: Mapping[str, Mapping[int, int]]
+    ) -> None:
         self.records = records
         self.nodes = nodes
         self.paths = {record.layout.name: path for path, record in records.items()}
-        self.table = ParityTable([r.layout for r in records.values()], lambda path, size: size in held.get(path, {}).values())
+        self.table = ParityTable([r.layout for r in records.values()], lambda path, size: size in sizes_by_node.get(path, {}).values())
 
     @classmethod
     def read(cls, files: NodeFiles, id: str) -> _SaveParity:

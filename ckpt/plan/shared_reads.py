@@ -119,13 +119,13 @@ class _Holders:
     def of(cls, tiling: Tiling, cells: IntArray, near: Set[int] | None) -> _Holders:
         """Of the ranks ``near``, if these are given."""
         holders = tiling.holders[cells]
-        which, held = holders.reshape(-1), np.repeat(cells, holders.shape[1])
+        which, cell_of = holders.reshape(-1), np.repeat(cells, holders.shape[1])
         if near is not None:
             here = np.isin(which, np.fromiter(near, dtype=np.int64))
-            which, held = which[here], held[here]
+            which, cell_of = which[here], cell_of[here]
         order = np.argsort(which, kind="stable")
         ranks, starts = np.unique(which[order], return_index=True)
-        return cls(ranks, held[order], np.append(starts, len(order)))
+        return cls(ranks, cell_of[order], np.append(starts, len(order)))
 
     def weights(self, tiling: Tiling, places: IntArray, low: IntArray, high: IntArray) -> IntArray:
         """``[boxes, places]``: how many elements of the boxes from ``low`` to ``high`` each of the ranks at ``places`` holds."""
@@ -172,10 +172,10 @@ class Readers:
 
         Then ranks read about what they would if nothing had to be checked, and most bytes stay where they are read.
         """
-        found = np.zeros(self._count, dtype=np.int64)
+        readers = np.zeros(self._count, dtype=np.int64)
         for line in self._lines:
-            found[line.members] = line.readers(first)
-        ranks: list[int] = found.tolist()
+            readers[line.members] = line.readers(first)
+        ranks: list[int] = readers.tolist()
         return ranks
 
 

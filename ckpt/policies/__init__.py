@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from .both import AnyOf, BothPolicy, EverySteps
+from .both import KEEP_RULES, AnyOf, BothPolicy, EverySteps, from_json, parse_keep, to_json
 from .both import AnyOf as Any
-from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
+from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Verdict, Verdicts, Within, retention
 from .paying import EveryBudget, EveryOptimal
-from .policy import Anchor, TrustFrozen
-from .retention import Verdict, Verdicts, retention
-from .save import AtSteps, EveryMinutes, Moment, OnPreemption, SaveCost, SavePolicy
-from .spelling import KEEP_RULES, from_json, parse_keep, to_json
+from .save import Anchor, AtSteps, EveryMinutes, Moment, OnPreemption, SaveCost, SavePolicy, TrustFrozen
 
 __all__ = [
     "KEEP_RULES",

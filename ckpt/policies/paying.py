@@ -7,8 +7,7 @@ from statistics import median
 
 from ckpt.errors import UsageError
 
-from .policy import check_positive
-from .save import Moment, SaveCost, SavePolicy, daly
+from .save import Moment, SaveCost, SavePolicy, check_positive, daly
 
 _RECENT = 5  # saves whose median counts as the cost of one
 

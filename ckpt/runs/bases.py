@@ -20,7 +20,7 @@ from ckpt.engine.save.options import SaveOptions
 from ckpt.errors import UsageError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR, XOR_PLANES
-from ckpt.policies.policy import Anchor, TrustFrozen
+from ckpt.policies import Anchor, TrustFrozen
 
 
 @dataclass(eq=False)
@@ -61,8 +61,14 @@ class Bases:
             self.since += 1
 
 
-def codec_of(codec: str | None, anchor: object) -> str | None:
-    """The codec of a run's saves."""
+def check_reuse(reuse: object, anchor: object, codec: str | None) -> str | None:
+    """The codec of a run's saves.
+
+    Raises:
+        UsageError: the three do not go together.
+    """
+    if not isinstance(reuse, bool | TrustFrozen):
+        raise UsageError(f"reuse= is True, False or a TrustFrozen, not {reuse!r}", hint="reuse=ckpt.policies.TrustFrozen(hash_every=10)")
     if anchor is None:
         if codec in WITHOUT_ANCHOR:
             raise UsageError(f"codec={codec!r} needs anchors to store differences from", hint="anchor=ckpt.policies.Anchor(every=10)")
@@ -70,15 +76,6 @@ def codec_of(codec: str | None, anchor: object) -> str | None:
     if not isinstance(anchor, Anchor):
         raise UsageError(f"anchor= says which saves are anchors, not {anchor!r}", hint="anchor=ckpt.policies.Anchor(every=10)")
     if codec not in (None, XOR_PLANES.name, WITHOUT_ANCHOR[XOR_PLANES.name]):
-        raise UsageError(
-            f"anchor= has a codec of its own, {XOR_PLANES.name!r}, so codec={codec!r} does not go with it", hint="leave codec= out"
-        )
+        message = f"anchor= has a codec of its own, {XOR_PLANES.name!r}, so codec={codec!r} does not go with it"
+        raise UsageError(message, hint="leave codec= out")
     return XOR_PLANES.name
-
-
-def trust_of(reuse: object) -> TrustFrozen | None:
-    if isinstance(reuse, bool):
-        return None
-    if not isinstance(reuse, TrustFrozen):
-        raise UsageError(f"reuse= is True, False or a TrustFrozen, not {reuse!r}", hint="reuse=ckpt.policies.TrustFrozen(hash_every=10)")
-    return reuse

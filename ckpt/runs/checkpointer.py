@@ -20,36 +20,32 @@ from ckpt.catalog import Catalog
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
 from ckpt.engine.save.base import SaveBase
-from ckpt.engine.save.options import SaveOptions, SaveReport, check_capture
+from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
 from ckpt.net.group import current_group, warn_if_others_are_missing
-from ckpt.plan.layout.layout import Layout, check_layout
-from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, Latest, SavePolicy, TrustFrozen
+from ckpt.plan.layout.layout import check_layout
+from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
 from ckpt.settings import check_flags
 from ckpt.state.walk import check_state
-from ckpt.telemetry.callbacks import ProgressCallback, callback_of
+from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
 
-from .alerts import Alerts
-from .arguments import State, check_memory, check_signals, metric_values, state_of
-from .bases import Bases, codec_of, trust_of
-from .begin_from import BeginFrom, RestoredFrom, merged_sources
-from .events import Listener
+from .bases import Bases, check_reuse
+from .events import Alerts, Listener
 from .lineage import Lineage
 from .members import MemberChanges
 from .membership import Membership
-from .node_tier import Memory, NodeLocal, SpreadTier
+from .node_tier import Memory, NodeLocal
 from .reporter import Reporter
-from .restore_order import load_nearest, load_origin
-from .save_schedule import SIGNALS, SaveSchedule, check_step
+from .restore_order import BeginFrom, RestoredFrom, load_nearest, load_origin, origin_of
+from .save_schedule import SIGNALS, SaveSchedule, State, check_signals, check_step, metric_values, state_of
 from .step_listing import Step, step_url
-from .tiers import Tiers
-from .uploader import MemoryStage, Uploader
+from .tier_chain import TierChain
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 log = logging.getLogger("ckpt")
 
@@ -104,17 +100,8 @@ class Checkpointer:
         keep: KeepPolicy = All(),  # noqa: B008  a value
         capture: Literal["lazy", "eager"] = "lazy",
         staging_bytes: int | None = None,
-        only: str | Sequence[str] | None = None,
-        trainable: bool = False,
-        layout: Layout | None = None,
-        check_replicas: bool = True,
-        merge_flat_shards: bool = True,
-        codec: str | None = None,
         reuse: bool | TrustFrozen = False,
         anchor: Anchor | None = None,
-        timeout: float | None = None,
-        threads: int | None = None,
-        process_group: ProcessGroup | None = None,
         signals: Sequence[int] = SIGNALS,
         local: str | os.PathLike[str] | NodeLocal | None = None,
         memory: Memory | None = None,
@@ -123,33 +110,25 @@ class Checkpointer:
         on_event: Listener | Sequence[Listener] | None = None,
         alerts: bool | Alerts = True,
         run_log: bool = True,
-        progress: bool | ProgressCallback | None = None,
         member: str | None = None,
         members: Sequence[str] = (),
+        **arguments: Unpack[SaveArguments],
     ) -> None:
         root = url_text(root)
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
-        check_memory(memory, local, local_keep)
         check_flags(run_log=run_log)
         signals = check_signals(signals)
-        options = SaveOptions.of(
-            layout=layout,
-            check_replicas=check_replicas,
-            merge_flat_shards=merge_flat_shards,
-            codec=codec_of(codec, anchor),
-            timeout=timeout,
-            threads=threads,
-            staging=staging_bytes,
-            reusable=bool(reuse) or anchor is not None,
-            only=only,
-            trainable=trainable,
-        )
+        if reuse is not False or anchor is not None or arguments.get("codec") is not None:
+            arguments["codec"] = check_reuse(reuse, anchor, arguments.get("codec"))
+        options = SaveOptions.of(arguments, reusable=bool(reuse) or anchor is not None, staging=staging_bytes)
         if options.reusable and (local is not None or memory is not None):
             what = "anchor=" if anchor is not None else "reuse="
             raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
-        callback_of(progress=progress, leads=False, title="")  # whether it is one
+        self._progress = arguments.get("progress")
+        callback_of(progress=self._progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
-        self.group = current_group(process_group)
+        self._process_group = arguments.get("process_group")
+        self.group = current_group(self._process_group)
         self._joint: Membership | None = None
         if member is not None or members:
             self._joint = Membership(root, member, members, self.group, options.timeout, keep)
@@ -158,52 +137,28 @@ class Checkpointer:
         self.policy = save
         self.keep = keep
         self.capture = capture
-        self._process_group = process_group
         self._bases = Bases(anchor)
-        self._progress = progress
-        self._options = replace(options, trust=trust_of(reuse))
+        self._options = replace(options, trust=None if isinstance(reuse, bool) else reuse)
         self.timeout = options.timeout
-        check_layout(layout, self.group.ranks)
+        check_layout(options.layout, self.group.ranks)
         warn_if_others_are_missing(self.group)
         self.restored_from: RestoredFrom | None = None
         """What :meth:`restore` has loaded, and how many bytes from where."""
+        self._tiers = TierChain(root, keep, local, local_keep, memory, self.group, options)
         self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals) if memory is not None else None
         """When to save into memory."""
-        staged = memory is not None and local is not None
-        if memory is not None and not staged:
-            local, local_keep = memory.on_nodes(root), Latest(memory.keep)
-        place, self._spread = None if local is None or isinstance(local, NodeLocal) else url_text(local), None
-        if isinstance(local, NodeLocal):
-            self._spread = SpreadTier(local, root, self.group, self.timeout)
-            place = self._spread.url
-        self._tiers = Tiers(
-            root, keep, place, Latest(1) if local_keep is None else local_keep, self._spread, newest_only=memory is not None and not staged
-        )
-        self._uploader: Uploader | None = None
-        if local is not None:
-            self._uploader = Uploader(self._tiers, self.group, timeout=self.timeout, threads=self._options.threads)
-        self._spreads = [self._spread] if self._spread is not None else []
-        self._stage: MemoryStage | None = None
-        """The memory before the local tier; saves go there."""
-        if memory is not None and staged:
-            self._spread = SpreadTier(memory.on_nodes(root), root, self.group, self.timeout)
-            self._spreads.insert(0, self._spread)
-            self._stage = MemoryStage(
-                self._spread, memory.keep, self._tiers, self.group, timeout=self.timeout, threads=self._options.threads
-            )
-        self._first = self._stage if self._stage is not None else self._tiers
-        """Whom to ask what there is."""
-        self._lineage = Lineage(self._first.look)
-        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=local is not None and memory is None, run_log=run_log)
-        self._tiers.removed = self._reporter.removed
+        self._lineage = Lineage(self._tiers.look)
+        tiers = local is not None and memory is None
+        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=tiers, run_log=run_log)
+        self._tiers.later.removed = self._reporter.removed
         if anchor is not None:  # else the base is the newest checkpoint, which always stays
-            self._tiers.base = lambda: self._bases.base.url if self._bases.base is not None else None
-        if self._spread is not None:
-            self._spread.copied = self._reporter.copied
+            self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
+        if self._tiers.spread is not None:
+            self._tiers.spread.copied = self._reporter.copied
         if self._joint is not None:
             self._joint.reporter = self._reporter
-        if self._uploader is not None:
-            self._uploader.published, self._uploader.failed = self._on_published, self._reporter.not_published
+        if self._tiers.uploader is not None:
+            self._tiers.uploader.published, self._tiers.uploader.failed = self._on_published, self._reporter.not_published
         self._patience = self.timeout if publish_timeout is None else publish_timeout
         self._gave_up = False
         """Nothing was saved since publishing was given up."""
@@ -280,7 +235,7 @@ class Checkpointer:
             check_state(state)
             if step is not None:
                 check_step(step)
-            origin = _origin(step, begin_from, options)
+            origin = origin_of(step, begin_from, options)
             return {}
 
         self.group.call("restore", self.root, self.timeout).map_reduce("begin", check, lambda rows: None)
@@ -300,7 +255,7 @@ class Checkpointer:
 
         catalogs: list[Catalog] = []
         wanted, taken = recorded.set(spans), opened.set(catalogs if self._options.reusable else None)
-        for spread in self._spreads:
+        for spread in self._tiers.spreads:
             spread.forget_sources()
         try:
             part = self._options.part
@@ -308,7 +263,7 @@ class Checkpointer:
             load_own = partial(load_one, **{**same_part, **options})
             # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
             base = load_origin(origin, self.group, self.timeout, load_one) if origin is not None and part is not None else None
-            own = restored = load_nearest(self._first, self.group, self.timeout, load_own, step, id) if id != "" else None
+            own = restored = load_nearest(self._tiers, self.group, self.timeout, load_own, step, id) if id != "" else None
             if restored is None and origin is not None:
                 restored = base or load_origin(origin, self.group, self.timeout, load_one)
         except CkptError as err:
@@ -325,13 +280,15 @@ class Checkpointer:
             self._schedule.resumed(restored.step, saved=own is not None)
             if self._memory is not None:
                 self._memory.resumed(restored.step, saved=own is not None)
-            sources = merged_sources([spread.sources() for spread in self._spreads])
+            sources = self._tiers.sources() if self._tiers.spreads else {}
             self.restored_from = RestoredFrom(step=restored.step, url=restored.lasting, sources=sources)
-            self._bases.restored(restored.url if own is not None and self._options.reusable else None, catalogs)
+            if self._options.reusable:
+                self._bases.restored(restored.url if own is not None else None, catalogs)
             self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, nbytes, spans=spans)
-        for spread in self._spreads:
-            spread.add()
-        self._publish()
+        if self._tiers.uploader is not None:
+            for spread in self._tiers.spreads:
+                spread.add()
+            self._tiers.publish()
         return restored.step if restored is not None else None
 
     # ---- saving
@@ -409,7 +366,7 @@ class Checkpointer:
 
     def _connect(self) -> None:
         """Once: see whether the ranks share the local tier. Collective."""
-        self._first.check(self.group, self.timeout)
+        self._tiers.check()
         self._connected = True
 
     def _begin(
@@ -437,13 +394,13 @@ class Checkpointer:
                 self.group.call("save", self._place(n), self.timeout).fail("begin", ready)
                 raise ready
             made, options = ready
-            first = self._stage.tiers if self._stage is not None else self._tiers
-            handle = start_save(self._place(n), made, self.group, options, self.capture, then=first.retain_after_save)
+            then = self._tiers.nearest.retain_after_save
+            handle = start_save(self._place(n), made, self.group, options, self.capture, then=then)
             self.handle, durable = handle, handle.durable
             if publish:
                 self._schedule.costs.begun(handle, self._schedule.now)
             self._reporter.begun(n, handle)
-            if self._joint is not None and self._uploader is None:
+            if self._joint is not None and self._tiers.uploader is None:
                 handle.durable.add_done_callback(partial(self._on_durable, n))
         except BaseException as err:
             self._schedule.failed()
@@ -456,11 +413,11 @@ class Checkpointer:
 
     def _finish_begin(self, durable: Future[Any] | None, *, publish: bool) -> None:
         """Whatever became of a save: all ranks begin the same rounds of publishing and copying after it."""
-        if self._uploader is not None and publish:
-            self._publish(durable)
+        if self._tiers.uploader is not None and publish:
+            self._tiers.publish(durable)
             self._gave_up = False
-        if self._spread is not None:
-            self._spread.add(durable)
+        if self._tiers.spread is not None:
+            self._tiers.spread.add(durable)
 
     def _ready(self, n: int, state: State | Callable[[], State], metrics: Mapping[str, float] | None) -> tuple[State, SaveOptions]:
         """The state and the options of a save that is to begin, of which no other rank knows yet."""
@@ -470,9 +427,9 @@ class Checkpointer:
         options = replace(
             self._bases.of(self._place(n), self._options),
             metrics=metric_values(metrics),
-            earlier=partial(self._first.earlier, n) if self._tiers.local is not None else None,
+            earlier=partial(self._tiers.earlier, n) if self._tiers.uploader is not None else None,
             branches=partial(self._lineage.of, n),
-            placement=self._spread.placement if self._spread is not None else None,
+            placement=self._tiers.spread.placement if self._tiers.spread is not None else None,
             progress=callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}"),
         )
         wait_for_pending_save(self.group)
@@ -501,16 +458,7 @@ class Checkpointer:
 
     def _place(self, n: int) -> str:
         """Where step ``n`` is committed first."""
-        return (self._stage.tiers if self._stage is not None else self._tiers).place(n)
-
-    def _publish(self, after: Future[Any] | None = None) -> None:
-        """Bring what is committed to the later tiers when ``after`` has ended."""
-        if self._stage is not None:
-            after = self._stage.publish(after).over
-        if self._uploader is not None:
-            self._uploader.add(after)
-        if self._stage is not None:
-            self._spreads[-1].add(after)
+        return self._tiers.nearest.place(n)
 
     def url(self, n: int) -> str:
         """Where step ``n`` is saved, in the end; :attr:`restored_from` and the handle of a save say more."""
@@ -527,40 +475,26 @@ class Checkpointer:
         """
         with self._schedule.timed():
             ended, unpublished = self._ended(), self._published()
-            self._settle()
+            self._tiers.settle()
             given_up = self._joint.wait() if self._joint is not None else None
         _raise(ended or unpublished or given_up)
-
-    def _settle(self, *, rest: bool = False) -> None:
-        """Wait for what removes old checkpoints in the background; ``rest``: also of what waits there for further saves."""
-        for tiers in (self._tiers, *([self._stage.tiers] if self._stage is not None else [])):
-            tiers.settle(self.timeout, rest=rest)
 
     def _published(self) -> StorageError | None:
         """Wait until everything is published; gives why it could not be."""
         # Having waited once in vain, it tries but once more.
-        if self._uploader is None:
-            return None
-        patience = 0.0 if self._gave_up else self._patience
-        staging = self._stage.uploader.finish(patience) if self._stage is not None else None
-        error = self._uploader.finish(patience) or staging
+        error = self._tiers.finish(0.0 if self._gave_up else self._patience)
         self._gave_up = error is not None
-        if self._stage is not None:
-            self._spreads[-1].add()
-        for spread in self._spreads:
-            if uncopied := spread.finish():
-                log.warning("steps of which not every file is on another node: %s", ", ".join(map(str, uncopied)))
         return error
 
     @property
     def uncopied(self) -> tuple[int, ...]:
         """Steps of which this node has still to give files to another one, or could not when it tried last (:class:`ckpt.NodeLocal`)."""
-        return tuple(sorted({step for spread in self._spreads for step in spread.uncopied}))
+        return self._tiers.uncopied
 
     @property
     def unpublished(self) -> tuple[int, ...]:
         """Steps that are committed in the local tier and not at the root, as far as the last attempt to publish knows. Costs nothing."""
-        return self._uploader.unpublished if self._uploader is not None else ()
+        return self._tiers.uploader.unpublished if self._tiers.uploader is not None else ()
 
     def _ended(self) -> BaseException | None:
         """Wait for the last save; gives what it failed with, once."""
@@ -582,7 +516,7 @@ class Checkpointer:
     def steps(self) -> list[Step]:
         """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
         self._check_nodes()
-        return self._joint.steps() if self._joint is not None else self._first.steps()
+        return self._joint.steps() if self._joint is not None else self._tiers.steps()
 
     @property
     def latest(self) -> int | None:
@@ -590,7 +524,7 @@ class Checkpointer:
         self._check_nodes()
         if self._joint is not None:
             return max((s.number for s in self.steps() if s.number is not None and s.abandoned is None), default=None)
-        return self._first.latest()
+        return self._tiers.latest()
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
         """The committed step with the lowest or highest ``metric``, which the policy ``Best`` would keep; None if none has a finite one."""
@@ -604,7 +538,7 @@ class Checkpointer:
         """Wait for the last save as :meth:`wait` does, and stop watching signals. Nothing can be saved or restored afterwards."""
         try:
             self.wait()
-            self._settle(rest=True)
+            self._tiers.settle(rest=True)
         finally:
             self._stop()
 
@@ -614,16 +548,16 @@ class Checkpointer:
 
     def _check_nodes(self) -> None:
         """What is on the nodes of a job is known only while it is connected to them."""
-        if self._spreads:
+        if self._tiers.spreads:
             self._check_open()
 
     def _stop(self) -> None:
         self._closed = True
-        if self._spreads:  # whose connections are closed
-            self._settle()
+        if self._tiers.spreads:  # whose connections are closed
+            self._tiers.settle()
         self._schedule.stop()
         self._reporter.close()
-        for spread in self._spreads:
+        for spread in self._tiers.spreads:
             spread.close()
 
     def __enter__(self: C) -> C:
@@ -638,7 +572,7 @@ class Checkpointer:
                 log.error("the save of %s is still going on", self.handle.url)
             else:
                 self._ended()  # what it failed with is logged; what training raised matters more
-            if self._uploader is not None and not self._uploader.idle(self._patience):
+            if self._tiers.uploader is not None and not self._tiers.uploader.idle(self._patience):
                 log.error("steps are not published yet: %s", self.unpublished)
         finally:
             self._stop()
@@ -647,16 +581,3 @@ class Checkpointer:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
-
-
-def _origin(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom | None, options: Mapping[str, Any]) -> BeginFrom | None:
-    """What a run without checkpoints begins from, if something is given.
-
-    Raises:
-        UsageError: the arguments do not go together.
-    """
-    if begin_from is not None and step is not None:
-        raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
-    if options.get("dry_run"):
-        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
-    return BeginFrom.of(begin_from) if begin_from is not None else None

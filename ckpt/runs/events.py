@@ -1,17 +1,23 @@
-"""What a Checkpointer tells of its saves and loads while they happen: one small value for each event, and a thread for each listener. No
-torch."""
+"""What a Checkpointer tells of its saves and loads while they happen: one small value for each event, the alerts that follow from them, and
+a thread for each listener. No torch."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from queue import SimpleQueue
+from statistics import median
 from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakSet
+
+from ckpt import errors
+from ckpt.errors import AccessError, StorageError, UsageError
 
 Kind = Literal[
     "save.begun",
@@ -95,6 +101,190 @@ class Event:
 
 Listener = Callable[[Event], object]
 """What ``on_event`` takes. One with an attribute ``every_rank`` that is true is called on all ranks, any other on the leader."""
+
+
+# Alerts: what in a run's saves needs somebody to look at it. Pure, but that it remembers the last saves.
+
+_HISTORY = 20
+"""Saves that are remembered."""
+_FEWEST = 5
+"""Saves that make a history."""
+_NOTABLE = 1.0
+"""Seconds: what is shorter is never slow."""
+_NOTABLE_STALL = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alerts:
+    """When to alert. Each alert is given once for its cause, and again when that has ended and comes back, or another error is the cause.
+    Publishing has caught up when nothing waits any more.
+
+    Args:
+        slower: a save takes so many times the median of the last 20, and more than a second.
+        stall: the last five saves block training so many times as long as the five before, by their medians, and more than 0.1 s.
+        last: so many saves in a row have the same straggler as their slowest rank.
+        retries: the ranks have made so many requests again to get one save through.
+        behind: so many checkpoints of the local tier wait to be published.
+
+    Raises:
+        UsageError: a limit is not above 1.
+    """
+
+    slower: float = 3.0
+    stall: float = 2.0
+    last: int = 5
+    behind: int = 3
+    retries: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("slower", "stall", "last", "behind", "retries"):
+            if not getattr(self, name) > 1:
+                raise UsageError(f"Alerts({name}) is above 1, not {getattr(self, name)!r}", hint="alerts=False turns them off")
+
+
+@dataclass(eq=False)
+class AlertRules:
+    """The alerts that follow from the events of one run, in order."""
+
+    limits: Alerts
+    _took: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    _blocked: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _FEWEST))
+    _last: tuple[int | None, int] = None, 0
+    """A rank, and how many saves in a row it was the last of."""
+    _waiting: dict[int, float] = field(default_factory=dict)
+    """Steps that are committed and not published, and since when."""
+    _raised: dict[str, object] = field(default_factory=dict)
+    """What goes wrong → what is known of the cause, for which there was an alert."""
+
+    def follow(self, event: Event, *, tiers: bool = False) -> list[Event]:
+        """The alerts that this event gives rise to. ``tiers``: what is durable has still to be published."""
+        if event.kind == "save.durable":
+            if tiers and event.step is not None:
+                self._waiting[event.step] = event.at
+            alerts = [self._slow(event), self._stall(event), self._straggler(event), self._late(event), self._refused(event)]
+        elif event.kind in ("save.failed", "publish.failed"):
+            alerts = [self._storage(event)]
+        elif event.kind == "save.published" and event.step is not None:
+            for step in [s for s in self._waiting if s <= event.step]:  # older ones are not published any more
+                del self._waiting[step]
+            self._raised.pop("publish.failed", None)
+            alerts = [self._late(event)]
+        else:
+            alerts = []
+        return [alert for alert in alerts if alert is not None]
+
+    def since(self, step: int, at: float) -> float | None:
+        """Seconds from the commit in the local tier until ``at``; None if it was not seen."""
+        return at - self._waiting[step] if step in self._waiting else None
+
+    # ---- what is wrong
+
+    def _slow(self, event: Event) -> Event | None:
+        took, usual = event.seconds or 0.0, median(self._took) if len(self._took) >= _FEWEST else None
+        self._took.append(took)
+        wrong = usual is not None and took > max(self.limits.slower * usual, _NOTABLE)
+        return self._alert(
+            event,
+            "slow",
+            wrong,
+            lambda: (
+                f"the save of step {event.step} took {took:.1f} s, {took / max(usual or 0.0, 1e-9):.1f} times as long as usual; "
+                f"`ckpt stats {event.url}` shows which phase and rank"
+            ),
+        )
+
+    def _stall(self, event: Event) -> Event | None:
+        self._blocked.append(event.blocked or 0.0)
+        values = list(self._blocked)
+        before, now = median(values[:_FEWEST]), median(values[_FEWEST:] or values)
+        wrong = len(values) == 2 * _FEWEST and now > self.limits.stall * before and now - before > _NOTABLE_STALL
+        return self._alert(
+            event,
+            "stall",
+            wrong,
+            lambda: (
+                f"the last {_FEWEST} saves have blocked training for {now:.2f} s each, those before for {before:.2f} s; look whether "
+                "saves overlap, host memory is short, or the state has grown"
+            ),
+        )
+
+    def _straggler(self, event: Event) -> Event | None:
+        rank = event.slowest if event.slowest in event.stragglers else None
+        self._last = (rank, self._last[1] + 1 if rank == self._last[0] else 1)
+        return self._alert(
+            event,
+            "straggler",
+            rank is not None and self._last[1] >= self.limits.last,
+            lambda: (
+                f"rank {rank} was the slowest in each of the last {self._last[1]} saves; look at its machine's disk and network, and "
+                f"with `ckpt stats --ranks {event.url}` whether it writes more than others"
+            ),
+        )
+
+    def _storage(self, event: Event) -> Event | None:
+        what = f"step {event.step} is not saved" if event.kind == "save.failed" else "checkpoints are not published"
+        return self._alert(
+            event,
+            "storage",
+            event.kind == "publish.failed" or _is_of_storage(event),
+            lambda: f"{what}: {event.error}: {event.reason}; until that ends, a restart goes on from an older checkpoint",
+            of=event.kind,
+            cause=event.error,
+        )
+
+    def _refused(self, event: Event) -> Event | None:
+        """Of a save that got through all the same."""
+        self._raised.pop("save.failed", None)
+        slow = f", of these {event.throttled} since the storage asked to slow down" if event.throttled else ""
+        return self._alert(
+            event,
+            "storage",
+            (event.retries or 0) >= self.limits.retries,
+            lambda: (
+                f"the save of step {event.step} has made {event.retries} requests to the storage again{slow}; "
+                f"`ckpt stats --ranks {event.url}` shows which ranks; look at the network and the limits of the storage"
+            ),
+        )
+
+    def _late(self, event: Event) -> Event | None:
+        if self._waiting and "publishing" in self._raised:  # fewer wait for a moment whenever one is published
+            return None
+        oldest = min(self._waiting, default=None)
+        return self._alert(
+            event,
+            "publishing",
+            len(self._waiting) >= self.limits.behind,
+            lambda: (
+                f"{len(self._waiting)} checkpoints wait to be published, step {oldest} for {event.at - self._waiting[oldest or 0]:.0f} s: "
+                "saves come faster than the root takes them; save less often, or look at its network"
+            ),
+        )
+
+    def _alert(
+        self,
+        event: Event,
+        topic: Topic,
+        wrong: bool,  # noqa: FBT001  of a rule
+        words: Callable[[], str],
+        of: str | None = None,
+        cause: object = None,
+    ) -> Event | None:
+        """``of``: what goes wrong, if the topic has several; ``cause``: of which there is one alert."""
+        of = of or topic
+        if not wrong:
+            self._raised.pop(of, None)
+            return None
+        if of in self._raised and self._raised[of] == cause:
+            return None
+        self._raised[of] = cause
+        return replace(event, kind="alert", topic=topic, reason=words())
+
+
+def _is_of_storage(event: Event) -> bool:
+    """Whether the storage failed, for this rank or another one, whose error is named in the reason."""
+    named = re.findall(r"raised (\w+):", event.reason or "")
+    kinds = [getattr(errors, name, None) for name in (event.error or "", *named)]
+    return any(isinstance(kind, type) and issubclass(kind, StorageError | AccessError) for kind in kinds)
 
 
 # Events on their way to one listener: a queue of bounded length and a thread, so that no listener can hold training up.

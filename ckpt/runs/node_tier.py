@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -250,3 +251,12 @@ class SpreadTier:
 
 def _united(rows: dict[int, Row]) -> list[int]:
     return sorted({step for row in rows.values() for step in row["uncopied"]})
+
+
+def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The bytes of several tiers, the nearest first, by place; what was computed from parity and the root last."""
+    merged: Counter[str] = Counter()
+    for places in sources:
+        merged.update(places)
+    last = {place: merged.pop(place) for place in ("parity", "root") if place in merged}
+    return {**merged, **last}

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from ckpt.engine.save.background import SaveHandle
@@ -23,8 +24,7 @@ from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.telemetry.spans import Row, SpanTable, stragglers
 
-from .alerts import AlertRules, Alerts
-from .events import FLUSH, Event, Kind, Listener, ListenerThread
+from .events import FLUSH, AlertRules, Alerts, Event, Kind, Listener, ListenerThread
 
 log = logging.getLogger("ckpt")
 
@@ -56,7 +56,7 @@ class Reporter:
         leads = group.rank == group.leader
         self._threads = [ListenerThread(one) for one in listeners if leads or getattr(one, "every_rank", False)]
         self._rules = AlertRules(alerts if isinstance(alerts, Alerts) else Alerts()) if alerts and leads else None
-        self._log: ListenerThread[LogEntry] | None = None
+        self._log: ListenerThread[tuple[LogEntry, Mapping[int, Row]]] | None = None
         """Made when there is something to keep."""
         self._keeps_log = run_log and leads
         self._going = threading.Condition()
@@ -115,8 +115,7 @@ class Reporter:
         """A state was loaded, or could not be. ``spans``: what ranks, counted from 0, were busy with; on the leader."""
         failed = error_fields(error) if error is not None else {}
         if not isinstance(error, NotFoundError):  # there may be no run yet
-            tables = {rank: SpanTable.from_row(row) for rank, row in (spans or {}).items()}
-            self._keep(kind="load", step=step, url=url, seconds=seconds, tensor_bytes=nbytes, tables=tables, **failed)
+            self._keep(spans, kind="load", step=step, url=url, seconds=seconds, tensor_bytes=nbytes, **failed)
         self._tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **failed)
 
     def _captured(self, step: int, handle: SaveHandle, began: float) -> None:
@@ -154,18 +153,20 @@ class Reporter:
 
     # ---- keeping
 
-    def _keep(self, **fields: Any) -> None:
+    def _keep(self, spans: Mapping[int, Row] | None = None, **fields: Any) -> None:
         """Add to the log of the run, in a thread of its own: nothing depends on whether that works."""
         if not self._keeps_log:
             return
         with self._going:  # saves end in threads of their own
             if self._log is None:
                 self._log = ListenerThread(self._add)
-        self._log.post(LogEntry(at=time.time(), rank=self._group.rank, ranks=self._group.size, **fields))
+        self._log.post((LogEntry(at=time.time(), rank=self._group.rank, ranks=self._group.size, **fields), spans or {}))
 
-    def _add(self, entry: LogEntry) -> None:
+    def _add(self, noted: tuple[LogEntry, Mapping[int, Row]]) -> None:
+        entry, spans = noted
         try:
-            add_entry(open_backend(self._root), entry)
+            tables = {rank: SpanTable.from_row(row) for rank, row in spans.items()}
+            add_entry(open_backend(self._root), replace(entry, tables=tables))
         except CkptError as err:
             log.debug("the log of the run %s is not kept: %s", self._root, err)
 

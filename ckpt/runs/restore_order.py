@@ -1,27 +1,155 @@
-"""Which copy of which step a job goes on from: the newest that is whole, the nearest copy first. All ranks take the same."""
+"""Which checkpoint a job goes on from: the newest that is whole, the nearest copy first; or, where the run has none of its own yet, one of
+DCP, Megatron, DeepSpeed or of another run. All ranks take the same.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from ckpt import units
 from ckpt.engine.load.load import PARTLY_WRITTEN, UNCHANGED
-from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError, raised
+from ckpt.errors import (
+    AccessError,
+    CkptError,
+    ConflictError,
+    CorruptError,
+    NotCommittedError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+    raised,
+)
 from ckpt.formats.native.commit import Branch, Branches
+from ckpt.formats.native.paths import step_number
+from ckpt.formats.registry import open_catalog
 from ckpt.net.group import Group
 from ckpt.nodes.backend import is_spread
+from ckpt.plan import tree
+from ckpt.settings import sources as checked_sources
+from ckpt.text import url_text
 
-from .begin_from import BeginFrom
-from .tiers import Tiers
-from .uploader import MemoryStage
+from .save_schedule import check_step
+from .tier_chain import TierChain
 
 log = logging.getLogger("ckpt")
+
+_COUNTERS = ("step", "global_step", "global_steps", "iteration")
+"""Names by which training loops keep the number of their steps in the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginFrom:
+    """A checkpoint to begin a run from, for :meth:`ckpt.Checkpointer.restore`. Any format that ``ckpt.load`` reads.
+
+    Args:
+        url: path or URL of the checkpoint.
+        step: the training step that it was saved after. By default the number at the end of its path (``step-7``, ``iter_0001000``,
+            ``global_step3``, ``checkpoint-500``, ``500``), or else a whole number that its state has as ``step``, ``global_step``,
+            ``global_steps`` or ``iteration``.
+        only, rename, strict, cast, sources: as for :func:`ckpt.load`, for this checkpoint alone. What is not given is as
+            ``restore`` was given it.
+    """
+
+    url: str | os.PathLike[str]
+    step: int | None = None
+    only: str | Sequence[str] | None = None
+    rename: Mapping[str, str] | None = None
+    strict: bool | None = None
+    cast: bool | None = None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None
+
+    @classmethod
+    def of(cls, given: str | os.PathLike[str] | BeginFrom) -> BeginFrom:
+        """A URL alone stands for itself with no options.
+
+        Raises:
+            UsageError: it is neither, or the step is no whole number.
+        """
+        origin = given if isinstance(given, BeginFrom) else cls(given)
+        if not isinstance(origin.url, str | os.PathLike):
+            raise UsageError(f"begin_from= takes a path, a URL or a ckpt.BeginFrom, not {given!r}")
+        if origin.step is not None:
+            check_step(origin.step)
+        return origin
+
+    @property
+    def location(self) -> str:
+        """The text of ``url``."""
+        return url_text(self.url)
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The options of ``ckpt.load`` that were given."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("url", "step")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def find_step(self) -> int:
+        """The step that the checkpoint was saved after.
+
+        Raises:
+            UsageError: neither its path nor its state tells.
+            NotFoundError, FormatError, CorruptError: there is no checkpoint that can be read.
+        """
+        if self.step is not None:
+            return self.step
+        catalog = open_catalog(self.location, sources=checked_sources(self.sources))
+        name = catalog.url.rstrip("/").rpartition("/")[2]  # not ours: of a directory above several, the catalog's is the latest of them
+        number = step_number(name)
+        if number is not None:
+            return number
+        counted = {key: value for key, value in tree.pairs_of(catalog.state) or () if key in _COUNTERS}
+        steps = {value for value in counted.values() if isinstance(value, int) and not isinstance(value, bool) and value >= 0}
+        if len(steps) != 1:
+            what = f"its state has {counted}" if counted else "neither its path nor its state has a number"
+            raise UsageError(
+                f"which step this checkpoint was saved after is not clear: {what}",
+                where=self.location,
+                hint="give the number: restore(state, begin_from=ckpt.BeginFrom(url, step=…))",
+            )
+        return steps.pop()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredFrom:
+    """What :meth:`ckpt.Checkpointer.restore` has loaded; ``str`` of it says it in words.
+
+    ``url``: a copy of it that any process can open; None if only this job can, since its files are spread over machines and the step is
+    not at the root. ``sources``: the bytes of data files that this rank has read, by where they were: ``memory of this host``,
+    ``disk of host b``, ``parity`` (computed from what other machines have), ``root``. Empty without a tier that is spread over machines.
+    """
+
+    step: int
+    url: str | None
+    sources: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = self.url if self.url is not None else f"step {self.step}, which only this job can open"
+        if not self.sources:
+            return where
+        return f"{where}: {', '.join(f'{place} {units.size(nbytes)}' for place, nbytes in self.sources.items())}"
+
 
 _NOT_THERE = (StorageError, AccessError, NotFoundError, NotCommittedError)
 """What, beside damage, sends ranks to another copy of the same step, if there is one."""
 _GONE = (NotFoundError, NotCommittedError, ConflictError)
 """What a step gives that was removed or replaced after it was listed."""
+
+
+def origin_of(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom | None, options: Mapping[str, Any]) -> BeginFrom | None:
+    """What a run without checkpoints begins from, if something is given.
+
+    Raises:
+        UsageError: the arguments do not go together.
+    """
+    if begin_from is not None and step is not None:
+        raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
+    if options.get("dry_run"):
+        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
+    return BeginFrom.of(begin_from) if begin_from is not None else None
 
 
 class LoadedCopy(NamedTuple):
@@ -35,7 +163,7 @@ class LoadedCopy(NamedTuple):
 
 
 def load_nearest(
-    tiers: Tiers | MemoryStage, group: Group, timeout: float, load: Callable[..., object], step: int | None, id: str | None = None
+    tiers: TierChain, group: Group, timeout: float, load: Callable[..., object], step: int | None, id: str | None = None
 ) -> LoadedCopy | None:
     """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; None if there is none.
     With ``id``, of that save alone. Collective, and so is ``load``.
@@ -67,13 +195,14 @@ def load_nearest(
             if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise
             log.warning("%s is passed over: %s; what the run has beside it is tried next", url, _reason(err))
-            tiers.damaged.add(copy_id)
+            tiers.nearest.damaged.add(copy_id)
             failed = err
             continue
-        if tiers.local is not None:
+        if tiers.uploader is not None:
             log.info("going on from step %d: %s", number, url)
-        alike = (other for _, other, other_id, *_ in copies if other_id == copy_id and not is_spread(other))
-        return LoadedCopy(number, url, next(alike, None), tuple(Branch(*row) for row in branches))
+        places = [other for _, other, other_id, *_ in copies if other_id == copy_id]
+        lasting = [place for place in places if not is_spread(place)] if tiers.spreads else places
+        return LoadedCopy(number, url, next(iter(lasting), None), tuple(Branch(*row) for row in branches))
     if failed is not None:
         raise failed
     return None

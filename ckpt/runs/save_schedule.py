@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from types import FrameType
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from ckpt.errors import UsageError
 from ckpt.net.group import Due, Group, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
+from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import Stall
 
 # What saves cost training, measured in the training loop: how long they block it, and how much slower they make it.
@@ -135,6 +136,8 @@ class CostMeter:
 # Handlers can be set in the main thread only; elsewhere nothing is watched, and ``watch`` says so.
 
 log = logging.getLogger("ckpt")
+
+State = Mapping[str, Any]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What Slurm (``--signal``), Kubernetes and torchrun send before they stop a job."""
@@ -266,7 +269,30 @@ class SaveSchedule:
             self._agreement.stop()
 
 
+def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
+    """The same; UsageError unless they are numbers of signals."""
+    try:
+        return tuple(signal.Signals(number) for number in signals)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise UsageError(f"signals= takes numbers of signals, not {signals!r}", hint="signals=[signal.SIGTERM, signal.SIGUSR1]") from None
+
+
 def check_step(n: object) -> None:
     """Raise UsageError unless ``n`` is the number of a training step."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise UsageError(f"a step is a whole number of at least 0, not {n!r}", hint="give the number of the step as an int")
+
+
+def state_of(given: State | Callable[[], State]) -> State:
+    """The state, or what the function makes that gives it."""
+    if not isinstance(given, dict) and callable(given) and not hasattr(given, "state_dict"):
+        given = given()
+    check_state(given)
+    return given  # type: ignore[return-value]  # no model comes here
+
+
+def metric_values(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise UsageError(f"metrics= are numbers by name, not {metrics!r}", hint='metrics={"loss": float(loss)}') from None

@@ -8,7 +8,6 @@ records at the root say so.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -22,11 +21,7 @@ from typing import Any, TypeVar
 from ckpt.concurrency import Rounds
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
-from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
-from ckpt.net.channel import Row
-from ckpt.net.group import Group
-from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest, retention
 
 from .lineage import branches_after
@@ -90,7 +85,6 @@ class Tiers:
         """Abandoned steps of which was said that they are passed over."""
         self._unreadable: set[str] = set()
         """Checkpoints of which was said that their records are damaged."""
-        self._shared = local is None
         if local is not None and spread is None and not is_file_system(local):
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
         if local is not None and real_url(local) == real_url(root):
@@ -104,7 +98,8 @@ class Tiers:
 
     def earlier(self, n: int) -> str | None:
         """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most."""
-        self._see(self._asked(lambda: _id_at(step_url(self.root, n)), f"whether step {n} is at {self.root}"))
+        id = self._asked(lambda: _id_at(step_url(self.root, n)), f"whether step {n} is at {self.root}")
+        self._last_seen = max((id for id in (self._last_seen, id) if id is not None), default=None)
         return self._last_seen
 
     def look(self, nearer: Tiers | None = None) -> list[Step]:
@@ -129,13 +124,10 @@ class Tiers:
             log.warning("%s cannot be seen, so this save counts as later than what was seen there before: %s", what, why)
             return None
 
-    def _see(self, *ids: str | None) -> None:
-        self._last_seen = max((id for id in (self._last_seen, *ids) if id is not None), default=None)
-
     def _at_root(self) -> list[Step]:
-        steps = _numbered(_checked(self._known_root.list(), self.root))
+        steps = [s for s in _list(self._known_root, self.root) if s.number is not None]
         self._answers = True
-        self._see(*(s.id for s in steps))
+        self._last_seen = max((id for id in (self._last_seen, *(s.id for s in steps)) if id is not None), default=None)
         return steps
 
     def _say_passed(self, near: Iterable[Step], far: Iterable[Step]) -> None:
@@ -167,7 +159,7 @@ class Tiers:
 
     def near(self) -> list[Step]:
         """What the local tier has."""
-        return _numbered(_checked(self._known_local.list(), self.local)) if self.local is not None else []
+        return [s for s in _list(self._known_local, self.local) if s.number is not None] if self.local is not None else []
 
     def _ordered(self, steps: Iterable[Step]) -> list[Step]:
         """Those that are committed in the order in which to try them."""
@@ -178,8 +170,8 @@ class Tiers:
         """Step, URL, id, losses, and the branches of what is saved after it, of the copies of the newest step that has some beside those
         ``tried``, by URL and id, on the branch that was written last; or of ``step``, on whatever branch. What was saved last comes first,
         the nearest copy before others. All records are read: a low step may be of the last branch."""
-        places = [(tier, tier.near()) for tier in (nearer, self) if tier is not None]
-        at_root = self._far(step, [s for _, steps in places for s in steps])
+        places = [(tier, tier.near()) for tier in (nearer, self) if tier is not None and tier.local is not None]
+        at_root = self._far(step, [s for _, steps in places for s in steps]) if places else self._at_root()
         run = with_abandoned([s for _, steps in (*places, (None, at_root or ())) for s in steps])
         owners = [tier for tier, steps in places for _ in steps]
         levels: dict[int, list[tuple[Tiers | None, Step]]] = {}
@@ -191,7 +183,8 @@ class Tiers:
         for _, level in sorted(levels.items(), reverse=True):
             near = [s for tier, _ in places for s in tier._judged(s for owner, s in level if owner is tier)]
             far = [s for owner, s in level if owner is None]
-            self._say_passed(near, far)
+            if near:
+                self._say_passed(near, far)
             committed = self._ordered([*near, *far])
             for s in (*near, *far):
                 if not s.committed and (s.damaged or not committed):
@@ -201,14 +194,33 @@ class Tiers:
             there = there or bool(committed)
             copies = [s for s in committed if (s.url, s.id) not in tried]
             if copies:
-                if step is None:
+                if step is None and any(s.damaged or s.abandoned is not None for s in run):
                     self._say_abandoned(run, copies[0])
+                if step is None and places:
+                    self._say_saved_later(at_root or (), copies[0])
                 return [[s.number, s.url, s.id, s.lost, branches_after(s, run, whole=at_root is not None)] for s in copies]
         if damaged is not None and not there:
             raise _unreadable(damaged)
         if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
+
+    def _say_saved_later(self, at_root: Iterable[Step], chosen: Step) -> None:
+        """Warn if the root has a lower step of the same branch that was saved after the one that is gone on from: jobs that did not see
+        each other's memory or disks have both gone on, and no record says so."""
+        later = [
+            s
+            for s in at_root
+            if s.committed and s.abandoned is None and str(s.id) > str(chosen.id) and (s.number or 0) < (chosen.number or 0)
+        ]
+        newest = max(later, key=lambda s: str(s.id), default=None)
+        if newest is not None and newest.id not in self._passed:
+            self._passed.add(str(newest.id))
+            log.warning(
+                "%s (save %s of %s) is gone on from, though %s (save %s of %s) was saved after it: a job that did not see these files "
+                "seems to have gone on from an earlier step, and what it did is undone; restore(state, step=%s) takes that up instead",
+                *(chosen.url, chosen.id, chosen.created, newest.url, newest.id, newest.created, newest.number),
+            )
 
     def _say_abandoned(self, run: Iterable[Step], chosen: Step) -> None:
         """Say which steps are not gone on from since the run went back, and which may be of a branch that nobody can see; once."""
@@ -326,33 +338,10 @@ class Tiers:
         if not all(rounds.wait(max(0.0, end - time.monotonic())) for rounds in (self._retaining, self._retaining_root)):
             log.warning("old checkpoints of %s are still being removed after %g s; that goes on in the background", self.root, seconds)
 
-    # ---- whether ranks share the local tier
 
-    def check(self, group: Group, timeout: float) -> None:
-        """Once, if there are several: whether all ranks see the files of the local tier, or are connected to those who have them.
-        Collective."""
-        if self.spread is not None:
-            self.spread.connect()
-            return
-        if self._shared or self.local is None or group.size == 1:
-            return
-        call = group.call("local tier", self.root, timeout)
-        backend = open_backend(self.local)
-        path = call.map_reduce("write", dict, lambda rows: _leave_file(backend))
-        try:
-            call.map_reduce("look", lambda: {"seen": _shows(backend, path)}, lambda rows: _all_see(rows, group, backend.url))
-        finally:
-            if call.is_leader:
-                backend.delete(path)
-        self._shared = True
-
-
-def _numbered(steps: Iterable[Step]) -> list[Step]:
-    return [s for s in steps if s.number is not None]
-
-
-def _checked(steps: list[Step], root: str) -> list[Step]:
-    """The same steps."""
+def _list(known: KnownSteps, root: str) -> list[Step]:
+    """The checkpoints of the run at ``root``, and what is left of saves."""
+    steps = known.list()
     if any(s.url == root and (s.committed or s.damaged) for s in steps):
         parent = root.rstrip("/").rpartition("/")[0]
         hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"
@@ -386,10 +375,10 @@ def _remove(
     if keep == All():
         return
     try:
-        committed = [s for s in _checked(known.list(), root) if s.committed]
-        steps = {s.number: s for s in _numbered(committed)}
+        committed = [s for s in _list(known, root) if s.committed]
+        steps = {s.number: s for s in committed if s.number is not None}
         # What is not judged, having no number or that of another, stays: and so has to what it uses.
-        facts = infos([s if steps.get(s.number) is s else replace(s, number=None) for s in committed], bases=bases)
+        facts = infos([s if s.number is not None and steps[s.number] is s else replace(s, number=None) for s in committed], bases=bases)
         going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
         referrers = {info.step: info.users for info in facts}
         for step in remove_steps(root, going, referrers, busy, known.list):
@@ -398,38 +387,6 @@ def _remove(
                 removed(step.number, step.url, step.id)
     except CkptError as err:
         log.warning("old checkpoints stay behind in %s: %s", root, err)
-
-
-def _leave_file(backend: Backend) -> str:
-    """Write an empty file, of a name that `ckpt gc` knows; gives its path."""
-    path = f".prepare-{secrets.token_hex(8)}.tmp"
-    backend.prepare()
-    with backend.create(path, 0) as writer:
-        writer.commit()
-    return path
-
-
-def _shows(backend: Backend, path: str) -> bool:
-    end = time.monotonic() + LOOK
-    while True:
-        try:
-            backend.size(path)
-        except NotFoundError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.1)
-        else:
-            return True
-
-
-def _all_see(rows: dict[int, Row], group: Group, url: str) -> None:
-    blind = [rank for rank, row in rows.items() if not row["seen"]]
-    if blind:
-        raise UsageError(
-            f"the local tier is not the same directory on all ranks: {ranks_text(blind)} cannot see what rank {group.leader} writes there",
-            where=url,
-            hint="give local= a directory that all nodes share; or ckpt.NodeLocal(directory), if each node is to keep its own files",
-        )
 
 
 def _unreadable(step: Step) -> CorruptError:

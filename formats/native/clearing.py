@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import DataFile, SourceFile
 from ckpt.concurrency import map_tasks
@@ -17,7 +17,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 
 from .catalog import read_index, read_record
-from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, is_ours
+from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours
 from .index import Recent, decode_files
 from .paths import CLEARING, FILES, INDEX_LIMIT, SOURCES, data_prefix, id_of, index_path, others_files
 from .references import UP, is_reference, owner_of, split_url
@@ -251,37 +251,6 @@ _THREADS = 16
 """Checkpoints whose records are read at once."""
 _RUNS = 4
 """Runs of which a process remembers who refers to what: a job saves to one, and reads a few."""
-
-T = TypeVar("T")
-
-
-class KnownRecords(Generic[T]):
-    """What a process has learned from the commit records of a run, by directory. Any thread may ask.
-
-    A run may have ten thousand steps, so a save must not read them all to remove one. What was read is believed as long as the storage
-    shows, in a listing that costs little, that the record is still the same object (``Backend.version_tokens``). Nothing is concluded from
-    a name alone: another job, or ``ckpt tag``, may have replaced what is behind it.
-
-    Invariants: a token is older than the record that is kept with it, so that a record replaced in between is read again. What a link leads
-    to is never kept.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[str, T]] = {}
-
-    def read(
-        self, run: Backend, names: Sequence[str], read: Callable[[Sequence[str]], Mapping[str, T]], lasts: Callable[[T], bool]
-    ) -> dict[str, T]:
-        """What ``read`` gives for these directories of ``run``, asked only for those that are new or changed. ``lasts``: whether something
-        stays true as long as the record is the same."""
-        tokens = run.version_tokens(names, COMMIT_PATH, skip=f"/{_DATA}")  # before any record is read
-        if tokens is None:
-            return dict(read(names))
-        before = self._kept
-        same = {n: before[n] for n in names if n in before and tokens.get(n) == before[n][0] and run.link(n) is None}
-        new = read([n for n in names if n not in same])
-        self._kept = {**same, **{n: (tokens[n], value) for n, value in new.items() if n in tokens and lasts(value) and run.link(n) is None}}
-        return {**{n: value for n, (_, value) in same.items()}, **new}
 
 
 class _Uses(NamedTuple):

@@ -8,15 +8,16 @@ import re
 import secrets
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import xxhash
 
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.io_backends.protocol import Backend
 from ckpt.settings import __version__
 from ckpt.text import parse_object
 
@@ -440,3 +441,37 @@ def _member(members: dict[str, Any], name: str, kind: type, where: str) -> Any:
     if type(value) is not kind:
         _damaged(f"its {name} is {value!r}, not {kind.__name__}", where)
     return value
+
+
+# What a process has learned of a run.
+
+T = TypeVar("T")
+
+
+class KnownRecords(Generic[T]):
+    """What a process has learned from the commit records of a run, by directory. Any thread may ask.
+
+    A run may have ten thousand steps, so a save must not read them all to remove one. What was read is believed as long as the storage
+    shows, in a listing that costs little, that the record is still the same object (``Backend.version_tokens``). Nothing is concluded from
+    a name alone: another job, or ``ckpt tag``, may have replaced what is behind it.
+
+    Invariants: a token is older than the record that is kept with it, so that a record replaced in between is read again. What a link leads
+    to is never kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[str, T]] = {}
+
+    def read(
+        self, run: Backend, names: Sequence[str], read: Callable[[Sequence[str]], Mapping[str, T]], lasts: Callable[[T], bool]
+    ) -> dict[str, T]:
+        """What ``read`` gives for these directories of ``run``, asked only for those that are new or changed. ``lasts``: whether something
+        stays true as long as the record is the same."""
+        tokens = run.version_tokens(names, COMMIT_PATH, skip="/data/")  # before any record is read
+        if tokens is None:
+            return dict(read(names))
+        before = self._kept
+        same = {n: before[n] for n in names if n in before and tokens.get(n) == before[n][0] and run.link(n) is None}
+        new = read([n for n in names if n not in same])
+        self._kept = {**same, **{n: (tokens[n], value) for n, value in new.items() if n in tokens and lasts(value) and run.link(n) is None}}
+        return {**{n: value for n, (_, value) in same.items()}, **new}

@@ -15,8 +15,7 @@ from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EveryBudget, EverySteps, Latest, Moment, SavePolicy
-from ckpt.runs.alerts import AlertRules, Alerts
-from ckpt.runs.events import LIMIT, Event, ListenerThread
+from ckpt.runs.events import LIMIT, AlertRules, Alerts, Event, ListenerThread
 
 
 def state(n: float = 0.0) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from ckpt.io_backends import checks
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.io_backends.s3.tries import Acquaintance, Tries
-from ckpt.runs.alerts import AlertRules, Alerts
-from ckpt.runs.events import Event
+from ckpt.runs.events import AlertRules, Alerts, Event
 from ckpt.runs.report.content import Setting, build_report
 from tests.observe.saves import many, save
 

@@ -19,6 +19,7 @@ import pytest
 
 import ckpt
 from ckpt import errors
+from ckpt.engine.save.options import SaveArguments
 from ckpt.errors import CkptError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +130,10 @@ def test_the_documents_call_what_exists(block: str) -> None:
             assert hasattr(ckpt, node.attr) or (ROOT / "ckpt" / f"{node.attr}.py").exists(), node.attr
         if isinstance(node, ast.Call) and (name := _called(node, known)) is not None:
             keywords = {k.arg: None for k in node.keywords if k.arg}
-            inspect.signature(getattr(ckpt, name)).bind_partial(*node.args, **keywords)
+            signature = inspect.signature(getattr(ckpt, name))
+            signature.bind_partial(*node.args, **keywords)
+            if name in ("save_async", "Checkpointer"):
+                assert keywords.keys() <= {*signature.parameters, *SaveArguments.__annotations__}
 
 
 def _called(node: ast.Call, known: set[str]) -> str | None:

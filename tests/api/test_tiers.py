@@ -22,7 +22,7 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.policies import Best, EverySteps, KeepPolicy, Latest, OnPreemption
+from ckpt.policies import AtSteps, Best, EverySteps, KeepPolicy, Latest, OnPreemption
 from tests.distributed.ranks import Lost, Ranks
 
 
@@ -466,3 +466,22 @@ def test_policies_of_both_tiers_can_be_any(run: Run) -> None:
     keep: KeepPolicy = EverySteps(2) | Latest(1)
     run.train(range(1, 6), keep=keep, local_keep=keep)
     assert numbers(run.root) == [2, 4, 5] == numbers(run.local)
+
+
+def test_steps_of_a_job_that_did_not_see_this_tier_are_not_undone_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One machine has step 9 in a tier of its own; the job went on elsewhere, from an earlier step, and has published step 7 since."""
+    root, local, state = str(tmp_path / "run"), str(tmp_path / "local"), {"x": torch.zeros(2)}
+    ckpt.save(f"{local}/step-00000009", state)
+    ckpt.save(f"{root}/step-00000007", state)
+    with ckpt.Checkpointer(root, local=local, save=AtSteps(99)) as c:
+        assert c.restore(state) == 9 == c.restore(state)
+    warned = [r.getMessage() for r in caplog.records if "was saved after it" in r.getMessage()]
+    assert len(warned) == 1 and "step-00000009" in warned[0] and "restore(state, step=7)" in warned[0]
+    caplog.clear()
+    with ckpt.Checkpointer(str(tmp_path / "usual"), local=str(tmp_path / "usual-local"), save=AtSteps(99)) as c:
+        c.save(7, state)
+        c.save(9, state)
+        c.wait()
+    with ckpt.Checkpointer(str(tmp_path / "usual"), local=str(tmp_path / "usual-local")) as c:
+        assert c.restore(state) == 9
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]

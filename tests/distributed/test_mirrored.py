@@ -69,8 +69,8 @@ def save(folder: str, kind: str, per_host: int) -> dict[str, int]:
             assert c.handle is not None
             report = c.handle.result()
             c.wait()
-        assert c.uncopied == () and c._spread is not None
-        copier = c._spread._copier
+        assert c.uncopied == () and c._tiers.spread is not None
+        copier = c._tiers.spread._copier
     copied = [e for e in events if e.kind == "save.copied"]
     assert [(e.step, e.id) for e in copied] == ([(s.number, s.id) for s in ckpt.list_steps(c.root)] if dist.get_rank() == 0 else [])
     assert all(e.seconds is not None and e.seconds >= 0 for e in copied)
@@ -140,8 +140,8 @@ def unchecked(folder: str) -> int:
     """Replicas that are allowed to differ: no rank writes what another one owns, and all copies cross the network."""
     with checkpointer(folder, dist.get_rank(), check_replicas=False) as c:
         report = c.save(1, replicated(1)).result()
-    assert c._spread is not None and c._spread._copier is not None
-    return -report.mirrored_bytes or c._spread._copier.copied
+    assert c._tiers.spread is not None and c._tiers.spread._copier is not None
+    return -report.mirrored_bytes or c._tiers.spread._copier.copied
 
 
 def test_replicas_that_differ(ranks: Ranks, tmp_path: Path) -> None:

@@ -62,10 +62,10 @@ def train(
         if dies:
             assert c.handle is not None
             c.handle.result()
-            assert c._spread is not None
-            assert c._spread.finish() == () and not Path(f"{folder}/{root}").exists()
+            assert c._tiers.spread is not None
+            assert c._tiers.spread.finish() == () and not Path(f"{folder}/{root}").exists()
             dist.barrier()
-            c._spread.finish()  # by now all nodes have made theirs
+            c._tiers.spread.finish()  # by now all nodes have made theirs
             assert [*steps][-1] in complete or dist.get_rank() or poll(lambda: [*steps][-1] in complete), complete
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -182,7 +182,7 @@ def one_published_one_not(folder: str) -> None:
         c.handle.result()
         if n == 2:
             c.wait()
-    assert c._spread is not None and c._spread.finish() == ()
+    assert c._tiers.spread is not None and c._tiers.spread.finish() == ()
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -42,12 +42,12 @@ def save_twice(folder: str) -> tuple[bool, tuple[int, ...], float]:
         if n == 2 and os.environ["RANK"] == "1":
             work.stop_at("copy", Path.cwd(), 1)
         c.step(n, state_of(n))
-        assert c.handle is not None and c._spread is not None and c._spread._copier is not None
+        assert c.handle is not None and c._tiers.spread is not None and c._tiers.spread._copier is not None
         c.handle.result()
         if n == 1:
-            assert c._spread.finish() == ()
+            assert c._tiers.spread.finish() == ()
     began = time.monotonic()
-    finished, seconds = c._spread._copier.finish(60), time.monotonic() - began
+    finished, seconds = c._tiers.spread._copier.finish(60), time.monotonic() - began
     while not Path("1.there").exists() and time.monotonic() < began + 60:  # who ends takes his node along
         time.sleep(0.05)
     return finished, c.uncopied, seconds
@@ -59,8 +59,8 @@ def restore(folder: str) -> tuple[int | None, tuple[int, ...], bool | None, int]
     state = state_of(0)
     state["w"].zero_()
     start = c.restore(state)
-    assert c._spread is not None and state["n"] == start and torch.equal(state["w"], state_of(start or 0)["w"])
-    uncopied = c._spread.finish()
+    assert c._tiers.spread is not None and state["n"] == start and torch.equal(state["w"], state_of(start or 0)["w"])
+    uncopied = c._tiers.spread.finish()
     daemon = client.connect()
     (run,) = {known.path.split("/")[0] for known in daemon.list()}
     return start, uncopied, copies_seen(f"memory://{run}/step-{start:08d}"), daemon.status()["lent"]

@@ -125,8 +125,8 @@ def life(folder: str, steps: int, dim: int, fault: Fault | None, parity: int | N
                     c.handle.result()
                     note(f"durable {n}")
                     if fault is None or fault.waits:
-                        assert c._spread is not None
-                        if wait_for_copies(c._spread, n):
+                        assert c._tiers.spread is not None
+                        if wait_for_copies(c._tiers.spread, n):
                             note(f"copied {n}")
         except CkptError as err:
             error = f"{type(err).__name__}: {err}"

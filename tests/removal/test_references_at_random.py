@@ -101,7 +101,7 @@ class History:
         codec = self.random.choice(CODECS)
         now, before = {name: tensor.numpy().tobytes() for name, tensor in self.state.items()}, self.saved.get(step)
 
-        options = SaveOptions.of(base=None if base is None else self.url(base), reusable=True, codec=codec)
+        options = SaveOptions.of({"codec": codec}, base=None if base is None else self.url(base), reusable=True)
 
         def run() -> None:
             with suppress(ConflictError):  # the base refers to what would be replaced

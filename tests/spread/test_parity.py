@@ -21,7 +21,7 @@ from ckpt.nodes.copying import NodeCopier
 from ckpt.nodes.nodes import PARITY, NodeReader, NodeSet, StorageNode
 from ckpt.nodes.parity import BLOCK, ParityRecord, block_digest
 from ckpt.plan.parity import plan_parity
-from ckpt.runs.begin_from import merged_sources
+from ckpt.runs.node_tier import merged_sources
 from ckpt.runs.orphans import find_orphans
 from ckpt.runs.removal import remove_at
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt.errors import ConsistencyError
 from ckpt.plan.layout.geometry import Box
-from ckpt.policies.policy import TrustFrozen
+from ckpt.policies.save import TrustFrozen
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import LocalShard
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 from ckpt import settings
 from ckpt.errors import UsageError
@@ -12,11 +13,14 @@ from ckpt.formats.native.commit import Branches
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.values import StatePart
-from ckpt.policies.policy import TrustFrozen
+from ckpt.policies.save import TrustFrozen
 from ckpt.settings import check_flags
 from ckpt.telemetry.callbacks import ProgressCallback
 
 from .base import SaveBase
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +48,21 @@ class SaveReport:
     estimated_from: str | None = None
     reused_bytes: int = 0
     mirrored_bytes: int = 0
+
+
+class SaveArguments(TypedDict, total=False):
+    """What every way to save takes, as :func:`ckpt.save` says it."""
+
+    only: str | Sequence[str] | None
+    trainable: bool
+    layout: Layout | None
+    check_replicas: bool
+    merge_flat_shards: bool
+    codec: str | None
+    timeout: float | None
+    threads: int | None
+    process_group: ProcessGroup | None
+    progress: bool | ProgressCallback | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,31 +103,29 @@ class SaveOptions:
     @classmethod
     def of(
         cls,
+        arguments: SaveArguments,
         *,
-        layout: Layout | None = None,
-        check_replicas: bool = True,
-        merge_flat_shards: bool = True,
-        codec: str | None = None,
-        timeout: float | None = None,
-        threads: int | None = None,
-        staging: int | None = None,
         progress: ProgressCallback | None = None,
         base: str | None = None,
         reusable: bool = False,
-        only: str | Sequence[str] | None = None,
-        trainable: bool = False,
+        staging: int | None = None,
     ) -> SaveOptions:
         """What a caller gives, with the defaults of the environment."""
-        check_choice(codec)
+        if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
+            raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
+        check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
+        codec = arguments.get("codec")
+        if codec is not None:
+            check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
         return cls(
-            layout=layout,
-            timeout=settings.timeout(timeout),
+            layout=arguments.get("layout"),
+            timeout=settings.timeout(arguments.get("timeout")),
             check_replicas=check_replicas,
-            threads=settings.threads(threads),
+            threads=settings.threads(arguments.get("threads")),
             merge_flat_shards=merge_flat_shards,
             codec=codec,
-            part=StatePart.of(only, trainable=trainable),
+            part=StatePart.of(arguments.get("only"), trainable=arguments.get("trainable", False)),
             spans=settings.spans(),
             staging=staging,
             progress=progress,

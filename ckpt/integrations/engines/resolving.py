@@ -310,9 +310,9 @@ def _union(writes: Sequence[PlacedWrite]) -> int:
     memory = writes[0].memory
     if memory is None:
         return 0
-    whole = Box.whole(memory.shape)
-    left = left_over(writes, [(memory, [whole])])
-    return whole.numel - sum(box.numel for _, boxes in left for box in boxes)
+    extent = Box.whole(memory.shape)
+    left = left_over(writes, [(memory, [extent])])
+    return extent.numel - sum(box.numel for _, boxes in left for box in boxes)
 
 
 def _write_over(earlier: Sequence[_Covered], later: _Covered, refused: dict[str, str], overwritten: dict[str, str]) -> None:

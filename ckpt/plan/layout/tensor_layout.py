@@ -323,8 +323,8 @@ def _range_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | 
     allowed = dict(layout.at)
     tiling = TensorLayout(layout.mesh, layout.splits[:-1], layout.at).tiling(shape)
     parts = layout.mesh.size(flat.over)
-    held = allowed.get(flat.over, tuple(range(parts)))  # all others are empty
-    if tiling.cuts is None or list(held) != sorted(held):
+    occupied = allowed.get(flat.over, tuple(range(parts)))  # all others are empty
+    if tiling.cuts is None or list(occupied) != sorted(occupied):
         return None
     sizes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)) | {name: len(numbers) for name, numbers in allowed.items()}
     free = [name for name in layout.mesh.names if name not in {s.over for s in layout.splits[:-1]}]
@@ -333,7 +333,7 @@ def _range_blocks(layout: TensorLayout, shape: tuple[int, ...]) -> FlatBlocks | 
     return FlatBlocks(
         cuts=tiling.cuts,
         holders=np.ascontiguousarray(holders.reshape(len(holders), sizes[flat.over], -1)),
-        range_cuts=lambda numel: flat.range_cuts(numel, parts)[[*held, held[-1] + 1]],
+        range_cuts=lambda numel: flat.range_cuts(numel, parts)[[*occupied, occupied[-1] + 1]],
     )
 
 
