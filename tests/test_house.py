@@ -59,9 +59,9 @@ TORCH_WHEN_ASKED = ("ckpt.plan.tree_decoding", "ckpt.monitors")
 WITHOUT_TORCH = (
     *(*PURE, "ckpt.formats", "ckpt.io_backends", "ckpt.cli", "ckpt.engine.copy", "ckpt.engine.digest_reader"),
     *("ckpt.engine.verify", "ckpt.monitors", "ckpt.net.connections", "ckpt.net.wire", "ckpt.nodes.memory"),
-    *(f"ckpt.nodes.{name}" for name in ("backend", "copies", "copying", "file_server", "nodes", "parity")),
+    *(f"ckpt.nodes.{name}" for name in ("backend", "copies", "file_server", "nodes", "parity")),
     *(f"ckpt.live.{name}" for name in ("control", "holdings", "offered", "pieces", "pull", "registry", "relay")),
-    *(f"ckpt.live.{name}" for name in ("segment", "server", "versions")),
+    *(f"ckpt.live.{name}" for name in ("segment", "server")),
     *(f"ckpt.runs.{name}" for name in ("alerts", "events", "named_removal", "orphans", "rebuild", "removal", "report", "step_listing")),
     *("ckpt.runs.tiers", "ckpt.telemetry.callbacks", "ckpt.telemetry.trace_events"),
 )

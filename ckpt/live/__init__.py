@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .control import SinkStatus as SinkStatus
     from .control import SourceStatus as SourceStatus
     from .control import VersionStatus as VersionStatus
+    from .holdings import Version as Version
     from .publication import Publication as Publication
     from .publication import PublishReport as PublishReport
     from .reshard_offers import ReshardReport as ReshardReport
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from .sink import Sink as Sink
     from .source import Source as Source
     from .take_phases import TakeReport as TakeReport
-    from .versions import Version as Version
 
 _WHERE = {
     "reshard": "resharding",
@@ -26,7 +26,7 @@ _WHERE = {
     "Source": "source",
     "Publication": "publication",
     "PublishReport": "publication",
-    "Version": "versions",
+    "Version": "holdings",
     "Sink": "sink",
     "TakeReport": "take_phases",
     "SourceStatus": "control",

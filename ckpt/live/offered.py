@@ -18,14 +18,14 @@ from ckpt import settings
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, RankFailedError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.message_fields import ADDRESSES, Either, Kind, checked, is_count, is_hex
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
+from ckpt.net.wire import ADDRESSES, Either, Kind, checked, is_count, is_hex
 from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json
 
 from .control import ControlClient, SinkSecret, split_address
+from .holdings import Manifest, Version, digest_of_blob
 from .relay import RELAY, RelayHolders, RelayOffer
-from .versions import Manifest, Version, digest_of_blob
 
 # What the leader of a sink asks the leader of the source, and tells it.
 

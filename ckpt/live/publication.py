@@ -37,9 +37,9 @@ from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans, SpanTable
 from ckpt.text import parse_json
 
+from .holdings import Manifest, SegmentDigest, Version, digest_of_blob, own_blob
 from .registry import VersionRegistry
 from .segment import MemorySegment, PublishedSegment, SegmentLayout
-from .versions import Manifest, SegmentDigest, Version, digest_of_blob, own_blob
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ import xxhash
 from ckpt.concurrency import Pending, run_tasks
 from ckpt.errors import CancelledError, CkptError, CorruptError, CoverageError, FormatError, GroupError, NotFoundError, RankFailedError
 from ckpt.net.endpoints import network
-from ckpt.net.shm_pool import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
+from ckpt.net.shared_memory import ANNOUNCEMENT_BYTES, Announcement, AttachedPool, machine
 from ckpt.net.streams import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.net.wire import Address, dial
 from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan

@@ -10,11 +10,11 @@ from typing import Any
 
 from ckpt.errors import FormatError, NotFoundError
 from ckpt.net.channel import Row
-from ckpt.net.message_fields import check, is_count
+from ckpt.net.wire import check, is_count
 
 from .control import Answer
+from .holdings import Manifest, Version
 from .relay import RELAY
-from .versions import Manifest, Version
 
 WAIT = 0.5
 """Seconds after which a sink that waits for a version is told that there is none yet: it asks again, and both see that the other lives."""

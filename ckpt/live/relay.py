@@ -13,8 +13,8 @@ import xxhash
 from ckpt import settings
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.net.channel import Row
-from ckpt.net.message_fields import ADDRESSES, Either
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
+from ckpt.net.wire import ADDRESSES, Either
 from ckpt.plan.transfers import RequestList
 
 from .pull import Holder

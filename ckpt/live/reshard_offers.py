@@ -36,7 +36,7 @@ from ckpt.net.channel import Row
 from ckpt.net.endpoints import close_when_forked, listen
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan import machines, tree
 from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
@@ -49,10 +49,9 @@ from ckpt.telemetry.spans import SpanTable
 from ckpt.text import parse_json
 
 from .filling import PlanCache, check_not_freed
-from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts
+from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts, own_blob
 from .pull import Holder
 from .server import PieceServer
-from .versions import own_blob
 
 if TYPE_CHECKING:
     from ckpt.plan.layout.layout import Layout

@@ -37,7 +37,7 @@ from ckpt import settings
 from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.net.endpoints import EXHAUSTED, exhausted
-from ckpt.nodes.memory.client import protect
+from ckpt.net.shared_memory import end_lease, is_unread, make_file, protect, whole_pages
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.ownership import TensorSpec
 
@@ -121,11 +121,10 @@ class MemorySegment:
         self.capacity = capacity
         size = file_size(capacity)
         try:
-            self._file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except (AttributeError, OSError) as err:
+            self._file = make_file(NAME, size)
+        except (AttributeError, OSError, OverflowError, ValueError) as err:
             raise _no_memory(size, err) from err
         try:
-            os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
             if hasattr(mmap, "MADV_DONTFORK"):
                 self._memory.madvise(mmap.MADV_DONTFORK)
@@ -166,15 +165,13 @@ class MemorySegment:
 
     def renew(self) -> bool:
         """Begin another version in the same memory, unless somebody still reads it."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not is_unread(self._file):
             return False
         try:
             self._protect(writable=True)
             self._begin()
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            end_lease(self._file)
         return True
 
     def close(self) -> None:
@@ -248,7 +245,7 @@ def digests_at(capacity: int) -> int:
 
 def file_size(capacity: int) -> int:
     """and how long its file is."""
-    return -(-(digests_at(capacity) + 8 * -(-capacity // BLOCK)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return whole_pages(digests_at(capacity) + 8 * -(-capacity // BLOCK))
 
 
 def _no_memory(size: int, err: Exception) -> CkptError:

@@ -12,7 +12,6 @@ file open; else the mapping goes, whether or not there is another take.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
@@ -29,10 +28,12 @@ from ckpt.concurrency import run_tasks
 from ckpt.engine.load.whole_chunks import Stored, copy_box
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.net.channel import Row
+from ckpt.net.shared_memory import end_lease, is_ours, try_lease
 from ckpt.plan.layout.geometry import Box
 from ckpt.telemetry.spans import Spans
 
 from .filling import FillPlan
+from .holdings import Manifest
 from .segment import (
     BLOCK,
     DATA,
@@ -49,7 +50,6 @@ from .segment import (
     digests_at,
     file_size,
 )
-from .versions import Manifest
 
 MOST_SEGMENT = 1 << 46
 """Bytes of a segment that a reader maps at most: what a peer says is not believed."""
@@ -65,7 +65,7 @@ class SegmentMapping:
     def __init__(self, at: SegmentAddress) -> None:
         self._path = path = f"/proc/{at.pid}/fd/{at.file}"
         try:
-            if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # before it is opened: to open a device may do something
+            if not is_ours(path, NAME):
                 raise _gone(path)
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as err:
@@ -83,14 +83,12 @@ class SegmentMapping:
 
     def lease(self) -> None:
         """Keep the owner from filling it again."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as err:
-            raise _gone(self._path) from err
+        if not try_lease(self._file):
+            raise _gone(self._path)
 
     def release(self) -> None:
         """Nobody reads it until the next lease."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        end_lease(self._file)
 
     def shows(self, token: str) -> bool:
         """Whether this is what it begins with; under a lease it stays so."""
@@ -99,7 +97,7 @@ class SegmentMapping:
     def is_owned(self) -> bool:
         """Whether its owner still has it open."""
         try:
-            return os.stat(self._path).st_ino == self._inode and os.readlink(self._path).startswith(f"/memfd:{NAME}")
+            return os.stat(self._path).st_ino == self._inode and is_ours(self._path, NAME)
         except OSError:
             return False
 

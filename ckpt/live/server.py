@@ -19,7 +19,7 @@ import xxhash
 from ckpt.errors import CkptError, DeadlineError, FormatError, NotFoundError
 from ckpt.net.connections import ConnectionServer
 from ckpt.net.endpoints import listen, network
-from ckpt.net.shm_pool import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
+from ckpt.net.shared_memory import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 from ckpt.net.streams import ALIVE, IN_STREAM, RECORD
 from ckpt.net.wire import Channel
 from ckpt.plan.transfers import MOST_PIECE, RequestList, digest_of

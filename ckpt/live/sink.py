@@ -22,7 +22,7 @@ from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedErro
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.group import current_group
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings import check_flags
@@ -33,12 +33,12 @@ from ckpt.telemetry.spans import Spans
 
 from .control import SinkSecret, split_address
 from .filling import in_other_names, views_of
+from .holdings import Version
 from .offered import DROPS, OfferedVersion, SourceConnection, find_newest
 from .pull import Pulled
 from .relay import Relay, RelayedVersion
 from .take import Puller, bytes_that_came, dropped_anywhere, match_take, plan_take, stage_take, switch_take
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, StateVersion, SwitchedTake, TakeMeter, TakeReport
-from .versions import Version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

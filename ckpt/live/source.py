@@ -28,7 +28,7 @@ from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.connections import ConnectionServer
 from ckpt.net.group import current_group
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
@@ -51,7 +51,7 @@ from .control import (
     split_address,
     with_port,
 )
-from .holdings import Holdings
+from .holdings import Holdings, Version
 from .publication import (
     ImagePlan,
     PreparedImage,
@@ -66,7 +66,6 @@ from .publication import (
 from .registry import VersionRegistry
 from .segment import PublishedSegment, SegmentPool
 from .server import PieceServer
-from .versions import Version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

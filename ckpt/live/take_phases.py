@@ -17,13 +17,12 @@ from ckpt.state.shard_table import ShardCache
 from ckpt.telemetry.spans import Spans, SpanTable
 
 from .filling import FillPlan, PlanCache
-from .holdings import LiveCatalog
+from .holdings import LiveCatalog, Version, catalog_of, tensors_of
 from .offered import OfferedVersion
 from .pieces import FIRST, NOT_KEPT, TORN
 from .pull import Pulled
 from .segment import SegmentLayout
 from .segment_reader import LocalHolder, SegmentMappings, SegmentShare
-from .versions import Version, catalog_of, tensors_of
 
 SOURCE = "source"
 """What reports call the source among those who gave bytes."""

@@ -20,7 +20,7 @@ import xxhash
 from ckpt.errors import ExchangeError
 
 from .endpoints import receive_exactly
-from .shm_pool import ANNOUNCEMENT_BYTES
+from .shared_memory import ANNOUNCEMENT_BYTES
 from .wire import Prover, Proving
 
 PURPOSE = "exchange"

@@ -34,8 +34,7 @@ from ckpt.net import wire
 from ckpt.net.connections import ConnectionServer
 from ckpt.net.dialing import IdleConnections
 from ckpt.net.endpoints import listen, network
-from ckpt.net.message_fields import Kind, checked, is_count
-from ckpt.net.wire import Address, Channel, dial
+from ckpt.net.wire import Address, Channel, Kind, checked, dial, is_count
 
 # What nodes say to each other about the files that they have: one question, one answer.
 #

@@ -18,8 +18,7 @@ from ckpt.io_backends.registry import is_file_system, join_url, open_backend, re
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copies import loss, note_copies
-from ckpt.nodes.copying import Completed, NodeCopier
+from ckpt.nodes.copies import Completed, NodeCopier, loss, note_copies
 from ckpt.nodes.nodes import PARITY, ROOT, NodeSet, StorageNode
 from ckpt.nodes.rendezvous import JobNodes, is_memory, meet, own_node
 from ckpt.plan.copies import MirrorPlacement

@@ -74,7 +74,7 @@ def load_as_one_machine(url: str, threads: int) -> tuple[list[tuple[int, int]], 
     """Compared with what was saved, by ranks that all think that they are on one machine. Processes and numbers of files of rings,
     bytes received, and what was logged."""
     from ckpt.engine.load import shared_reads
-    from ckpt.net.shm_pool import SlotPool
+    from ckpt.net.shared_memory import SlotPool
 
     shared_reads.machine = lambda: "one and the same"
     in_small_pieces()

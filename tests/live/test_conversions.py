@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckpt
 from ckpt.errors import ExchangeError, GroupError
-from ckpt.net.shm_pool import SlotPool
+from ckpt.net.shared_memory import SlotPool
 from tests.distributed.ranks import Ranks
 
 ROWS, COLUMNS = 37, 10

@@ -169,7 +169,7 @@ def resharder(folder: Path, victim: int, at: str) -> Any:
 
         if at == "offer":
             module.meet = lambda *args, **options: die(folder)  # type: ignore[assignment]
-        module._Reshard._fill = lambda *args: die(folder)  # type: ignore[method-assign]
+        module.fill = lambda *args: die(folder)  # type: ignore[attr-defined]
     if new is not None:
         new["a"].zero_()
     try:

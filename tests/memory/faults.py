@@ -44,11 +44,11 @@ PHASES = {
 }
 """Name of a phase → module, or module and class, and the function with which it begins."""
 COPY_PHASES = {
-    "copy": ("ckpt.nodes.copying:NodeCopier", "_copy"),
+    "copy": ("ckpt.nodes.copies:NodeCopier", "_copy"),
     "arrive": ("ckpt.nodes.file_server:ArrivingFile", "commit"),
 }
 PARITY_PHASES = {
-    "parity": ("ckpt.nodes.copying:ParityWriter", "_make"),
+    "parity": ("ckpt.nodes.copies:ParityWriter", "_make"),
     "xor": ("ckpt.nodes.parity", "run_tasks"),
     "record": ("ckpt.nodes.parity:ParityRecord", "encode"),
     "compute": ("ckpt.nodes.parity:ParitySource", "_compute"),

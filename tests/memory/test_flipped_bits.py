@@ -12,7 +12,7 @@ import torch
 import ckpt
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.copies import NodeCopier
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
 from ckpt.nodes.memory import client
 from ckpt.nodes.memory.client import MemoryClient

@@ -14,8 +14,7 @@ from ckpt.errors import NoSpaceError
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.io_backends.protocol import Writer
 from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copies import copies_seen, note_copies
-from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.copies import NodeCopier, copies_seen, note_copies
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
 
@@ -55,7 +54,7 @@ def copy(nodes: NodeSet) -> None:
 
 
 def test_copies_are_noted_and_forgotten(run: NodeSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.nodes.copying.PATIENCE", 0.0)
+    monkeypatch.setattr("ckpt.nodes.copies.PATIENCE", 0.0)
 
     def seen() -> list[bool | None]:
         return [copies_seen(f"{tmp_path}/{name}/step-1") for name in "ab"]

@@ -17,10 +17,9 @@ import ckpt
 from ckpt import settings
 from ckpt.engine.copy.files import CopyTask, FileCopy
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.nodes import copying
-from ckpt.nodes import copying as parity_writer
+from ckpt.nodes import copies
 from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.copies import NodeCopier
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
 PACE = 8e6
@@ -31,8 +30,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of each sleep so far."""
     seconds: list[float] = []
     clock = SimpleNamespace(sleep=seconds.append, monotonic=lambda: sum(seconds))
-    for module in (copying, parity_writer):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(copies, "time", clock)
     return seconds
 
 

@@ -14,10 +14,9 @@ import xxhash
 import ckpt
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.nodes import copying
+from ckpt.nodes import copies
 from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copies import SpreadFiles, loss
-from ckpt.nodes.copying import NodeCopier
+from ckpt.nodes.copies import NodeCopier, SpreadFiles, loss
 from ckpt.nodes.nodes import PARITY, NodeReader, NodeSet, StorageNode
 from ckpt.nodes.parity import BLOCK, ParityRecord, block_digest
 from ckpt.plan.parity import plan_parity
@@ -209,7 +208,7 @@ def test_nobody_waits_for_a_step_that_has_lost_a_node(
 ) -> None:
     """Rounds, and so ``Checkpointer.wait``, end at once, and say why, once; only a step that others may still complete is waited for."""
     nodes, path = saved
-    monkeypatch.setattr(copying, "PATIENCE", 1000.0)
+    monkeypatch.setattr(copies, "PATIENCE", 1000.0)
     for own in (1, 2):
         copier(nodes, own)
     (path / "a").rename(path / "gone")

@@ -14,7 +14,7 @@ import ckpt
 from ckpt.engine.copy.files import FileCopy
 from ckpt.io_backends import Backend, open_backend
 from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copying import NodeCopier, SpreadFiles
+from ckpt.nodes.copies import NodeCopier, SpreadFiles
 from ckpt.nodes.nodes import NodeSet, StorageNode
 from ckpt.runs.removal import remove_step
 from ckpt.runs.step_listing import list_steps

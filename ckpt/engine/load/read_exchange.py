@@ -42,7 +42,7 @@ from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CorruptError
 from ckpt.net.call import Call
 from ckpt.net.peers import MoveSlices, Peers
-from ckpt.net.shm_pool import PAUSE, SlotPool
+from ckpt.net.shared_memory import PAUSE, SlotPool
 from ckpt.net.streams import Feed, Inlet
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges

@@ -14,7 +14,7 @@ import xxhash
 
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import ConsistencyError
-from ckpt.net.shm_pool import Announcement, AttachedPool
+from ckpt.net.shared_memory import Announcement, AttachedPool
 from ckpt.net.streams import damaged
 from ckpt.plan.layout.geometry import Box
 from ckpt.state.tensors import writable_bytes

@@ -33,7 +33,7 @@ from ckpt.catalog import Catalog, TensorEntry
 from ckpt.engine.digest_reader import Verify
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.shm_pool import machine
+from ckpt.net.shared_memory import machine
 from ckpt.plan import machines
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.partition import runs_of

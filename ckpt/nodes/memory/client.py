@@ -4,7 +4,6 @@ process has borrowed goes back when its connection ends, however that happens. N
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -14,7 +13,6 @@ from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from weakref import finalize
 
@@ -24,6 +22,7 @@ import numpy.typing as npt
 from ckpt import settings
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 from ckpt.net.dialing import IdleConnections
+from ckpt.net.shared_memory import protect, whole_pages
 from ckpt.text import address_text
 
 from . import connection as place
@@ -64,8 +63,7 @@ class FileMapping:
     def open(self, start: int, length: int) -> None:
         """Let these bytes, and the pages around them, be written to. Any number of threads may call it."""
         if self.protected and length:
-            first, last = start // mmap.PAGESIZE * mmap.PAGESIZE, -(-(start + length) // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._change(first, last, writable=True)
+            self._change(start // mmap.PAGESIZE * mmap.PAGESIZE, whole_pages(start + length), writable=True)
 
     def protect(self) -> None:
         """Nobody writes to it from here on, until it is opened again."""
@@ -75,21 +73,6 @@ class FileMapping:
     def _change(self, first: int, last: int, *, writable: bool) -> None:
         for at in range(first, last, _STRETCH):
             protect(self.address + at, min(_STRETCH, last - at), writable=writable)
-
-
-def protect(address: int, size: int, *, writable: bool) -> None:
-    """What this process may do to mapped pages: a stray write to those that are not writable ends it."""
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if _mprotect()(address, size, access):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-
-
-@cache
-def _mprotect() -> ctypes._NamedFuncPointer:
-    call = ctypes.CDLL(None, use_errno=True).mprotect
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return call
 
 
 def populate(memory: mmap.mmap, advice: int) -> None:

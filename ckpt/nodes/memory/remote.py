@@ -12,8 +12,7 @@ from ckpt import settings
 from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError
 from ckpt.io_backends.checks import check_path, check_prefix, past_end
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
-from ckpt.net.message_fields import Either, is_seconds
-from ckpt.net.wire import Channel, dial
+from ckpt.net.wire import Channel, Either, dial, is_seconds
 from ckpt.nodes.file_server import NodeConnections, NodeServer, OpenRange, RangedFiles, RemoteNode
 
 from .connection import MemoryObject

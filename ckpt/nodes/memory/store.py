@@ -25,6 +25,7 @@ from functools import cache
 
 from ckpt import settings, units
 from ckpt.errors import ConflictError, NoSpaceError, NotFoundError
+from ckpt.net.shared_memory import end_lease, is_unread, make_file, whole_pages
 
 from .connection import MemoryObject, Message, close_all
 
@@ -46,14 +47,13 @@ _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 def capacity_of(size: int) -> int:
     """Bytes of the file for an object of ``size`` bytes: whole pages."""
-    return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+    return max(mmap.PAGESIZE, whole_pages(size))
 
 
-def make_file(capacity: int) -> int:
+def make_object_file(capacity: int) -> int:
     """A descriptor of a new file, open for writing, whose size cannot change."""
-    file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = make_file(_NAME, capacity)
     try:
-        os.ftruncate(file, capacity)
         os.fchmod(file, 0o400)  # who has a descriptor to read cannot open the file for writing through /proc
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -67,16 +67,6 @@ def open_to_read(file: int) -> int:
     reading = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(reading, fcntl.LOCK_SH)
     return reading
-
-
-def is_unread(file: int) -> bool:
-    """Whether nobody has the file open, or mapped, to read."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return True
 
 
 def free_pages(file: int, start: int, length: int) -> None:
@@ -137,7 +127,7 @@ class MemoryStore:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.id = secrets.token_hex(8)
-        self.changes = make_file(8)
+        self.changes = make_object_file(8)
         """A file of eight bytes: another number whenever an object was deleted or replaced. Readers map it."""
         self._lock = threading.RLock()
         self._entries: dict[str, ObjectFile] = {}
@@ -170,7 +160,7 @@ class MemoryStore:
 
     def _new_file(self, capacity: int) -> int:
         try:
-            return make_file(capacity)
+            return make_object_file(capacity)
         except OSError as err:
             raise _no_file(capacity, err) from err
 
@@ -317,6 +307,7 @@ class MemoryStore:
 
     def _recycle(self) -> None:
         for left in [left for left in self._dropped if is_unread(left.file)]:
+            end_lease(left.file)
             self._dropped.remove(left)
             if left.capacity > settings.MIB:
                 self._spare.append(replace(left, since=time.monotonic()))

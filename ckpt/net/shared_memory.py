@@ -1,4 +1,4 @@
-"""Memory that goes round: a rank fills a slot, others of its machine copy from it, and when all have, it is filled again.
+"""Memory that processes of one machine share: files without a name that one makes and others open, leases on them, and pools of slots.
 
 The memory has no name in any file system, so nothing is left of it when its last process ends, however that does. Another process opens
 it through the number that it has in its owner's. That number can lead to other memory, where two machines or containers look like one, so
@@ -7,6 +7,8 @@ the memory begins with a random token that only its owner's announcement has: wi
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -17,12 +19,74 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import DeadlineError
 from ckpt.plan.tables import ranks_text
+
+
+def make_file(name: str, size: int) -> int:
+    """A descriptor of a new file of shared memory, open for writing. What it is called tells others that it is one of ours."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, size)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def is_ours(path: str, name: str) -> bool:
+    """Whether a descriptor of another process leads to memory that is called so. It is not opened: to open a device may do something."""
+    return os.readlink(path).startswith(f"/memfd:{name}")
+
+
+def whole_pages(size: int) -> int:
+    """The bytes of the pages that so many bytes take."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def try_lease(file: int) -> bool:
+    """Keep the owner of a file from filling it again, until the lease ends or nobody has this descriptor, or a mapping of it, any more."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def end_lease(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def is_unread(file: int) -> bool:
+    """Whether nobody has a lease on a file of this process; then nobody can get one before ``end_lease``."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def protect(address: int, size: int, *, writable: bool) -> None:
+    """What this process may do to mapped pages: a stray write to those that are not writable ends it."""
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    if _mprotect()(address, size, access):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@cache
+def _mprotect() -> ctypes._NamedFuncPointer:
+    call = ctypes.CDLL(None, use_errno=True).mprotect
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
+# Memory that goes round: a rank fills a slot, others of its machine copy from it, and when all have, it is filled again.
 
 PAUSE = 0.0002
 """Seconds between two looks at the slots that others copy from: they are not asked to tell."""
@@ -65,9 +129,7 @@ class SlotPool:
     def __init__(self, slots: int, size: int, readers: int, *, shared: bool, timeout: float) -> None:
         self.shape = (slots, size, readers)
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC) if shared else -1
-        if shared:
-            os.ftruncate(self.file, _nbytes(self.shape))
+        self.file = make_file(_NAME, _nbytes(self.shape)) if shared else -1
         memory = mmap.mmap(self.file, _nbytes(self.shape))
         memory[:TOKEN_BYTES] = self.token
         # How the memory is laid out, and who writes what:
@@ -178,7 +240,7 @@ class AttachedPool:
         # lies outside; the token, so that a process with the same number in another container is not taken for the
         # owner.
         path = f"/proc/{at.pid}/fd/{at.file}"
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # before it is opened: to open a device may do something
+        if not is_ours(path, _NAME):
             raise OSError(f"{path} is no shared memory of ours")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -244,7 +306,7 @@ def _nbytes(shape: tuple[int, int, int]) -> int:
 
 
 def _lead(slots: int, readers: int) -> int:
-    return -(-(_HEADER + slots * (_GENERATION.itemsize + readers)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return whole_pages(_HEADER + slots * (_GENERATION.itemsize + readers))
 
 
 def _parts(memory: mmap.mmap, shape: tuple[int, int, int]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:

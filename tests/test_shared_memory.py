@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt.errors import DeadlineError
-from ckpt.net import shm_pool
-from ckpt.net.shm_pool import Announcement, AttachedPool, BrokenPoolError, SlotPool, machine
+from ckpt.net import shared_memory
+from ckpt.net.shared_memory import Announcement, AttachedPool, BrokenPoolError, SlotPool, machine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
@@ -65,7 +65,7 @@ def test_processes_of_other_confinement_are_apart(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", lambda path, **kw: namespace if path == "/proc/self/ns/user" else stat(path, **kw))
         assert machine() == machine() != here
-    monkeypatch.setattr(shm_pool, "_label", lambda: "other (enforce)")
+    monkeypatch.setattr(shared_memory, "_label", lambda: "other (enforce)")
     assert machine() == machine() != here
 
 
