@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt.io_backends.registry import check_url
+from ckpt.io_backends.registry import scheme_of
 from ckpt.net.group import Group, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of
@@ -308,7 +308,7 @@ def _fails_together(group: Group, kind: str, url: str) -> Iterator[None]:
     """What keeps one rank from its call (a mistake in its arguments, an earlier save that failed) ends the call on all ranks; each has made
     one call then, and the next one finds them in step."""
     try:
-        check_url(url)
+        scheme_of(url)
         yield
     except CkptError as err:
         group.call(kind, url if isinstance(url, str) else "", settings.DEFAULT_TIMEOUT).fail("options", err)

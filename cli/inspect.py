@@ -32,8 +32,7 @@ _DTYPES = 4
 def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     """The head of ``ckpt inspect`` as JSON fields; null where the format does not say."""
     from ckpt.formats.native.commit import CODED
-    from ckpt.formats.native.paths import step_number
-    from ckpt.formats.native.references import is_reference, owner_of
+    from ckpt.formats.native.paths import is_reference, owner_of, step_number
     from ckpt.plan.values import part_in
     from ckpt.runs.report.heat import kinds_of
 
@@ -83,7 +82,7 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
     if dtypes:
         yield "dtypes", ", ".join([*dtypes[:_DTYPES], *([f"{len(dtypes) - _DTYPES} more"] if len(dtypes) > _DTYPES else [])])
     if fields["stored_bytes"] is not None:
-        from ckpt.formats.native.references import is_reference
+        from ckpt.formats.native.paths import is_reference
 
         shared = sum(is_reference(file.path) for file in catalog.files)
         yield "on disk", f"{units.size(fields['stored_bytes'])} in {units.plural(len(catalog.files) - shared, 'data file')}"
@@ -237,7 +236,7 @@ def _print_totals(catalog: Catalog, entries: Sequence[TensorEntry], output: Outp
 def _notes(catalog: Catalog) -> list[str]:
     """What a reader of another format says about the whole: what it left out, what may be wrong; and which checkpoints have vanished that
     this one refers to."""
-    from ckpt.formats.native.references import is_reference, owner_of
+    from ckpt.formats.native.paths import is_reference, owner_of
 
     notes = [*catalog.notes, *([] if catalog.suspect is None else [catalog.suspect])]
     for owner, path in {owner_of(file.path): file.path for file in catalog.files if is_reference(file.path)}.items():

@@ -13,10 +13,10 @@ from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
 from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, CommitRecord
 from ckpt.formats.native.index import decode_files
-from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path
-from ckpt.formats.native.references import is_reference
-from ckpt.formats.registry import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
+from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path, is_reference
 from ckpt.text import parse_json
+
+from .registry import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -118,7 +118,7 @@ class CheckpointJournal(WriteJournal):
         """
         try:
             check_no_link(self.backend)
-            check_there(self.backend, self.id, sizes, self.base)
+            based = check_there(self.backend, self.id, sizes, self.base)
         except BaseException:
             self.discard()
             raise
@@ -136,7 +136,7 @@ class CheckpointJournal(WriteJournal):
                     self.discard()
                 raise
         try:
-            return confirm(self.backend, self.id, sizes, self.previous, self.base)
+            return confirm(self.backend, self.id, sizes, self.previous, self.base, based)
         except StorageError:
             if self._holds(record) is False:
                 self.discard()

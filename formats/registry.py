@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
 from ckpt.formats.native.commit import COMMIT_PATH
-from ckpt.formats.native.paths import id_of, path_problem
-from ckpt.io_backends.checks import read_checked
+from ckpt.formats.native.paths import id_of
+from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.needs import attribute, entry_points
 from ckpt.text import parse_json, url_text
 

@@ -25,6 +25,18 @@ def check_path(path: str) -> str:
     return path
 
 
+def path_problem(path: str) -> str | None:
+    """Why a path of an index cannot be followed, or None. A damaged or hostile index must not lead out of the checkpoint."""
+    if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        return f"path {path!r:.200} is not a plain path below the checkpoint"
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            return f"path {path!r:.200} has a lone surrogate and names no file"
+    return None
+
+
 def check_prefix(prefix: str) -> str:
     """Give ``prefix`` back if it is empty or the beginning of a path; a trailing ``/`` is allowed."""
     if prefix != "":

@@ -61,7 +61,6 @@ class InProcessBackend(Backend):
 
     @property
     def io_hints(self) -> IOHints:
-        """See ``Backend.io_hints``."""
         return IOHints(in_memory=True)
 
     def _key(self, path: str) -> str:
@@ -88,16 +87,13 @@ class InProcessBackend(Backend):
         return memoryview(content)[offset : offset + wanted]
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         return bytes(self._range(path, offset, length))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         view = byte_view(buffer, writable=True)
         view[:] = self._range(path, offset, view.nbytes)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         key = self._key(path)
         with self._store.lock:
             return len(self._get(key))
@@ -114,7 +110,6 @@ class InProcessBackend(Backend):
         return iter(sorted(entries))
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         directory = check_prefix(prefix).removesuffix("/")
         start = f"{directory}/" if directory else ""
         heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
@@ -134,7 +129,6 @@ class InProcessBackend(Backend):
         return InProcessWriter(store=self._store, key=key, content=content)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """See ``Backend.put_if``."""
         key = self._key(path)
         with self._store.lock:
             if self._store.objects.get(key) != expected:
@@ -145,13 +139,11 @@ class InProcessBackend(Backend):
             self._store.objects[key] = bytes(data)
 
     def delete(self, path: str) -> None:
-        """See ``Backend.delete``."""
         key = self._key(path)
         with self._store.lock:
             self._store.objects.pop(key, None)
 
     def now(self) -> float:
-        """See ``Backend.now``."""
         return time.time()
 
     def prepare(self) -> None:

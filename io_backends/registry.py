@@ -208,7 +208,6 @@ _BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": Posi
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _MEMORIES = "write memory:// for the memory of this machine, which a daemon keeps, or inprocess:// for that of this process alone"
 _wrappers: list[Callable[[Backend], Backend]] = []
-_wrappers_lock = threading.Lock()
 _in_process: dict[str, Callable[[str], Backend]] = {}
 """Schemes whose URLs mean something in this process alone."""
 _URLS_ALONE = frozenset({"inprocess", "mem", "memory", "s3", "gs"})
@@ -219,7 +218,7 @@ _through_s3fs: set[str] = set()
 
 def is_file_system(url: str) -> bool:
     """Whether a URL is a path of a file system, or of this machine's memory: what is read there need not be sent."""
-    return _scheme(url) in LOCAL
+    return scheme_of(url) in LOCAL
 
 
 def open_backend(url: str | os.PathLike[str]) -> Backend:
@@ -229,88 +228,12 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
         UsageError: not a str, not a URL or path, an unknown scheme, a password in the URL, or storage options that cannot be honoured.
     """
     url = url_text(url)
-    scheme = _scheme(url)
+    scheme = scheme_of(url)
     check_no_password(url)
     backend = _opened(scheme, scheme + url[len(scheme) :])
-    with _wrappers_lock:
-        wrappers = tuple(_wrappers)
-    for wrapper in wrappers:
+    for wrapper in tuple(_wrappers):
         backend = wrapper(backend)
     return backend
-
-
-def absolute_url(url: str) -> str:
-    """The same place from any working directory."""
-    return url if _scheme(url) else PosixBackend(url).url
-
-
-def real_url(url: str) -> str:
-    """Where a URL leads, to be compared and not to be opened: equal for a path, ``file://`` and links to the same place, and for the names
-    of one scheme."""
-    scheme = _scheme(url)
-    if scheme in ("", "file"):
-        return os.path.realpath(PosixBackend(scheme + url[len(scheme) :]).url)
-    return os.path.realpath(url.partition("://")[2]) if scheme == "local" else canonical(url)
-
-
-def join_url(root: str | os.PathLike[str], *parts: str) -> str:
-    """The URL of ``parts``, joined with ``/``, below ``root``; each part is a relative path.
-
-    Raises:
-        UsageError: ``root`` is no URL, or a part no path below a root.
-    """
-    root = url_text(root)
-    _scheme(root)
-    below = "/".join(check_path(part) for part in parts)
-    return (root if root.endswith("/") else f"{root}/") + below if below else root
-
-
-@contextmanager
-def wrap_backends(wrapper: Callable[[Backend], Backend]) -> Iterator[None]:
-    """Inside the block ``open_backend`` gives ``wrapper(backend)``, in all threads. Blocks nest: the inner one wraps last. For tests."""
-    with _wrappers_lock:
-        _wrappers.append(wrapper)
-    try:
-        yield
-    finally:
-        with _wrappers_lock:
-            _wrappers.remove(wrapper)
-
-
-def serve_scheme(scheme: str, opened: Callable[[str], Backend]) -> None:
-    """From now on ``open_backend`` gives what ``opened`` makes of URLs of this scheme, in this process."""
-    _in_process[scheme] = opened
-
-
-def check_url(url: str) -> None:
-    _scheme(url)
-
-
-def _no_text(url: object) -> UsageError:
-    what = f"a URL is a str, not {type(url).__name__}"
-    if hasattr(url, "storage_options"):  # universal_pathlib: str() alone would lose its options
-        hint = "pass str(url), and once before ckpt.configure_storage(str(url), url.storage_options)"
-        return UsageError(what, where=str(url), hint=hint)
-    # Not the value itself: who swaps the arguments gives the whole state, whose text may be many megabytes.
-    return UsageError(what, hint="pass a URL or path as text, or a pathlib.Path; it comes first: save(url, state), load(url, state)")
-
-
-def _scheme(url: str) -> str:
-    """The scheme in lower case; empty for plain paths."""
-    if not isinstance(url, str):
-        raise _no_text(url)
-    if not url:
-        raise UsageError("the URL is empty", hint="give the directory of a checkpoint or of a run")
-    scheme, separator, _ = url.partition("://")
-    if separator and "/" not in scheme:
-        return scheme.lower()
-    first, slash, _ = url.partition("/")
-    if slash and first.endswith(":") and first != "file:":
-        raise UsageError(f"{url!r} is a URL that lost a slash", hint=f"write {first}//…, or ./{first}/… for a directory of that name")
-    if first.partition(":")[0] in _URLS_ALONE and ":" in first:
-        scheme, _, rest = url.partition(":")
-        raise UsageError(f"{url!r} is a URL without its slashes", hint=f"write {scheme}://{rest}, or ./{url} for a directory of that name")
-    return ""
 
 
 def _opened(scheme: str, url: str) -> Backend:
@@ -334,6 +257,74 @@ def _opened(scheme: str, url: str) -> Backend:
     known = ", ".join(sorted({*_BUILT_IN, "s3", *points} - {""}))
     hint = _MEMORIES if scheme == "mem" else _EXTRAS
     raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=hint)
+
+
+def absolute_url(url: str) -> str:
+    """The same place from any working directory."""
+    return url if scheme_of(url) else PosixBackend(url).url
+
+
+def real_url(url: str) -> str:
+    """Where a URL leads, to be compared and not to be opened: equal for a path, ``file://`` and links to the same place, and for the names
+    of one scheme."""
+    scheme = scheme_of(url)
+    if scheme in ("", "file"):
+        return os.path.realpath(PosixBackend(scheme + url[len(scheme) :]).url)
+    return os.path.realpath(url.partition("://")[2]) if scheme == "local" else canonical(url)
+
+
+def join_url(root: str | os.PathLike[str], *parts: str) -> str:
+    """The URL of ``parts``, joined with ``/``, below ``root``; each part is a relative path.
+
+    Raises:
+        UsageError: ``root`` is no URL, or a part no path below a root.
+    """
+    root = url_text(root)
+    scheme_of(root)
+    below = "/".join(check_path(part) for part in parts)
+    return (root if root.endswith("/") else f"{root}/") + below if below else root
+
+
+@contextmanager
+def wrap_backends(wrapper: Callable[[Backend], Backend]) -> Iterator[None]:
+    """Inside the block ``open_backend`` gives ``wrapper(backend)``, in all threads. Blocks nest: the inner one wraps last. For tests."""
+    _wrappers.append(wrapper)
+    try:
+        yield
+    finally:
+        _wrappers.remove(wrapper)
+
+
+def serve_scheme(scheme: str, opened: Callable[[str], Backend]) -> None:
+    """From now on ``open_backend`` gives what ``opened`` makes of URLs of this scheme, in this process."""
+    _in_process[scheme] = opened
+
+
+def _no_text(url: object) -> UsageError:
+    what = f"a URL is a str, not {type(url).__name__}"
+    if hasattr(url, "storage_options"):  # universal_pathlib: str() alone would lose its options
+        hint = "pass str(url), and once before ckpt.configure_storage(str(url), url.storage_options)"
+        return UsageError(what, where=str(url), hint=hint)
+    # Not the value itself: who swaps the arguments gives the whole state, whose text may be many megabytes.
+    return UsageError(what, hint="pass a URL or path as text, or a pathlib.Path; it comes first: save(url, state), load(url, state)")
+
+
+def scheme_of(url: str) -> str:
+    """The scheme in lower case; empty for plain paths."""
+    if not isinstance(url, str):
+        raise _no_text(url)
+    if not url:
+        raise UsageError("the URL is empty", hint="give the directory of a checkpoint or of a run")
+    scheme, separator, _ = url.partition("://")
+    if separator and "/" not in scheme:
+        return scheme.lower()
+    first, slash, _ = url.partition("/")
+    if slash and first.endswith(":") and first != "file:":
+        raise UsageError(f"{url!r} is a URL that lost a slash", hint=f"write {first}//…, or ./{first}/… for a directory of that name")
+    if first.partition(":")[0] in _URLS_ALONE and ":" in first:
+        scheme, _, rest = url.partition(":")
+        raise UsageError(f"{url!r} is a URL without its slashes", hint=f"write {scheme}://{rest}, or ./{url} for a directory of that name")
+    return ""
 
 
 def _of_another_package(point: Any, url: str, configured: Configured) -> Backend:

@@ -58,16 +58,6 @@ class WrittenRanges:
         with self._lock:
             return sum(self._stops) - sum(self._starts)
 
-    def check(self, where: str) -> None:
-        """Raise StorageError unless every byte was written."""
-        count = self.count
-        if count != self.size:
-            raise StorageError(
-                f"{self.size} bytes were planned, but {count} were written",
-                where=where,
-                hint="a write failed or is missing: save again; if no error came before this one, please report it",
-            )
-
 
 # A Writer's life
 #
@@ -132,27 +122,31 @@ class WriterBase(Writer):
     # ---- the port
 
     def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
-        """See ``Writer.write``."""
         views = byte_views(parts)
-        with self._writing(offset, views):
+        length = sum(view.nbytes for view in views)
+        with self._using(offset, length):
             self._put(offset, views)
+            self._written.add(offset, offset + length)
 
     def copy_range(self, offset: int, source: CopySource, at: int, length: int) -> bool:
-        """See ``Writer.copy_range``."""
-        check_write(offset, length, self._size, self._where)
-        with self._using():
+        with self._using(offset, length):
             copied = self._copy(offset, source, at, length)
             if copied:
                 self._written.add(offset, offset + length)
         return copied
 
     def commit(self) -> None:
-        """See ``Writer.commit``."""
         with self._lock:
             self._check_open()
             if self._busy:
                 raise UsageError(f"{self._busy} writes are still running", where=self._where, hint="wait for all writes before commit")
-            self._written.check(self._where)
+            count = self._written.count
+            if count != self._size:
+                raise StorageError(
+                    f"{self._size} bytes were planned, but {count} were written",
+                    where=self._where,
+                    hint="a write failed or is missing: save again; if no error came before this one, please report it",
+                )
             self._settle()
             # Set before the attempt: if making it durable raises, the state is right already, and no second commit
             # can succeed on what the first one left.
@@ -162,7 +156,6 @@ class WriterBase(Writer):
         self._close()
 
     def abort(self) -> None:
-        """See ``Writer.abort``."""
         self._giving_up = True
         with self._lock:
             if self._state in ("committed", "aborted"):
@@ -177,17 +170,9 @@ class WriterBase(Writer):
     # ---- for backends
 
     @contextmanager
-    def _writing(self, offset: int, views: Sequence[memoryview]) -> Iterator[None]:
-        """Around a write of ``views`` at ``offset``: checks the range before, and counts it as written after."""
-        length = sum(view.nbytes for view in views)
+    def _using(self, offset: int = 0, length: int = 0) -> Iterator[None]:
+        """Around everything that uses what ``_close`` lets go of; checks the range that is about to be written."""
         check_write(offset, length, self._size, self._where)
-        with self._using():
-            yield
-            self._written.add(offset, offset + length)
-
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        """Around everything that uses what ``_close`` lets go of."""
         with self._lock:
             self._check_open()
             self._busy += 1

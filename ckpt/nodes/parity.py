@@ -23,8 +23,8 @@ import xxhash
 from ckpt import settings
 from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.paths import id_of, parity_prefix, path_problem
-from ckpt.io_backends.checks import byte_view
+from ckpt.formats.native.paths import id_of, parity_prefix
+from ckpt.io_backends.checks import byte_view, path_problem
 from ckpt.plan.parity import ParityLayout, ParityPiece, ParityTable, ParityTerm
 from ckpt.text import parse_json
 

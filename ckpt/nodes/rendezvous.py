@@ -28,13 +28,13 @@ from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.endpoints import network
 from ckpt.net.group import Group
-from ckpt.nodes.memory import client
-from ckpt.nodes.memory import connection as memory_place
 from ckpt.nodes.memory.client import secret_for
 from ckpt.nodes.memory.remote import MemoryConnections
 from ckpt.plan.tables import ranks_text
 
 from .file_server import NodeConnections, NodeServer, RemoteNode
+from .memory import client
+from .memory import connection as memory_place
 from .nodes import StorageNode
 
 # Memory daemons of machines where no rank runs (``CKPT_MEMORY``): what the job before had there is read, never changed.

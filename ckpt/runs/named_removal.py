@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import ConflictError, FormatError, NotCommittedError, UsageError
 from ckpt.formats.native.clearing import referred_files
-from ckpt.formats.native.references import split_url
+from ckpt.formats.native.paths import split_url
 from ckpt.formats.registry import find_format
 from ckpt.io_backends.registry import open_backend
 

@@ -23,9 +23,8 @@ from ckpt.formats.native.commit import (
     is_ours,
 )
 from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index
-from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path
+from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path, is_reference, split_url
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
-from ckpt.formats.native.references import is_reference, split_url
 from ckpt.formats.native.writer import write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend

@@ -27,8 +27,7 @@ from ckpt.formats.native.commit import (
     left_at,
 )
 from ckpt.formats.native.index import decode_files
-from ckpt.formats.native.paths import FILES, SOURCES, SPANS, has_orphans, index_path, step_number
-from ckpt.formats.native.references import RunBackend, is_reference
+from ckpt.formats.native.paths import FILES, SOURCES, SPANS, RunBackend, has_orphans, index_path, is_reference, step_number
 from ckpt.formats.native.virtual import decode_sources
 from ckpt.formats.registry import CONVERTING
 from ckpt.io_backends.protocol import Backend

@@ -20,7 +20,7 @@ from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
 from ckpt.formats.deltas.manifest import MANIFEST
-from ckpt.io_backends.registry import check_url, open_backend
+from ckpt.io_backends.registry import open_backend, scheme_of
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.group import current_group
@@ -109,7 +109,7 @@ def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Lay
         raise UsageError(f"an export takes a module, or a state that contains it, not {type(state).__name__}", where=url)
     if layout is not None:
         layout.check_ranks(group.ranks)
-    check_url(url)
+    scheme_of(url)
     root, name = parent_and_name(url) if TARGET.one_file(url) else (url, None)
     named = state if isinstance(state, dict) else {"model": state}
     _refuse_adapters(named.values(), url)

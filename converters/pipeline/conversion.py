@@ -23,7 +23,7 @@ from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import committed_id, read_record
 from ckpt.formats.registry import CONVERTING, MARKS, ConversionRecord, open_catalog
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import check_url, is_file_system, open_backend, real_url
+from ckpt.io_backends.registry import is_file_system, open_backend, real_url, scheme_of
 from ckpt.plan.machines import balanced
 from ckpt.settings import __version__
 from ckpt.settings import threads as default_threads
@@ -95,7 +95,7 @@ class Conversion:
         self.url = url
         self.options = options
         self.beside = beside or {}
-        check_url(url)
+        scheme_of(url)
         self.root: str
         self.name: str | None
         self.root, self.name = parent_and_name(url) if format.one_file(url) else (url, None)

@@ -16,12 +16,12 @@ from ckpt import dtypes, settings
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import Range, read_ranges
-from ckpt.formats.native.paths import path_problem
 from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.stand_ins import Made, StoredView, counts, shape_of
 from ckpt.formats.pickles.values import PickleValues
 from ckpt.formats.torchzip.archive import MAGIC, Archive, FileRange
 from ckpt.formats.torchzip.catalog import rows_of
+from ckpt.io_backends.checks import path_problem
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -15,9 +15,8 @@ import xxhash
 from ckpt import settings
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.native.paths import path_problem
 from ckpt.formats.safetensors import FileHeader, parse_header
-from ckpt.io_backends.checks import read_checked
+from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.io_backends.registry import absolute_url
 from ckpt.plan.layout.geometry import IntArray
 from ckpt.text import parse_json

@@ -17,8 +17,7 @@ from ckpt import settings
 from ckpt.catalog import CatalogDefaults, Extent, Grid, Replica, TensorEntry
 from ckpt.concurrency import COUNTS_WAITS, map_tasks, run_tasks, waits_so_far
 from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.paths import path_problem
-from ckpt.io_backends.checks import read_checked
+from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.reads import RangeGroup, group_ranges

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -28,9 +28,8 @@ from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSI
 from .datafile import box_text, chunk_key, coded_key
 from .header import Header, Known, Sought, StoredChunk, Stretches, find_alike, parse_header
 from .index import decode_index
-from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, has_orphans
+from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, RunBackend, has_orphans, is_reference, owner_of
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
-from .references import RunBackend, is_reference, owner_of
 from .tables import too_little_memory
 from .virtual import VirtualCatalog
 
@@ -49,67 +48,57 @@ class NativeCatalog(CatalogDefaults):
     """
 
     def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
-        self._record, self._contents = _open(backend, record) if opened is None else opened
-        self._backend = RunBackend(backend) if REFERENCED in self._record.features else backend
-        self.coded = CODED in self._record.features
-        self._tensors: Mapping[str, TensorEntry] = {t.name: t for t in self._contents.tensors}
-        self._ranks = self._contents.ranks
+        record_read, self._contents = _open(backend, record) if opened is None else opened
+        self._record = record_read
+        self.backend: Backend = RunBackend(backend) if REFERENCED in record_read.features else backend
+        self.url = self.backend.url
+        self.format = f"ckpt {VERSION}"
+        self.world_size = record_read.world_size
+        self.coded = CODED in record_read.features
+        self.state = self._contents.state
+        self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in self._contents.tensors}
+        self.ranks = self._contents.ranks
         if self._contents.rank_rows is not None:
             parts = RankParts(
                 backend,
-                self._record,
+                record_read,
                 self._contents.rank_rows,
                 files=self._contents.files,
-                of_job=self._tensors,
-                read_all=partial(read_index_file, backend, self._record, RANK_ROWS),
+                of_job=self.tensors,
+                read_all=partial(read_index_file, backend, record_read, RANK_ROWS),
             )
-            self._tensors, self._ranks = TensorsOfRanks(parts), ValuesOfRanks(parts)
+            self.tensors, self.ranks = TensorsOfRanks(parts), ValuesOfRanks(parts)
         self._headers: dict[int, Header] = {}
         self._locks = tuple(threading.Lock() for _ in self._contents.files)
-
-    @property
-    def url(self) -> str:
-        return self._backend.url
-
-    @property
-    def backend(self) -> Backend:
-        return self._backend
-
-    @property
-    def format(self) -> str:
-        return f"ckpt {VERSION}"
 
     @property
     def record(self) -> CommitRecord:
         return self._record
 
     @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        return self._tensors
-
-    @property
     def files(self) -> tuple[DataFile, ...]:
         return self._contents.files
-
-    @property
-    def world_size(self) -> int:
-        return self._record.world_size
-
-    @property
-    def state(self) -> Any:
-        return self._contents.state
-
-    @property
-    def ranks(self) -> Mapping[int, Mapping[str, Any]]:
-        return self._ranks
 
     def header(self, file: int) -> Header:
         """The verified header of data file number ``file`` of ``files``; read once."""
         with self._locks[file]:
             header = self._headers.get(file)
             if header is None:
-                header = self._headers[file] = self._read_header(self.files[file])
+                row = self._contents.files[file]
+                header = self._headers[file] = read_checked(self.backend, row.path, partial(self._read_header, row), length=row.header)
             return header
+
+    def _read_header(self, file: DataFile) -> Header:
+        where = _join(self.url, file.path)
+        lost = "restore this file from a copy, or load another checkpoint"
+        try:
+            data, size = self.backend.read_start(file.path, file.header)
+        except NotFoundError as err:
+            refers = f", which {owner_of(file.path)} should have: this checkpoint refers to it" if is_reference(file.path) else ""
+            raise CorruptError(f"the data file {file.path} is missing{refers}", where=where, hint=lost) from err
+        if size != file.size:
+            raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
+        return parse_header(data, file, where)
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         """Where the bytes of these chunks of ``entry`` are, in the order asked for."""
@@ -156,7 +145,7 @@ class NativeCatalog(CatalogDefaults):
 
     def drop_state(self) -> None:
         """Forget the state: whoever only checks chunks needs the memory for them."""
-        self._contents = replace(self._contents, state=None)
+        self.state, self._contents = None, replace(self._contents, state=None)
 
     def _extent(self, entry: TensorEntry, number: int, box: Box, file: int) -> Extent:
         extent = self._stored(entry, box, file)
@@ -211,22 +200,6 @@ class NativeCatalog(CatalogDefaults):
             where=_join(self.url, path),
             hint="index and data files are of different saves: restore them together, or rebuild the index: `ckpt rebuild`",
         )
-
-    def _read_header(self, file: DataFile) -> Header:
-        where = _join(self.url, file.path)
-        lost = "restore this file from a copy, or load another checkpoint"
-
-        def read() -> Header:
-            try:
-                data, size = self._backend.read_start(file.path, file.header)
-            except NotFoundError as err:
-                refers = f", which {owner_of(file.path)} should have: this checkpoint refers to it" if is_reference(file.path) else ""
-                raise CorruptError(f"the data file {file.path} is missing{refers}", where=where, hint=lost) from err
-            if size != file.size:
-                raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
-            return parse_header(data, file, where)
-
-        return read_checked(self._backend, file.path, read, length=file.header)
 
 
 def _check_coded(name: str, box: Box, dtype: DType, coded: StoredChunk, where: str) -> None:

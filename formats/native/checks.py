@@ -11,21 +11,20 @@ import math
 import operator
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 from math import isfinite
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
+from ckpt.io_backends.checks import path_problem
 from ckpt.plan.tree_decoding import REFERENCES, tag_of
 
 from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES, name_problem
-from .paths import is_digest, path_problem
-from .references import is_reference, reference_problem
+from .paths import is_digest, is_reference, reference_problem
 from .tables import DIMENSIONS
 
 _MAX_BYTES = (1 << 63) - 1
@@ -36,9 +35,12 @@ def find_problem(contents: Contents) -> str | None:
     by_name = {t.name: t for t in contents.tensors}
     if len(by_name) != len(contents.tensors):
         return "a tensor name occurs twice"
-    for problem in map(_file_problem, contents.files):
+    for f in contents.files:
+        problem = reference_problem(f.path) if is_reference(f.path) else path_problem(f.path)
         if problem is not None:
             return problem
+        if not 0 < f.header <= min(f.size, LENGTH_BYTES + HEADER_LIMIT) or f.rank < 0 or not is_digest(f.digest):
+            return f"the row of data file {f.path} cannot be: size {f.size}, header {f.header}, digest {f.digest!r}, rank {f.rank}"
     if len({f.path for f in contents.files}) != len(contents.files):
         return "a data file occurs twice"
     if any(is_reference(a.path) and not is_reference(b.path) for a, b in pairwise(contents.files)):
@@ -86,15 +88,6 @@ def tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry], files: in
     return problem if problem is not None or t.alias is not None else grid_problem(t.grid, t.shape, files)
 
 
-def _file_problem(f: DataFile) -> str | None:
-    problem = reference_problem(f.path) if is_reference(f.path) else path_problem(f.path)
-    if problem is not None:
-        return problem
-    if not 0 < f.header <= min(f.size, LENGTH_BYTES + HEADER_LIMIT) or f.rank < 0 or not is_digest(f.digest):
-        return f"the row of data file {f.path} cannot be: size {f.size}, header {f.header}, digest {f.digest!r}, rank {f.rank}"
-    return None
-
-
 def _tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry]) -> str | None:
     problem = name_problem(t.name)
     if problem is not None:
@@ -136,11 +129,11 @@ def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
         return None
     if len(grid.anchors) != grid.count:
         return f"its grid has {grid.count} chunks, but names an anchor, or none, for {len(grid.anchors)}"
-    return f"its grid names an anchor that is not in one of the {files} data files" if _out_of_range(grid.anchors, files) else None
-
-
-def _out_of_range(anchors: npt.NDArray[np.int32], files: int) -> bool:
-    return bool(anchors.min() < -1 or anchors.max() >= files)
+    return (
+        f"its grid names an anchor that is not in one of the {files} data files"
+        if (bool(grid.anchors.min() < -1 or grid.anchors.max() >= files))
+        else None
+    )
 
 
 def _cuts_problem(cuts: Sequence[Sequence[int]], shape: tuple[int, ...]) -> str | None:
@@ -203,7 +196,7 @@ def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
 
 
 def _below(node: list[Any] | dict[Any, Any]) -> _Below | None:
-    """The nodes below; None if this one is malformed."""
+    """The nodes below; None if this one is malformed. ``ckpt.plan.tree_decoding.decode`` checks the rest by itself."""
     if isinstance(node, list):
         return node, []
     if not all(issubclass(kind, str) for kind in {*map(type, node)}):
@@ -213,66 +206,47 @@ def _below(node: list[Any] | dict[Any, Any]) -> _Below | None:
         return list(node.values()), []
     if len(node) != 1:
         return None
-    look = _KINDS.get(tag)
-    return look(node[tag]) if look is not None else ([node[tag]], [])
+    payload = node[tag]
+    nodes: _Below | None = [payload], []
+    if tag in ("$tensor", "$tensors"):
+        nodes = ([], []) if isinstance(payload, str) else None
+    elif tag == "$per_rank":
+        nodes = ([], []) if payload is True else None
+    elif tag == "$inline":
+        nodes = ([], []) if _is_inline(payload) else None
+    elif tag in ("$map", "$tuple", "$set", "$frozenset", "$complex", "$param_groups") and not isinstance(payload, list):
+        nodes = None
+    elif tag == "$tuple":
+        nodes = payload, []
+    elif tag in ("$set", "$frozenset", "$complex"):
+        nodes = [], payload
+    elif tag == "$map":
+        pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in payload)
+        nodes = ([value for _, value in payload], [key for key, _ in payload]) if pairs else None
+    elif tag == "$param_groups":
+        groups = all(
+            isinstance(g, dict)
+            and g.keys() == {"params", "options"}
+            and isinstance(g["params"], list)
+            and all(isinstance(name, str) for name in g["params"])
+            and isinstance(g["options"], dict)
+            and tag_of(g["options"]) in (None, "$map")
+            for g in payload
+        )
+        nodes = ([group["options"] for group in payload], []) if groups else None
+    return nodes
 
 
-def _map(payload: Any) -> _Below | None:
-    if not isinstance(payload, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in payload):
-        return None
-    return [value for _, value in payload], [key for key, _ in payload]
-
-
-def _tuple(payload: Any) -> _Below | None:
-    return (payload, []) if isinstance(payload, list) else None
-
-
-def _plain(payload: Any) -> _Below | None:
-    return ([], payload) if isinstance(payload, list) else None
-
-
-def _name(payload: Any) -> _Below | None:
-    return ([], []) if isinstance(payload, str) else None
-
-
-def _true(payload: Any) -> _Below | None:
-    return ([], []) if payload is True else None
-
-
-def _inline(payload: Any) -> _Below | None:
+def _is_inline(payload: Any) -> bool:
     if not isinstance(payload, list) or len(payload) != 3:
-        return None
+        return False
     dtype, shape, data = payload
     if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(shape, list) or not isinstance(data, str):
-        return None
+        return False
     if not all(type(n) is int and 0 <= n <= 64 for n in shape):
-        return None
+        return False
     try:
         size = len(b64decode(data, validate=True))
     except (binascii.Error, ValueError):
-        return None
-    return ([], []) if size == math.prod(shape) * DTYPES[dtype].itemsize else None
-
-
-def _param_groups(payload: Any) -> _Below | None:
-    if not isinstance(payload, list) or not all(isinstance(g, dict) and g.keys() == {"params", "options"} for g in payload):
-        return None
-    if not all(isinstance(g["params"], list) and all(isinstance(name, str) for name in g["params"]) for g in payload):
-        return None
-    options = [group["options"] for group in payload]
-    return (options, []) if all(isinstance(o, dict) and tag_of(o) in (None, "$map") for o in options) else None
-
-
-_KINDS: dict[str, Callable[[Any], _Below | None]] = {
-    "$map": _map,
-    "$tuple": _tuple,
-    "$set": _plain,
-    "$frozenset": _plain,
-    "$complex": _plain,
-    "$tensor": _name,
-    "$tensors": _name,
-    "$inline": _inline,
-    "$per_rank": _true,
-    "$param_groups": _param_groups,
-}
-"""Kinds whose payload others than ``ckpt.plan.tree_decoding.decode`` look into; that one checks the rest by itself."""
+        return False
+    return size == math.prod(shape) * DTYPES[dtype].itemsize

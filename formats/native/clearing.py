@@ -19,8 +19,20 @@ from ckpt.io_backends.registry import join_url, open_backend, real_url
 from .catalog import read_index, read_record
 from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours
 from .index import Recent, decode_files
-from .paths import CLEARING, FILES, INDEX_LIMIT, SOURCES, data_prefix, id_of, index_path, others_files
-from .references import UP, is_reference, owner_of, split_url
+from .paths import (
+    CLEARING,
+    FILES,
+    INDEX_LIMIT,
+    SOURCES,
+    UP,
+    data_prefix,
+    id_of,
+    index_path,
+    is_reference,
+    others_files,
+    owner_of,
+    split_url,
+)
 from .virtual import decode_sources
 
 if TYPE_CHECKING:
@@ -77,22 +89,35 @@ def check_free(backend: Backend, what: str) -> None:
         raise ConflictError(f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=hint)
 
 
-def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseFiles | None = None) -> None:
+def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseFiles | None = None) -> CommitRecord | None:
     """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away; and that the checkpoint is there
-    whose files it refers to, with these files."""
-    problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0], base)
+    whose files it refers to, with these files. Gives the record of that one."""
+    problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0])
+    record = None
     if problem is None and base is not None:
-        problem = _reference_problem(backend, base)
+        record, problem = _base_record(backend, base)
+        problem = problem or _reference_problem(backend, base)
     if problem is not None:
         raise problem
+    return record
 
 
-def confirm(backend: Backend, id: str, sizes: Mapping[str, int], previous: bytes | None, base: BaseFiles | None = None) -> list[str] | None:
+def confirm(
+    backend: Backend,
+    id: str,
+    sizes: Mapping[str, int],
+    previous: bytes | None,
+    base: BaseFiles | None = None,
+    based: CommitRecord | None = None,
+) -> list[str] | None:
     """That what was just committed has all of its files, or was replaced by another save since. If it has not, ``previous`` is committed
-    again, or nothing is. Gives the paths of everything that is there, if it took a look at everything."""
+    again, or nothing is. ``based`` is what ``check_there`` gave. Gives the paths of everything that is there, if it took a look at
+    everything."""
     try:
         there, everything = _listed(backend, id, sizes)
-        problem = _problem(backend, id, sizes, there, base)
+        problem = _problem(backend, id, sizes, there)
+        if problem is None and base is not None:
+            problem = _base_record(backend, base, based)[1]
         if problem is None:
             return list(there) if everything else None
         record = read_record(backend)
@@ -120,7 +145,7 @@ def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[s
     return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}, everything
 
 
-def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int], base: BaseFiles | None) -> StorageError | None:
+def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int]) -> StorageError | None:
     lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
     if lost:
         message = (
@@ -131,21 +156,24 @@ def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping
     if index_path(id, CLEARING) in there:
         hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
         return StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
-    return None if base is None else _base_problem(backend, base.name, base.id)
+    return None
 
 
-def _base_problem(backend: Backend, name: str, id: str) -> StorageError | None:
-    """Why the files of a base cannot be referred to."""
+def _base_record(backend: Backend, base: BaseFiles, before: CommitRecord | None = None) -> tuple[CommitRecord | None, ConflictError | None]:
+    """The record of a base, and why its files cannot be referred to. ``before`` is the record with which they were all there."""
     # Who removes a checkpoint takes its record away first, and looks then who refers to its files. Who commits a
-    # reference publishes the record first, and looks here then: so at least one of the two sees the other.
+    # reference publishes the record first, and looks here then: so at least one of the two sees the other. A copy has the
+    # same id and may have the bytes in files of its own; its index is another one then, and the listed files may be gone.
     run = open_backend(split_url(backend)[0])
-    data = read_record(run, f"{name}/")
-    if data is not None and CommitRecord.from_bytes(data, f"{run.url}/{name}").id == id:
-        return None
-    what = "removed" if data is None else "replaced by another save"
-    return ConflictError(
-        f"the base {name}, which has tensors of this save, was {what} meanwhile", where=backend.url, hint="save again, without a base"
-    )
+    data = read_record(run, f"{base.name}/")
+    what = "removed"
+    if data is not None:
+        record = CommitRecord.from_bytes(data, f"{run.url}/{base.name}")
+        if record.id == base.id and (before is None or record.index == before.index):
+            return record, None
+        what = "replaced by another save" if record.id != base.id else "replaced by a copy of it, which has other files,"
+    message = f"the base {base.name}, which has tensors of this save, was {what} meanwhile"
+    return None, ConflictError(message, where=backend.url, hint="save again, without a base")
 
 
 def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None:

@@ -17,11 +17,12 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 import xxhash
 
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.io_backends.checks import path_problem
 from ckpt.io_backends.protocol import Backend
 from ckpt.settings import __version__
 from ckpt.text import parse_object
 
-from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest, path_problem
+from .paths import INDEX_NAMES, RANK_NAMES, VIRTUAL_NAMES, is_digest
 
 # What a checkpoint went on from (docs/format.md §2): a run that goes back to an earlier step begins a branch.
 #
@@ -202,10 +203,7 @@ class CommitRecord:
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CommitRecord:
         """Read and verify a commit record; ``where`` is its URL, for messages."""
-        members = _parse(data, where)
-        _check_digest(data, members, where)
-        _check_known(members, where)
-        return _record(members, where)
+        return _decoded(_verified(data, where), where)
 
 
 def is_ours(data: bytes) -> bool:
@@ -270,6 +268,11 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
+def writer_name() -> str:
+    """Name and version of this software."""
+    return f"ckpt {__version__}"
+
+
 def moment_of(created: str) -> datetime | None:
     """The time that a record's ``created`` says; None if it says none. Without a zone it is UTC."""
     fields = _TIME.fullmatch(created)
@@ -280,11 +283,6 @@ def moment_of(created: str) -> datetime | None:
         return datetime.fromisoformat(f"{fields['to_seconds']}.{fraction[:6]:0<6}{zone.replace('Z', '+00:00')}").astimezone(timezone.utc)
     except (ValueError, OverflowError):
         return None
-
-
-def writer_name() -> str:
-    """Name and version of this software."""
-    return f"ckpt {__version__}"
 
 
 def _base36(number: int, width: int) -> str:
@@ -299,119 +297,100 @@ def _damaged(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the commit record {COMMIT_PATH} is damaged: {what}", where=where, hint=_DAMAGED)
 
 
-def _parse(data: bytes, where: str) -> dict[str, Any]:
+def _verified(data: bytes, where: str) -> dict[str, Any]:
+    """The members of a record of this format, of a version and with features that this software knows, whose digest is right."""
     try:
-        return parse_object(data)
+        members = parse_object(data)
     except ValueError as err:
         _damaged(str(err), where)
-
-
-def _check_digest(data: bytes, members: dict[str, Any], where: str) -> None:
-    digest = members.get("digest")
-    if not is_digest(digest):
-        if members.get("format") != FORMAT:
-            _not_ours(members, where)
+    digest, ours = members.get("digest"), members.get("format") == FORMAT
+    if is_digest(digest):
+        digits = str(digest).encode()
+        if data.count(digits) != 1:
+            _damaged("its digest is not in it exactly once", where)
+        computed = xxhash.xxh3_128_hexdigest(data.replace(digits, _ZEROS))
+        if computed != digest:
+            _damaged(f"its digest is {computed}, it says {digest}", where)
+    elif ours:
         _damaged("it has no digest of 32 hex digits", where)
-    digits = str(digest).encode()
-    if data.count(digits) != 1:
-        _damaged("its digest is not in it exactly once", where)
-    computed = xxhash.xxh3_128_hexdigest(data.replace(digits, _ZEROS))
-    if computed != digest:
-        _damaged(f"its digest is {computed}, it says {digest}", where)
-
-
-def _not_ours(members: dict[str, Any], where: str) -> NoReturn:
-    raise FormatError(
-        f"{COMMIT_PATH} is not a commit record of ckpt: its format is {members.get('format')!r}",
-        where=where,
-        hint="check the URL; this file belongs to other software",
-    )
-
-
-def _check_known(members: dict[str, Any], where: str) -> None:
-    if members.get("format") != FORMAT:
-        _not_ours(members, where)
-    version = members.get("version")
+    if not ours:
+        raise FormatError(
+            f"{COMMIT_PATH} is not a commit record of ckpt: its format is {members.get('format')!r}",
+            where=where,
+            hint="check the URL; this file belongs to other software",
+        )
+    version, features = members.get("version"), members.get("features")
+    hint = f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one"
     if type(version) is not int or version != VERSION:
-        raise FormatError(
-            f"format version {version!r} is not known; this software reads version {VERSION}",
-            where=where,
-            hint=f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one",
-        )
-    features = members.get("features")
+        raise FormatError(f"format version {version!r} is not known; this software reads version {VERSION}", where=where, hint=hint)
     unknown = [f for f in features if not isinstance(f, str) or f not in FEATURES] if isinstance(features, list) else [features]
-    if unknown:
-        dropped = next((f for f in unknown if isinstance(f, str) and f in DROPPED), None)
+    for dropped in (f for f in unknown if isinstance(f, str) and f in DROPPED):
         raise FormatError(
-            f"it needs features that are not known: {', '.join(map(repr, unknown))}"
-            if dropped is None
-            else f"it has the feature {dropped!r}, which is not read any more: {DROPPED[dropped]}",
+            f"it has the feature {dropped!r}, which is not read any more: {DROPPED[dropped]}",
             where=where,
-            hint=f"read it with the software that wrote it ({members.get('writer')}) or a newer release of this one"
-            if dropped is None
-            else f"load another step, or convert it with the software that wrote it ({members.get('writer')})",
+            hint=f"load another step, or convert it with the software that wrote it ({members.get('writer')})",
         )
+    if unknown:
+        raise FormatError(f"it needs features that are not known: {', '.join(map(repr, unknown))}", where=where, hint=hint)
+    return members
 
 
-def _record(members: dict[str, Any], where: str) -> CommitRecord:
+def _decoded(members: dict[str, Any], where: str) -> CommitRecord:
+    features = members["features"]
     for feature in (CODED, APART, REFERENCED, ANCHORS):
-        if {feature, VIRTUAL} <= set(members["features"]):
+        if {feature, VIRTUAL} <= set(features):
             _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
-    index = _member(members, "index", dict, where)
+    rows = _member(members, "index", dict, where)
     more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
-    joint = JOINT in members["features"]
-    names = () if joint else (*INDEX_NAMES, *(name for feature in members["features"] for name in more.get(feature, ())))
-    missing = [n for n in names if not isinstance(index.get(n), dict)]
+    joint = JOINT in features
+    names = () if joint else (*INDEX_NAMES, *(name for feature in features for name in more.get(feature, ())))
+    missing = [n for n in names if not isinstance(rows.get(n), dict)]
     if missing:
         _damaged(f"its index lacks {', '.join(missing)}", where)
+    index = {}
+    for name in names:
+        path, size, digest = (_member(rows[name], m, t, where) for m, t in (("path", str), ("size", int), ("digest", str)))
+        problem = path_problem(path)
+        if problem is not None or size < 0 or not is_digest(digest):
+            _damaged(f"its row of {name} cannot be: {problem or (size, digest)}", where)
+        index[name] = IndexFile(path=path, size=size, digest=digest)
+    own = {name: _member(members, name, kind, where) for name, kind in _MEMBERS.items()}
+    if moment_of(own["created"]) is None:
+        _damaged(f"its created is {own['created'][:40]!r}, not a time", where)
+    metrics, inline, part, branches = (members.get(name) for name in ("metrics", "inline", "part", "branches"))
+    if not isinstance(metrics, dict | None) or ("metrics" in members and metrics is None):
+        _damaged("its metrics are not an object", where)
+    try:
+        metrics = {name: float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, OverflowError):
+        _damaged("one of its metrics is not a number, or none that fits a float", where)
+    texts: dict[str, Any] = {}
+    for name, what in (("tags", "its tags"), ("lost", "its losses")):
+        value = members.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            _damaged(f"{what} are not an array of strings", where)
+        texts[name] = tuple(value)
+    begun: list[Any] = branches if isinstance(branches, list) else [branches] if "branches" in members else []
+    if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in begun):
+        _damaged("its branches are not an array of objects with id and after", where)
     return CommitRecord(
-        id=_member(members, "id", str, where),
-        created=_created(members, where),
-        writer=_member(members, "writer", str, where),
-        world_size=_member(members, "world_size", int, where),
-        features=tuple(members["features"]),
-        index={n: _index_file(index[n], n, where) for n in names},
-        tensor_bytes=_member(members, "tensor_bytes", int, where),
-        metrics=_metrics(members.get("metrics", {}), where),
-        tags=_strings(members.get("tags", []), "its tags", where),
-        lost=_strings(members.get("lost", []), "its losses", where),
-        inline=_inline(members.get("inline")),
+        **own,
+        **texts,
+        features=tuple(features),
+        index=index,
+        metrics=metrics,
+        # What cannot be used is no damage: the files that it repeats are there.
+        inline={name: text for name, text in inline.items() if isinstance(text, str)} if isinstance(inline, dict) else {},
         reusable=members.get("reusable") is True,
-        part=part if isinstance(part := members.get("part"), str) else None,
-        branches=_branches(members.get("branches", []), where),
+        part=part if isinstance(part, str) else None,
+        branches=tuple(Branch(row["id"], row["after"]) for row in begun),
         members=_members(members.get("members"), where) if joint else {},
         generation=_member(members, "generation", str, where) if joint else None,
         given_up=_member(members, "given_up", str, where) if joint and "given_up" in members else None,
     )
 
 
-def _created(members: dict[str, Any], where: str) -> str:
-    text: str = _member(members, "created", str, where)
-    if moment_of(text) is None:
-        _damaged(f"its created is {text[:40]!r}, not a time", where)
-    return text
-
-
-def _metrics(metrics: object, where: str) -> dict[str, float]:
-    if not isinstance(metrics, dict):
-        _damaged("its metrics are not an object", where)
-    try:
-        return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, OverflowError):
-        _damaged("one of its metrics is not a number, or none that fits a float", where)
-
-
-def _strings(value: object, what: str, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        _damaged(f"{what} are not an array of strings", where)
-    return tuple(value)
-
-
-def _branches(value: object, where: str) -> Branches:
-    rows: list[Any] = value if isinstance(value, list) else [value]
-    if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in rows):
-        _damaged("its branches are not an array of objects with id and after", where)
-    return tuple(Branch(row["id"], row["after"]) for row in rows)
+_MEMBERS = {"id": str, "created": str, "writer": str, "world_size": int, "tensor_bytes": int}
 
 
 def _members(value: object, where: str) -> dict[str, MemberCheckpoint]:
@@ -421,19 +400,6 @@ def _members(value: object, where: str) -> dict[str, MemberCheckpoint]:
         if not isinstance(path, str) or not isinstance(id, str) or path_problem(path) is not None:
             _damaged(f"its member {name!r:.100} is {row!r:.200}, not a path below the run and an id", where)
     return {name: MemberCheckpoint(row["path"], row["id"]) for name, row in rows.items()}
-
-
-def _inline(value: object) -> dict[str, str]:
-    """What cannot be used is no damage: the files that it repeats are there."""
-    return {name: text for name, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}
-
-
-def _index_file(members: dict[str, Any], name: str, where: str) -> IndexFile:
-    path, size, digest = (_member(members, m, t, where) for m, t in (("path", str), ("size", int), ("digest", str)))
-    problem = path_problem(path)
-    if problem is not None or size < 0 or not is_digest(digest):
-        _damaged(f"its row of {name} cannot be: {problem or (size, digest)}", where)
-    return IndexFile(path=path, size=size, digest=digest)
 
 
 def _member(members: dict[str, Any], name: str, kind: type, where: str) -> Any:

@@ -86,7 +86,9 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     computed = xxhash.xxh3_128_hexdigest(data)
     if computed != file.digest:
         _damaged(f"the digest of its header is {computed}, the index says {file.digest}", where)
-    _check_length(data, where)
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    if len(data) != LENGTH_BYTES + length or len(data) % HEADER_BLOCK:
+        _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
     metadata, rest = _split(data)
     size = file.size - file.header
     layout = None if rest is None else recall(rest, size)
@@ -123,12 +125,6 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
 
 def _damaged(what: str, where: str) -> NoReturn:
     raise CorruptError(f"the data file is damaged: {what}", where=where, hint=_DAMAGED)
-
-
-def _check_length(data: bytes, where: str) -> None:
-    length = int.from_bytes(data[:LENGTH_BYTES], "little")
-    if len(data) != LENGTH_BYTES + length or len(data) % HEADER_BLOCK:
-        _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
 
 
 def _split(data: bytes) -> tuple[object, memoryview | None]:

@@ -221,7 +221,9 @@ def read_layout(text: bytes, data: int) -> HeaderLayout | None:
     kinds, starts, stops, stem_sizes, box_sizes, entry_sizes = np.concatenate(parts, axis=1)
     kind = [_kind(*code) for code in codes]
     known = [k for k in kind if k is not None]
-    if not _covers(starts, stops, data) or len(known) < len(kind):
+    if not (bool(starts[0] == 0 and stops[-1] == data and (starts[1:] == stops[:-1]).all() and (starts <= stops).all())) or len(
+        known
+    ) < len(kind):
         return None
     if (np.array([_bits(*k) for k in known], dtype=np.int64)[kinds] != 8 * (stops - starts)).any():
         return None
@@ -240,11 +242,6 @@ def read_layout(text: bytes, data: int) -> HeaderLayout | None:
         return None if METADATA in keys or len(set(keys)) < len(keys) else HeaderLayout(columns, text, keys)
     key_ends = np.append(0, np.cumsum(entry_sizes)[:-1]) + len(',"') + stem_sizes + box_sizes
     return HeaderLayout(columns, text, ends=key_ends, boxes=box_sizes)
-
-
-def _covers(starts: IntArray, stops: IntArray, data: int) -> bool:
-    """Whether chunks follow each other from 0 to ``data``, in the order in which they are given."""
-    return bool(starts[0] == 0 and stops[-1] == data and (starts[1:] == stops[:-1]).all() and (starts <= stops).all())
 
 
 def _kind(dtype: bytes, shape: bytes) -> tuple[str, tuple[int, ...]] | None:

@@ -393,9 +393,13 @@ def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, 
 
 
 def _state_problem(state: Any, ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
-    own = (p for values in ranks.values() for p in (_own_problem(path, node) for path, node in values.items()) if p is not None)
+    own = (
+        p
+        for values in ranks.values()
+        for p in (
+            (node_problem(node, REFERENCES_OF_RANKS) if isinstance(path, str) else f"{path!r} is not a path")
+            for path, node in values.items()
+        )
+        if p is not None
+    )
     return node_problem(state) or next(own, None)
-
-
-def _own_problem(path: object, node: Any) -> str | None:
-    return node_problem(node, REFERENCES_OF_RANKS) if isinstance(path, str) else f"{path!r} is not a path"

@@ -215,13 +215,9 @@ def _grid(shape: tuple[int, ...], offsets: IntArray, shapes: IntArray, files: np
     offsets, shapes, files = offsets[order], shapes[order], files[order]
     if (files == files[0]).all():
         files = files[:1]
-    cuts = tuple(_cuts(n, offsets[:, i], offsets[:, i] + shapes[:, i]) for i, n in enumerate(shape))
+    cuts = tuple((merge_cuts((0, n), offsets[:, i], offsets[:, i] + shapes[:, i]) if n else (0, 0)) for i, n in enumerate(shape))
     if np.prod([len(c) - 1 for c in cuts], dtype=np.int64) == len(offsets):
         grid = Grid(cuts=cuts, files=files)
         if all(np.array_equal(a, b) for a, b in zip(cells(cuts), (offsets, shapes), strict=True)):
             return grid
     return Grid(boxes=(offsets, shapes), files=files)
-
-
-def _cuts(size: int, starts: IntArray, ends: IntArray) -> tuple[int, ...]:
-    return merge_cuts((0, size), starts, ends) if size else (0, 0)

@@ -301,7 +301,8 @@ def write_spans(backend: Backend, id: str, rows: Mapping[int, Row]) -> dict[int,
     sums = sum(count * max(1, len(group["phases"])) for group in columns.groups for _, count in group["ranks"])
     if sums > MOST_SUMS:
         raise UsageError(f"the spans of {len(rows):,} ranks have {sums:,} phases of ranks; at most {MOST_SUMS:,} are kept", where=path)
-    data = _encode(members)
+    rest = b'",' + json.dumps(members, separators=(",", ":"), allow_nan=False).encode()[1:] + b"\n"
+    data = _HEAD + xxhash.xxh3_128_hexdigest(_HEAD + _ZEROS + rest).encode() + rest
     if len(data) > SIZE_LIMIT:
         raise UsageError(f"the spans of {len(rows):,} ranks take {len(data):,} bytes; at most {SIZE_LIMIT:,} are kept", where=path)
     with backend.create(path, len(data)) as writer:
@@ -360,16 +361,14 @@ def _summed(row: Row, rank: int) -> Row:
     return {**summed, "sums": summed["folded"]}
 
 
-def _encode(members: Mapping[str, Any]) -> bytes:
-    rest = b'",' + json.dumps(members, separators=(",", ":"), allow_nan=False).encode()[1:] + b"\n"
-    return _HEAD + xxhash.xxh3_128_hexdigest(_HEAD + _ZEROS + rest).encode() + rest
-
-
 def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTable]:
     digest = xxhash.xxh3_128_hexdigest(data[: len(_HEAD)] + _ZEROS + data[_DATA:]).encode()
     if not data.startswith(_HEAD) or data[len(_HEAD) : _DATA] != digest:
         _damaged("its digest is wrong", where)
-    members = _parse(data, where)
+    try:
+        members = parse_object(data)
+    except ValueError as err:
+        _damaged(str(err), where)
     if members.get("id") != record.id or members.get("version") not in (1, VERSION):
         _damaged(f"it is of save {members.get('id')!r}, version {members.get('version')!r}", where)
     ranks = members.get("ranks")
@@ -400,13 +399,6 @@ def _with_about(table: SpanTable, about: About) -> SpanTable:
         retries=retries,
         throttled=throttled,
     )
-
-
-def _parse(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        return parse_object(data)
-    except ValueError as err:
-        _damaged(str(err), where)
 
 
 def _rank(text: str, ranks: int, where: str) -> int:

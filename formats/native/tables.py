@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import chain, count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,50 +39,43 @@ def stream_of(data: bytes) -> pa.Buffer:
     if not data.startswith(_MAGIC) or not data.endswith(_MAGIC):
         raise ValueError("it does not begin and end as an Arrow IPC file does")
     stream = pa.py_buffer(data).slice(_START)
+    reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(stream))
     nbytes = rows = 0
-    for batch in _batches(stream):
-        rows += batch.rows
-        nbytes += batch.nbytes
+    for number in count():
+        try:
+            message = reader.read_next_message()
+            if number:  # the first is the schema
+                more = _batch_size(message.metadata.to_pybytes(), message.body)
+                rows, nbytes = rows + more[0], nbytes + more[1]
+        except StopIteration:
+            break
+        except (struct.error, IndexError) as err:
+            raise ValueError(f"a message of it is damaged: {err}") from err
     most = min(MOST, max(SMALL, RATIO * len(data)))
     if nbytes > most or rows > FEW + ROWS * len(data):
         raise ValueError(f"its {len(data):,} bytes unfold to {nbytes:,} bytes and {rows:,} rows, which no index does")
     return stream
 
 
-class _Batch(NamedTuple):
-    rows: int
-    nbytes: int
-
-
-def _batches(stream: pa.Buffer) -> Iterator[_Batch]:
-    reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(stream))
-    schema = True
-    while True:
-        try:
-            message = reader.read_next_message()
-        except StopIteration:
-            return
-        if not schema:
-            try:
-                yield _batch(message.metadata.to_pybytes(), message.body)
-            except (struct.error, IndexError) as err:
-                raise ValueError(f"a message of it is damaged: {err}") from err
-        schema = False
-
-
-def _batch(metadata: bytes, body: pa.Buffer) -> _Batch:
-    """A record batch as its message describes it (Message.fbs): its length, and its buffers, each of which says how long it is unfolded."""
-    message = _Table(metadata, struct.unpack_from("<I", metadata, 0)[0])
-    kind = message.place(1)
-    header = message.place(2)
+def _batch_size(metadata: bytes, body: pa.Buffer) -> tuple[int, int]:
+    """Rows and bytes of a record batch as its message describes it (Message.fbs): its length, and its buffers, each of which says how long
+    it is unfolded."""
+    message = struct.unpack_from("<I", metadata, 0)[0]
+    kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
     if kind is None or metadata[kind] != _RECORD_BATCH or header is None:
         raise ValueError("it has other messages than record batches")
-    batch = _Table(metadata, header + struct.unpack_from("<I", metadata, header)[0])
-    length = batch.place(0)
+    batch = header + struct.unpack_from("<I", metadata, header)[0]
+    length, pairs = _field(metadata, batch, 0), _field(metadata, batch, 2)
     rows = 0 if length is None else struct.unpack_from("<q", metadata, length)[0]
-    buffers = batch.pairs(2)
-    if batch.place(3) is None:  # not compressed: parts of the file
-        return _Batch(rows, int(buffers[:, 1].sum()))
+    buffers = np.zeros((0, 2), dtype=np.int64)
+    if pairs is not None:
+        start = pairs + struct.unpack_from("<I", metadata, pairs)[0]
+        number = struct.unpack_from("<I", metadata, start)[0]
+        if start + 4 + 16 * number > len(metadata):
+            raise ValueError("a list reaches beyond its message")
+        buffers = np.frombuffer(metadata, dtype="<i8", count=2 * number, offset=start + 4).reshape(-1, 2)
+    if _field(metadata, batch, 3) is None:  # not compressed: parts of the file
+        return rows, int(buffers[:, 1].sum())
     nbytes = 0
     data = memoryview(body) if body is not None else memoryview(b"")
     for offset, size in buffers.tolist():
@@ -92,34 +85,15 @@ def _batch(metadata: bytes, body: pa.Buffer) -> _Batch:
         if unfolded < -1:
             raise ValueError("a buffer has a negative length")
         nbytes += size if unfolded == -1 else unfolded
-    return _Batch(rows, nbytes)
+    return rows, nbytes
 
 
-class _Table:
-    """A table of a flatbuffer, which begins at ``at``."""
-
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data = data
-        self._at = at
-        self._fields = at - struct.unpack_from("<i", data, at)[0]
-        self._size = struct.unpack_from("<H", data, self._fields)[0]
-
-    def place(self, slot: int) -> int | None:
-        """Where the field of this number is; None if it is left out."""
-        at = 4 + 2 * slot
-        offset = struct.unpack_from("<H", self._data, self._fields + at)[0] if at < self._size else 0
-        return self._at + offset if offset else None
-
-    def pairs(self, slot: int) -> npt.NDArray[np.int64]:
-        """A vector of structs of two numbers ``[n, 2]``."""
-        place = self.place(slot)
-        if place is None:
-            return np.zeros((0, 2), dtype=np.int64)
-        start = place + struct.unpack_from("<I", self._data, place)[0]
-        count = struct.unpack_from("<I", self._data, start)[0]
-        if start + 4 + 16 * count > len(self._data):
-            raise ValueError("a list reaches beyond its message")
-        return np.frombuffer(self._data, dtype="<i8", count=2 * count, offset=start + 4).reshape(-1, 2)
+def _field(data: bytes, table: int, slot: int) -> int | None:
+    """Where the field of this number is of the flatbuffer's table that begins at ``table``; None if it is left out."""
+    fields = table - struct.unpack_from("<i", data, table)[0]
+    at, size = 4 + 2 * slot, struct.unpack_from("<H", data, fields)[0]
+    offset = struct.unpack_from("<H", data, fields + at)[0] if at < size else 0
+    return table + offset if offset else None
 
 
 TEXT = 64 << 10
@@ -143,16 +117,28 @@ def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]
     try:
         table = pa.ipc.open_stream(stream_of(data)).read_all()
         table.validate(full=True)
-        columns = {f.name: _column(table, f) for f in schema}
+        columns = {}
+        for f in schema:
+            column = table.column(f.name)
+            if not _plain(column.type):  # casts of others unfold: of dictionaries, views and runs
+                raise ValueError(f"the column {f.name} is {column.type}, not {f.type}")
+            if column.type != f.type:
+                column = column.cast(f.type)  # imports all of pyarrow.compute
+            chunks = column.chunks or [pa.array([], f.type)]
+            columns[f.name] = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
     except MemoryError as err:  # pa.ArrowMemoryError is one
         raise too_little_memory(len(data), where) from err
     except (pa.ArrowException, OSError, KeyError, ValueError) as err:
         raise CorruptError(f"the index file cannot be read as this format's table: {err}", where=where, hint="`ckpt rebuild`") from err
     for f in schema:
         most = TEXT if pa.types.is_string(f.type) else DIMENSIONS if f.name in ("shape", "logical", "strides") else None
-        if most is not None and (longest := _longest(columns[f.name])) > most:
-            message = f"the index file has {longest:,} entries in one row of the column {f.name}; at most {most:,} are read"
-            raise CorruptError(message, where=where, hint="rebuild the index")
+        if most is not None:
+            column = columns[f.name]
+            offsets = np.frombuffer(column.buffers()[1] or b"", dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+            longest = int(np.diff(offsets).max(initial=0))  # bytes of a text, or entries of a list
+            if longest > most:
+                message = f"the index file has {longest:,} entries in one row of the column {f.name}; at most {most:,} are read"
+                raise CorruptError(message, where=where, hint="rebuild the index")
         if (columns[f.name].null_count and not f.nullable) or _null_inside(columns[f.name]):
             raise CorruptError(f"the index file has nulls in the column {f.name}", where=where, hint="`ckpt rebuild`")
     return columns
@@ -165,24 +151,10 @@ def too_little_memory(size: int, where: str) -> FormatError:
     )
 
 
-def _column(table: pa.Table, field: pa.Field) -> pa.Array:
-    column = table.column(field.name)
-    if not _plain(column.type):  # casts of others unfold: of dictionaries, views and runs
-        raise ValueError(f"the column {field.name} is {column.type}, not {field.type}")
-    same = column.type == field.type
-    return _one_piece(column if same else column.cast(field.type), field.type)  # `cast` imports all of pyarrow.compute
-
-
 def _plain(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _plain(kind.value_type)
     return bool(pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
-
-
-def _longest(column: pa.Array) -> int:
-    """Bytes of the longest text, or entries of the longest list."""
-    offsets = np.frombuffer(column.buffers()[1] or b"", dtype=np.int32)[column.offset : column.offset + len(column) + 1]
-    return int(np.diff(offsets).max(initial=0))
 
 
 def _null_inside(column: pa.Array) -> bool:
@@ -190,10 +162,6 @@ def _null_inside(column: pa.Array) -> bool:
         return False
     items = column.flatten() if column.values.null_count else column.values  # `flatten` imports all of pyarrow.compute
     return bool(items.null_count) or _null_inside(items)
-
-
-def _one_piece(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], kind)
 
 
 def lists(values: pa.Array, lengths: Sequence[int], nulls: Sequence[bool] | None = None) -> pa.Array:

@@ -17,11 +17,12 @@ from ckpt.catalog import CatalogDefaults, Contents, Extent, SourceFile, TensorEn
 from ckpt.errors import AccessError, ConsistencyError, CorruptError, NotFoundError
 from ckpt.formats.external.base import ReadOnly
 from ckpt.formats.external.elements import reach, strided, strides_of
+from ckpt.io_backends.checks import path_problem
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 
 from .commit import VERSION, CommitRecord
-from .paths import EXTENTS, SOURCES, is_digest, path_problem
+from .paths import EXTENTS, SOURCES, is_digest
 from .tables import from_file, to_file
 
 # sources.arrow and extents.arrow: what a virtual checkpoint has in the place of data files (docs/format.md §11).

@@ -20,8 +20,7 @@ from .catalog import read_record
 from .clearing import check_no_link
 from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id, now, writer_name
 from .index import IndexCache, encode_index
-from .paths import RANK_ROWS, index_path
-from .references import is_reference
+from .paths import RANK_ROWS, index_path, is_reference
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
@@ -61,10 +60,16 @@ def write_index(
     if cache.state is None or contents.state is not None:  # else the contents leave the state to the cache
         cache.part = part_in(contents.state)
     files = encode_index(contents, cache)
-    record = _record(files, cache.tensor_bytes + contents.rows_bytes, journal.id, world_size, features, metrics or {})
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
-    record = replace(
-        record,
+    record = CommitRecord(
+        id=journal.id,
+        created=now(),
+        writer=writer_name(),
+        world_size=world_size,
+        features=features,
+        index={n: IndexFile(path=index_path(journal.id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()},
+        tensor_bytes=cache.tensor_bytes + contents.rows_bytes,
+        metrics=dict(metrics or {}),
         tags=tags,
         lost=lost,
         reusable=reusable,
@@ -108,22 +113,6 @@ def committed_id(backend: Backend, within: str = "") -> str | None:
 
 def _where(backend: Backend, within: str = "") -> str:
     return f"{backend.url.rstrip('/')}/{within}{COMMIT_PATH}"
-
-
-def _record(
-    files: Mapping[str, bytes], tensor_bytes: int, id: str, world_size: int, features: tuple[str, ...], metrics: Mapping[str, float]
-) -> CommitRecord:
-    index = {n: IndexFile(path=index_path(id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()}
-    return CommitRecord(
-        id=id,
-        created=now(),
-        writer=writer_name(),
-        world_size=world_size,
-        features=features,
-        index=index,
-        tensor_bytes=tensor_bytes,
-        metrics=dict(metrics),
-    )
 
 
 # Whoever replaces a checkpoint removes the old files: a reader that still needs them finds them missing, and nothing is damaged.

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import Range, read_ranges
-from ckpt.formats.native.paths import path_problem
 from ckpt.formats.pickles.loader import load_pickle
 from ckpt.formats.pickles.stand_ins import StoredStorage
 from ckpt.formats.pickles.values import PickleValues
-from ckpt.io_backends.checks import read_checked
+from ckpt.io_backends.checks import path_problem, read_checked
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -76,13 +76,11 @@ class FsspecBackend(Backend):
         return int(info["size"])
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         check_path(path)
         with self._place.errors(self._place.where(path), "get the size", reading=True):
             return self._info_size(path)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         check_read(offset, length)
         check_path(path)
         try:
@@ -137,7 +135,6 @@ class FsspecBackend(Backend):
         return data if len(data) == size else self.read(path)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         view = byte_view(buffer, writable=True)
         view[:] = self.read(path, offset, view.nbytes)
 
@@ -158,12 +155,13 @@ class FsspecBackend(Backend):
             self._place.check_bucket()
         skip = len(self._place.root) + 1
         entries = [
-            ObjectMeta(name[skip:], int(info["size"])) for name, info in listed.items() if name.startswith(f"{base}/") and _is_file(info)
+            ObjectMeta(name[skip:], int(info["size"]))
+            for name, info in listed.items()
+            if name.startswith(f"{base}/") and (info.get("type", "file") == "file" and (not info["name"].endswith("/")))
         ]
         return iter(sorted(entry for entry in entries if entry.path.startswith(prefix)))
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         below = check_prefix(prefix).removesuffix("/")
         base = f"{self._place.root}/{below}".rstrip("/")
         try:
@@ -327,7 +325,6 @@ class FsspecBackend(Backend):
         self._place.prepare()
 
     def modified(self, path: str) -> float | None:
-        """See ``Backend.modified``."""
         check_path(path)
         with self._place.errors(self._place.where(path), "get the time", reading=True):
             self._info_size(path)
@@ -341,10 +338,6 @@ def _version(info: dict[str, Any]) -> str | None:
     """A text that is another one once the object was replaced; None if the listing does not tell."""
     token = next((info[key] for key in ("generation", "etag", "ETag") if info.get(key)), None)
     return None if token is None else f"{token} {info.get('size')}"
-
-
-def _is_file(info: Any) -> bool:
-    return info.get("type", "file") == "file" and not info["name"].endswith("/")
 
 
 def _conflict(where: str, content: bytes | None, *, new: bool = False) -> ConflictError:

@@ -6,6 +6,7 @@ are read through; ``list`` alone does not enter linked directories, because they
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -35,7 +36,6 @@ from .files import (
     regular_size,
     remove_file,
     storage_errors,
-    suppress_loops,
     sync_directories,
     write_all,
 )
@@ -56,19 +56,14 @@ def _root_of(url: str) -> str:
         path = "/" + unquote(rest)
     if not path or "\0" in path:
         raise UsageError(f"{url!r} is not a path of a directory", hint="give the directory of a checkpoint or of a run")
-    path = os.path.abspath(_without_parents(os.path.expanduser(path)))
-    return "/" + path.lstrip("/")  # POSIX lets abspath keep two leading slashes
-
-
-def _without_parents(path: str) -> str:
-    """The same place without ``..``, as the system sees it: after a link, that is the parent of where the link leads."""
+    path = os.path.expanduser(path)
     parts = path.split("/")
-    if ".." not in parts:
-        return path
-    # ``a/link/..`` is the parent of where the link leads, not ``a``. os.path.normpath would take the text alone, and
-    # with that another directory.
-    after = len(parts) - parts[::-1].index("..")
-    return os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
+    if ".." in parts:
+        # ``a/link/..`` is the parent of where the link leads, not ``a``. os.path.normpath would take the text alone, and
+        # with that another directory.
+        after = len(parts) - parts[::-1].index("..")
+        path = os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
+    return "/" + os.path.abspath(path).lstrip("/")  # POSIX lets abspath keep two leading slashes
 
 
 class PosixBackend(Backend):
@@ -100,12 +95,10 @@ class PosixBackend(Backend):
             return current(opened)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         check_read(offset, length)
         return self._reading(path, lambda file, fd, size: _read(file, fd, size, offset, length))
 
     def read_whole(self, path: str, limit: int) -> bytes:
-        """See ``Backend.read_whole``."""
 
         def read(file: str, fd: int, size: int) -> bytes:
             if size > limit:
@@ -120,7 +113,6 @@ class PosixBackend(Backend):
         return self._reading(path, lambda file, fd, size: (_read(file, fd, size, 0, min(length, size)), size))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
 
@@ -131,7 +123,6 @@ class PosixBackend(Backend):
         self._reading(path, read)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Backend.read_hashed``."""
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
         done = 0
@@ -162,7 +153,6 @@ class PosixBackend(Backend):
                 os.close(fd)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         file = self._file(path)
         with storage_errors(file, "get the size", reading=True):
             return current(lambda: regular_size(os.stat(file), file))
@@ -185,7 +175,6 @@ class PosixBackend(Backend):
         return {directory: token for part in map_tasks(tokens, parts, _THREADS, "ckpt-look") for directory, token in part.items()}
 
     def modified(self, path: str) -> float:
-        """See ``Backend.modified``."""
         file = self._file(path)
         with storage_errors(file, "get the time", reading=True):
             status = os.stat(file)
@@ -193,7 +182,6 @@ class PosixBackend(Backend):
             return status.st_mtime
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See ``Backend.list_prefix``."""
         check_prefix(prefix)
         return self._walk(prefix.rpartition("/")[0], prefix)
 
@@ -204,12 +192,10 @@ class PosixBackend(Backend):
                 if path.startswith(prefix) and not entry.is_symlink():
                     yield from self._walk(path.removesuffix("/"), prefix)
             elif path.startswith(prefix):
-                size = _size_if_there(entry)
-                if size is not None:
-                    yield ObjectMeta(path, size)
+                with suppress(NotFoundError), storage_errors(entry.path, "get the size", reading=True):  # deleted since it was listed
+                    yield ObjectMeta(path, entry.stat().st_size)
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         return [name for name, _ in _scan(os.path.join(self._root, check_prefix(prefix)))]
 
     def create(self, path: str, size: int) -> Writer:
@@ -232,19 +218,16 @@ class PosixBackend(Backend):
         return ClonedFile(self._file(path))
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> PosixSharedObject:
-        """See ``Backend.create_shared``."""
         file = self._file(path)
         check_size(size, file)
         return PosixSharedObject(file=file, root=self._root, size=size, token=token)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """See ``Backend.put_if``."""
         file = self._file(path)
         with storage_errors(file, "publish"):
             put_if(file, self._root, data, expected)
 
     def delete(self, path: str) -> None:
-        """See ``Backend.delete``."""
         file = self._file(path)
         with storage_errors(file, "delete"):
             delete_below(self._root, path)
@@ -316,19 +299,14 @@ def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:
     try:
         with storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:
             for entry in entries:
-                with suppress_loops():
+                try:
                     if entry.is_dir():
                         named.append((entry.name + "/", entry))
                     elif entry.is_file():
                         named.append((entry.name, entry))
+                except OSError as err:
+                    if err.errno != errno.ELOOP:  # links that lead to each other have nothing behind them, like those that lead nowhere
+                        raise
     except NotFoundError:
         return []
     return sorted(named, key=lambda item: item[0])
-
-
-def _size_if_there(entry: os.DirEntry[str]) -> int | None:
-    try:
-        with storage_errors(entry.path, "get the size", reading=True):
-            return entry.stat().st_size
-    except NotFoundError:  # deleted since the directory was read
-        return None

@@ -64,7 +64,7 @@ class FileSystem:
         """What addresses of memory must be multiples of to be written directly; None if nothing can be. Tried in ``directory``."""
         with self._lock:
             if not self._addresses:
-                self._addresses.append(_or_no(lambda: _try_addresses(directory)))
+                self._addresses.append(_or_no(lambda: next((multiple for multiple in _ADDRESSES if _takes(directory, multiple)), None)))
             return self._addresses[0]
 
     def pays(self, directory: str) -> bool:
@@ -85,12 +85,7 @@ class FileSystem:
 
 _known: dict[int, FileSystem] = {}
 _known_lock = threading.Lock()
-
-
-def file_system(device: int) -> FileSystem:
-    """The file system with this ``st_dev``, and what is known about it already."""
-    with _known_lock:
-        return _known.setdefault(device, FileSystem(device))
+"""What is known about file systems already, by their ``st_dev``."""
 
 
 def _or_no(probe: Callable[[], int | None]) -> int | None:
@@ -118,10 +113,6 @@ def _nameless_file(directory: str) -> Iterator[tuple[int, int]]:
             os.close(direct)
     finally:
         os.close(fd)
-
-
-def _try_addresses(directory: str) -> int | None:
-    return next((multiple for multiple in _ADDRESSES if _takes(directory, multiple)), None)
 
 
 def _takes(directory: str, multiple: int) -> bool:
@@ -247,9 +238,10 @@ class DirectFile:
         self._trial = threading.Lock()
         self._running = 0
         self.refused = False
-        self._usable = hasattr(os, "O_DIRECT") and (mode == "on" or (mode == "auto" and size >= LARGE_FILE))
+        self._usable = True
         device = os.fstat(fd).st_dev
-        self._system = file_system(device)
+        with _known_lock:
+            self._system = _known.setdefault(device, FileSystem(device))
         self._late = os.major(device) == 0
         """Whether the file system may tell of a refusal only after the write. That of a disk does not; with others (FUSE, NFS) the first
         run is made durable before the next."""

@@ -65,37 +65,18 @@ def storage_errors(where: str, doing: str, *, reading: bool = False) -> Iterator
     except OSError as err:
         # From Python 3.12 on this generator's frame leads to that of __exit__, which has err: a circle, with the states of all callers.
         err.__traceback__ = err.__traceback__ and err.__traceback__.tb_next
-        raise _mapped(err, where, doing, reading=reading) from err
-
-
-def _mapped(err: OSError, where: str, doing: str, *, reading: bool) -> CkptError:
-    code = err.errno or 0
-    message = f"cannot {doing}: {err.strerror or err}"
-    mapped: NotFoundError | StorageError
-    if code in _NO_SPACE:
-        mapped = NoSpaceError(message, where=where, hint="free some space or raise the quota, or use another file system")
-    elif code in _NO_ACCESS:
-        mapped = AccessError(
-            message, where=where, hint="check owner and mode of the directories and whether the file system is mounted read-only"
-        )
-    elif reading and code in _NOT_THERE:
-        mapped = NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
-    else:
-        mapped = StorageError(
-            message, where=where, hint=_HINTS.get(code, "check the mount, and the system log for errors of the device or server")
-        )
-    mapped.errno = code
-    return mapped
-
-
-@contextmanager
-def suppress_loops() -> Iterator[None]:
-    """Leave out links that lead to each other: like those that lead nowhere, they have nothing behind them."""
-    try:
-        yield
-    except OSError as err:
-        if err.errno != errno.ELOOP:
-            raise
+        code = err.errno or 0
+        kind: type[NotFoundError | StorageError] = StorageError
+        hint = _HINTS.get(code, "check the mount, and the system log for errors of the device or server")
+        if code in _NO_SPACE:
+            kind, hint = NoSpaceError, "free some space or raise the quota, or use another file system"
+        elif code in _NO_ACCESS:
+            kind, hint = AccessError, "check owner and mode of the directories and whether the file system is mounted read-only"
+        elif reading and code in _NOT_THERE:
+            kind, hint = NotFoundError, "check the URL; `ckpt ls` shows what is there"
+        mapped = kind(f"cannot {doing}: {err.strerror or err}", where=where, hint=hint)
+        mapped.errno = code
+        raise mapped from err
 
 
 def regular_size(status: os.stat_result, file: str) -> int:
@@ -228,18 +209,14 @@ def sync_directories(directory: str, root: str, made: list[str]) -> None:
         chain.append(os.path.dirname(chain[-1]))
     chain += [parent for parent in map(os.path.dirname, reversed(made)) if parent not in chain]
     for name in chain:
-        _sync_directory(name)
-
-
-def _sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as err:
-        if err.errno not in _NO_DIRECTORY_SYNC:  # file systems without this call keep names durable by themselves, or cannot at all
-            raise
-    finally:
-        os.close(fd)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as err:
+            if err.errno not in _NO_DIRECTORY_SYNC:  # file systems without this call keep names durable by themselves, or cannot at all
+                raise
+        finally:
+            os.close(fd)
 
 
 def remove_file(file: str, root: str) -> None:
@@ -259,7 +236,8 @@ def delete_below(root: str, path: str) -> None:
             opened.append(os.open(root, _PLACE))
             for depth, part in enumerate(parents):
                 opened.append(_open_inside(opened[-1], part, os.path.join(root, *parents[: depth + 1])))
-            _unlink(name, opened[-1])
+            with suppress(IsADirectoryError):
+                os.unlink(name, dir_fd=opened[-1])
         for depth in reversed(range(1, len(opened))):
             if not _remove_empty(parents[depth - 1], opened[depth - 1]):
                 break
@@ -282,12 +260,7 @@ def _open_inside(directory: int, name: str, where: str) -> int:
         ) from None
 
 
-def _unlink(name: str, directory: int) -> None:
-    with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        os.unlink(name, dir_fd=directory)
-
-
-def _remove_empty(name: str, directory: int) -> bool:
+def _remove_empty(name: str, directory: int | None = None) -> bool:
     """Remove an empty directory; whether to go on with the one above: another process may have removed this one."""
     try:
         os.rmdir(name, dir_fd=directory)
@@ -322,15 +295,7 @@ def clock(directory: str) -> float:
 
 def prune_empty(directory: str, root: str) -> None:
     """Remove ``directory`` and its parents below ``root`` as far as they are empty; absent ones are skipped."""
-    while directory != root:
-        try:
-            os.rmdir(directory)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as err:
-            if err.errno in _KEEP_DIRECTORY:
-                return
-            raise
+    while directory != root and _remove_empty(directory):
         directory = os.path.dirname(directory)
 
 
@@ -359,7 +324,12 @@ def put_if(file: str, root: str, data: bytes, expected: bytes | None) -> None:
     directory = os.path.dirname(file)
     aside = os.path.join(directory, f".publish-{secrets.token_hex(8)}.tmp")
     try:
-        made = _write_durably(aside, data)
+        fd, made = create_file(aside)
+        try:
+            write_all(fd, [memoryview(data)] if data else [], 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
         if expected is None:
             give_name(aside, file)
         else:
@@ -369,16 +339,6 @@ def put_if(file: str, root: str, data: bytes, expected: bytes | None) -> None:
     finally:
         remove_file(aside, root)
     sync_directories(directory, root, made)
-
-
-def _write_durably(aside: str, data: bytes) -> list[str]:
-    fd, made = create_file(aside)
-    try:
-        write_all(fd, [memoryview(data)] if data else [], 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return made
 
 
 def give_name(aside: str, file: str) -> None:

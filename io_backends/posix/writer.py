@@ -24,7 +24,7 @@ from ckpt.io_backends.protocol import CopySource
 from ckpt.io_backends.writer_base import WriterBase, aside_name, check_total
 from ckpt.settings import Direct
 
-from .direct import DirectFile
+from .direct import LARGE_FILE, DirectFile
 from .files import (
     SLICE,
     create_file,
@@ -94,17 +94,20 @@ class PosixWriter(WriterBase):
         self._made = made
         self._status = os.fstat(fd)
         self._closes = [weakref.finalize(self, os.close, fd)]  # each closes once, also for a Writer that was dropped
-        self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
+        self._direct: DirectFile | None = None
+        if hasattr(os, "O_DIRECT") and (direct == "on" or (direct == "auto" and size >= LARGE_FILE)):
+            self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
         self._turn = threading.Lock()
         self._reopening = threading.Lock()
         self._reopened = False
         self._lost: OSError | None = None
 
     def write_hashed(self, offset: int, data: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Writer.write_hashed``."""
         views = byte_views([data])
-        with self._writing(offset, views):
+        length = sum(view.nbytes for view in views)
+        with self._using(offset, length):
             self._put(offset, views, update)
+            self._written.add(offset, offset + length)
 
     @property
     def block_size(self) -> int:
@@ -113,6 +116,10 @@ class PosixWriter(WriterBase):
 
     def _put(self, offset: int, views: list[memoryview], update: _Update | None = None) -> None:
         with storage_errors(self._file, f"write {sum(view.nbytes for view in views)} bytes at {offset}"):
+            if self._direct is None:
+                if views:
+                    self._write_buffered(views, offset, update)
+                return
             for run in self._direct.runs(offset, views):
                 if not run.direct:
                     self._write_buffered(run.views, run.offset, update)
@@ -122,7 +129,7 @@ class PosixWriter(WriterBase):
                     update(view)  # the device reads the memory itself: nothing of it comes into the cache
                 done = self._direct.write(view, run.offset)
                 if self._direct.refused:
-                    self._reopen()
+                    self._reopen(self._direct)
                 if done < view.nbytes:
                     self._write_buffered([view[done:]], run.offset + done, None)
 
@@ -136,15 +143,15 @@ class PosixWriter(WriterBase):
     def _write_buffered(self, views: list[memoryview], offset: int, update: _Update | None) -> None:
         for piece in _pieces(views) if update is None else [views]:
             length = sum(view.nbytes for view in piece)
-            if self._direct.refused:
-                self._reopen()
+            if self._direct is not None and self._direct.refused:
+                self._reopen(self._direct)
             slices = deque(_slices(piece, offset)) if update is not None else None
             try:
                 fd = self._write_in_turn(piece, offset, slices, update)
             except OSError:
-                if not self._direct.refused:
+                if self._direct is None or not self._direct.refused:
                     raise
-                self._reopen()  # another thread's direct write was refused meanwhile: the error may be its
+                self._reopen(self._direct)  # another thread's direct write was refused meanwhile: the error may be its
                 fd = self._write_in_turn(piece, offset, slices, update)
             if length >= _PIECE:
                 start_writeback(fd, offset, length)
@@ -173,13 +180,13 @@ class PosixWriter(WriterBase):
     # Direct and cached writes go through two descriptors of one file. When the file system refuses a direct write, it may report the error
     # of an earlier one at the next call on the same descriptor, whichever that is. So both are retired: what follows goes through a third,
     # opened anew, whose fsync then tells about this file alone.
-    def _reopen(self) -> None:
+    def _reopen(self, refused: DirectFile) -> None:
         """Go on through the page cache alone, after a direct write was refused. The error may belong to an earlier write, and file systems
         keep it for what comes next through the same descriptors: so these are not written to any more."""
         with self._reopening:
             if not self._reopened:
                 self._reopened = True
-                failed = self._direct.retire()
+                failed = refused.retire()
                 fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
                 self._closes.append(weakref.finalize(self, os.close, fd))
                 if not os.path.samestat(os.fstat(fd), self._status):
@@ -201,14 +208,17 @@ class PosixWriter(WriterBase):
     def _make_durable(self) -> None:
         # After an fsync that failed the pages count as clean: a second one would succeed, and the bytes be lost.
         with storage_errors(self._file, "make the file durable"):
-            self._direct.close()  # tells of direct writes that failed late
+            if self._direct is not None:
+                self._direct.close()  # tells of direct writes that failed late
             os.fsync(self._fd)
             self._check_linked()
             sync_directories(os.path.dirname(self._file), self._root, self._made)
 
     def _close(self) -> None:
         """Close everything. What fails is no news: either all is durable, or the file is removed."""
-        closes: list[Callable[[], object]] = [self._direct.close, *self._closes]
+        closes: list[Callable[[], object]] = [*self._closes]
+        if self._direct is not None:
+            closes.insert(0, self._direct.close)
         for close in closes:
             with suppress(OSError):
                 close()
@@ -307,7 +317,6 @@ class PosixSharedObject(PosixWriter):
         return self._written.count
 
     def complete(self, receipts: Sequence[int], *, replace: bool) -> None:
-        """See ``SharedObject.complete``."""
         check_total(sum(receipts), self._size, self._final)
         with self._lock, storage_errors(self._final, "publish"):
             self._check_open()
@@ -324,14 +333,12 @@ class PosixSharedObject(PosixWriter):
         self._close()
 
     def abort(self) -> None:
-        """See ``SharedObject.abort``."""
         if self._began:
             super().abort()
         else:
             self.close()
 
     def close(self) -> None:
-        """See ``SharedObject.close``."""
         with self._lock:
             if self._state in ("committed", "aborted"):
                 return

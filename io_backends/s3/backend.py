@@ -76,7 +76,6 @@ class S3SharedObject(S3Writer):
         return {str(number): part.text for number, part in self._parts.items()}
 
     def complete(self, receipts: Sequence[Mapping[str, str]], *, replace: bool) -> None:
-        """See ``SharedObject.complete``."""
         parts = {int(number): ConfirmedPart.of_text(text) for receipt in receipts for number, text in receipt.items()}
         check_total(sum(self._length(number) for number in parts), self._size, self._key.where)
         if sum(len(receipt) for receipt in receipts) != len(parts):
@@ -94,14 +93,12 @@ class S3SharedObject(S3Writer):
         self._state = "committed"
 
     def abort(self) -> None:
-        """See ``SharedObject.abort``."""
         if self._began:
             super().abort()
         else:
             self.close()
 
     def close(self) -> None:
-        """See ``SharedObject.close``."""
         if self._state == "open":
             self._state = "aborted"
 
@@ -235,7 +232,6 @@ class S3Backend(Backend):
         return read_tagged(self._key(path), limit=limit)[0]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
         read_into(self._key(path), offset, view)
@@ -246,13 +242,11 @@ class S3Backend(Backend):
         return read_start(self._key(path), length)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         return head(self._key(path))[0]
 
     # ---- listing
 
     def modified(self, path: str) -> float:
-        """See ``Backend.modified``."""
         key = self._key(path)
         answer = self._client.attempt("get the time", key.where, lambda boto, _: boto.head_object(**key.names))
         return float(answer["LastModified"].timestamp())
@@ -289,7 +283,6 @@ class S3Backend(Backend):
         return [ObjectMeta(path, size) for path, size in paths if _is_path(path)]
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         directory = check_prefix(prefix).removesuffix("/")
         start = self._prefix + (f"{directory}/" if directory else "")
         names = []
@@ -342,7 +335,6 @@ class S3Backend(Backend):
         return writer
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> S3SharedObject:
-        """See ``Backend.create_shared``."""
         key = self._key(path)
         check_size(size, key.where)
         return S3SharedObject(key, size, part_size(size, self._part), conditional=token is None and conditional(key), token=token)
@@ -353,11 +345,9 @@ class S3Backend(Backend):
         return S3CopySource(key=key, tag=head(key)[1])
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """See ``Backend.put_if``."""
         put_if(self._key(path), data, expected)
 
     def delete(self, path: str) -> None:
-        """See ``Backend.delete``."""
         delete(self._key(path))
 
     def delete_many(self, paths: Collection[str]) -> None:
@@ -381,7 +371,6 @@ class S3Backend(Backend):
         return abilities(self._key("checkpoint"))
 
     def assume(self, abilities: str) -> None:
-        """See ``Backend.assume``."""
         assume(self._key("checkpoint"), abilities)
 
     # ---- uploads that nobody ends
@@ -401,7 +390,6 @@ class S3Backend(Backend):
             names |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort_upload(self, upload: PendingUpload) -> None:
-        """See ``Backend.abort_upload``."""
         abort_upload(self._key(upload.path), upload.token)
 
 

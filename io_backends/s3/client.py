@@ -395,7 +395,11 @@ def _make(stall: float, options: S3Options = DEFAULT) -> Any:
             s3={**ours, **style, **styled},
             **{**defaults, **given, **unsigned},
         )
-        return session.create_client("s3", **{"region_name": _region(session), **options.client}, config=config)
+        return session.create_client(
+            "s3",
+            **{"region_name": (os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"), **options.client},
+            config=config,
+        )
 
     # The endpoint is known only from a client. AWS needs the bucket in the host name; other stores rarely have such
     # names, so for these a second client is made with the bucket in the path.
@@ -441,11 +445,6 @@ def _pay(params: dict[str, Any], **_: Any) -> None:
 def _sign_bodies(boto: Any, *, on: bool) -> None:
     """Each request asks its client's configuration."""
     boto.meta.config.s3 = {**(boto.meta.config.s3 or {}), "payload_signing_enabled": on}
-
-
-def _region(session: Any) -> str:
-    """botocore itself does not read ``AWS_REGION``; other stores take any region, but the signature needs one."""
-    return os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
 
 
 _clients: dict[tuple[tuple[tuple[str, str], ...], str], S3Client] = {}

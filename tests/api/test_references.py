@@ -21,9 +21,10 @@ from ckpt.engine.save.candidates import SeenVersions
 from ckpt.engine.save.job import SaveCache, save_cache
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
+from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.checks import find_problem
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.formats.native.references import RunBackend
+from ckpt.formats.native.paths import RunBackend
 from ckpt.formats.native.writer import set_tags
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyProcess
@@ -366,6 +367,42 @@ def test_files_that_a_remembered_base_refers_to_are_there(run: Path, how: str) -
         checkpointer.wait()
     holds(run / "step-00000004", tuned.tensors())
     assert verify(str(run / "step-00000004")).problems == ()
+
+
+def test_a_base_that_becomes_a_copy_while_a_save_that_refers_to_it_is_published(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base has its id again when the save looks after the commit; the files that it referred to, which were listed before, are gone."""
+    tuned = Tuned()
+    for step in (1, 2):
+        ckpt.save(run / f"step-{step}", tuned.state, reusable=True, **({"base": run / "step-1"} if step == 2 else {}))
+    copy_checkpoint(run / "step-2", run.parent / "copy")
+    publish = CheckpointJournal._publish
+
+    def after(journal: CheckpointJournal, record: bytes) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(run / "step-2")
+        shutil.rmtree(run / "step-1")
+        copy_checkpoint(run.parent / "copy", run / "step-2")
+        publish(journal, record)
+
+    monkeypatch.setattr(CheckpointJournal, "_publish", after)
+    with pytest.raises(ConflictError, match="replaced by a copy of it, which has other files, meanwhile"):
+        ckpt.save(run / "step-3", tuned.state, base=run / "step-2")
+    assert not (run / "step-3" / "checkpoint.json").exists()
+
+
+def test_a_base_that_is_tagged_while_a_save_that_refers_to_it_is_published(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = Tuned()
+    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    publish = CheckpointJournal._publish
+
+    def after(journal: CheckpointJournal, record: bytes) -> None:
+        monkeypatch.undo()
+        set_tags(open_backend(str(run / "step-1")), ["best"])
+        publish(journal, record)
+
+    monkeypatch.setattr(CheckpointJournal, "_publish", after)
+    assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes >= FROZEN
+    holds(run / "step-2", tuned.tensors())
 
 
 def test_a_restored_step_is_not_opened_again_to_refer_to_it(run: Path) -> None:

@@ -22,6 +22,7 @@ from ckpt.errors import NoSpaceError, StorageError, UsageError
 from ckpt.io_backends import PosixBackend
 from ckpt.io_backends.posix import direct as posix_direct
 from ckpt.io_backends.posix import direct as posix_probe
+from ckpt.io_backends.posix import writer as posix_writer
 from ckpt.io_backends.posix.direct import LARGE_FILE, PAGE, Cost, FileSystem, pays, split
 
 MIB = 1 << 20
@@ -416,7 +417,7 @@ def test_a_file_system_without_direct_writes(
     backend: PosixBackend, pages: memoryview, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, told: int
 ) -> None:
     monkeypatch.setenv("CKPT_DIRECT", mode)
-    monkeypatch.setattr(posix_direct, "LARGE_FILE", MIB)
+    monkeypatch.setattr(posix_writer, "LARGE_FILE", MIB)
     no_direct(monkeypatch, errno.EINVAL)
     for path in ("a", "b"):
         with backend.create(path, SIZE) as writer:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import StorageError
 from ckpt.io_backends.writer_base import WrittenRanges
 
 SIZE = 40
@@ -29,7 +27,6 @@ def test_a_hole_does_not_hide_behind_repeats() -> None:
     written = WrittenRanges(10)
     for start, stop in ((0, 6), (2, 6), (7, 10)):  # 13 bytes in all, byte 6 not among them
         written.add(start, stop)
-    with pytest.raises(StorageError, match="10 bytes were planned, but 9 were written"):
-        written.check("file")
+    assert written.count == 9
     written.add(6, 7)
-    written.check("file")
+    assert written.count == 10

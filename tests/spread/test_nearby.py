@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from ckpt.formats.native.references import RunBackend
+from ckpt.formats.native.paths import RunBackend
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.registry import join_url
 from ckpt.nodes.backend import forget, know, run_url

@@ -24,8 +24,7 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import REFERENCED, CommitRecord
 from ckpt.formats.native.datafile import ChunkSpec, chunk_key, coded_key, plan_coded_file
 from ckpt.formats.native.index import encode_files
-from ckpt.formats.native.paths import FILES
-from ckpt.formats.native.references import is_reference
+from ckpt.formats.native.paths import FILES, is_reference
 from ckpt.plan.layout.geometry import Box
 
 RANK = 0

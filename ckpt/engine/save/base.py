@@ -19,7 +19,7 @@ from ckpt.errors import CkptError, ConflictError, FormatError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, open_native
 from ckpt.formats.native.codecs import CODECS, WITHOUT_ANCHOR
 from ckpt.formats.native.datafile import DataFilePlan, chunk_key, coded_key
-from ckpt.formats.native.references import RunBackend, check_not_replaced, reference_to, split_url
+from ckpt.formats.native.paths import RunBackend, check_not_replaced, reference_to, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.text import parse_json

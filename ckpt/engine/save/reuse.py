@@ -29,7 +29,7 @@ from ckpt.engine.devices import settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError, MismatchError
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR
-from ckpt.formats.native.references import check_not_replaced, split_url
+from ckpt.formats.native.paths import check_not_replaced, split_url
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.net.channel import Row

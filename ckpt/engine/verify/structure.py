@@ -19,7 +19,7 @@ from ckpt.formats.native.catalog import NativeCatalog, read_index_file, read_rec
 from ckpt.formats.native.codecs import CODECS
 from ckpt.formats.native.commit import CODED, COMMIT_PATH, CommitRecord
 from ckpt.formats.native.datafile import chunk_key, coded_key
-from ckpt.formats.native.references import is_reference
+from ckpt.formats.native.paths import is_reference
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box, find_fault
