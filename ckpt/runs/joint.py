@@ -167,7 +167,7 @@ class JointRun:
                 continue
             checkpoints = self._checkpoints(s, changes)
             log.info("%s: the members go on from step %d", self.root, s.number)
-            return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches_after(s, steps, whole=True))
+            return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches_after(s, steps, complete=True))
         if failed:
             raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` says more")
         if step is not None:

@@ -9,11 +9,11 @@ from ckpt.formats.native.commit import Branch, Branches, begun_last, new_id
 from .step_listing import Step
 
 
-def branches_after(step: Step, run: Iterable[Step], *, whole: bool) -> Branches:
-    """The branches of what is saved after going on from ``step``: its own if it is the last of the run, and else a new one. ``whole``:
+def branches_after(step: Step, run: Iterable[Step], *, complete: bool) -> Branches:
+    """The branches of what is saved after going on from ``step``: its own if it is the last of the run, and else a new one. ``complete``:
     whether ``run`` is all that there is."""
     run = list(run)
-    if whole and step.abandoned is None and _last(run) == step.number:
+    if complete and step.abandoned is None and _last(run) == step.number:
         return step.branches
     return _forked(step.branches, step.number or 0, run)
 

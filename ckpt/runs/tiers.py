@@ -198,7 +198,7 @@ class Tiers:
                     self._say_abandoned(run, copies[0])
                 if step is None and places:
                     self._say_saved_later(at_root or (), copies[0])
-                return [[s.number, s.url, s.id, s.lost, branches_after(s, run, whole=at_root is not None)] for s in copies]
+                return [[s.number, s.url, s.id, s.lost, branches_after(s, run, complete=at_root is not None)] for s in copies]
         if damaged is not None and not there:
             raise _unreadable(damaged)
         if step is not None and not there:
