@@ -404,6 +404,8 @@ class Checkpointer:
                 handle.durable.add_done_callback(partial(self._on_durable, n))
         except BaseException as err:
             self._schedule.failed()
+            if self._joint is not None:
+                self._joint.failed()
             self._bases.ended(None)
             self._reporter.not_begun(n, self._place(n), err)
             raise
@@ -505,6 +507,8 @@ class Checkpointer:
         error = handle.durable.exception()
         if error is not None:
             self._schedule.failed()
+            if self._joint is not None:
+                self._joint.failed()
         saved: SaveBase | None = None
         if error is None and self._options.reusable:
             saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)

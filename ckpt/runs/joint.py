@@ -24,13 +24,14 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
@@ -65,12 +66,20 @@ class JointRun:
 
     def __init__(self, root: str, member: str, members: Sequence[str], timeout: float) -> None:
         self.root, self.member, self.members, self.timeout = root, member, tuple(members), timeout
+        self._backend = open_backend(root)
+        self._lock = threading.Lock()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """This process is about to restore: for the others it is a new one."""
         self.generation: Generation | None = None
         """The one that this process takes part in."""
         self._life = secrets.token_hex(8)
-        self._backend = open_backend(root)
-        self._lock = threading.Lock()
+        self._joined: str | None = None
+        """Id of the last generation that it has joined."""
         self._waiting: dict[int, Future[JointOutcome]] = {}
+        self._begun = -1
+        """The highest step of this generation that this member has begun to save."""
         self._newest = -1
         """The highest step of this generation that is known to be committed."""
         self._over: ConflictError | None = None
@@ -85,14 +94,20 @@ class JointRun:
         asked: Generation | None = None
         for _ in _polls(end):
             data, seen = self._read()
-            if seen is None or (self.member in seen.joined and seen.joined[self.member].life != self._life):
+            before = None if seen is None else seen.joined.get(self.member)
+            if seen is None or (before is not None and before.life != self._life):
+                if self._joined is not None and seen is not None and seen.id >= self._joined:
+                    raise ConflictError(f"another process restores as member {self.member}", where=self.root, hint="end one of the two")
                 begun = Generation(
-                    id=new_id(later_than=seen.id if seen is not None else None), members=self.members, joined=self._here("joined")
+                    id=new_id(later_than=None if seen is None else seen.id), members=self.members, joined=self._here("joined")
                 )
                 if self._swap(data, begun):
                     log.info("%s: %s begins generation %s", self.root, self.member, begun.id)
+                    self._joined = begun.id
                 continue
             asked = seen
+            if before is not None:
+                self._joined = seen.id
             if set(seen.members) != set(self.members):
                 if len(seen.joined) < len(seen.members):
                     continue  # those who began it may be gone, and begin another one
@@ -167,7 +182,9 @@ class JointRun:
                 continue
             checkpoints = self._checkpoints(s, changes)
             log.info("%s: the members go on from step %d", self.root, s.number)
-            return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches_after(s, steps, complete=True))
+            left = tuple(other.number for other in steps if other.number is not None and other.number > s.number)
+            branches = branches_after(s, steps, complete=True)
+            return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches, left=left)
         if failed:
             raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` says more")
         if step is not None:
@@ -237,15 +254,22 @@ class JointRun:
         generation = self.check_present()
         if self._over is not None:
             raise self._over
-        if n == generation.step:
-            raise UsageError(f"step {n} is what the members of this run went on from", where=self.root, hint="save a later step")
-        data = read_record(self._backend, f"{step_name(n)}/")
+        if n <= max(-1 if generation.step is None else generation.step, self._begun):
+            what = "saved already" if n <= self._begun else "not after the one that the members of this run went on from"
+            raise UsageError(f"step {n} is {what}", where=self.root, hint="the steps of a run of several jobs only rise")
+        self._begun = n
+        data = read_record(self._backend, f"{step_name(n)}/") if n in generation.left else None
         left = None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
         if left is not None and left.given_up is None and left.generation != generation.id:
             reason = f"generation {generation.id} saves this step again"
             gone = self._new_record(replace(generation, id=left.generation or ""), {}, n, reason)
             with suppress(ConflictError):  # another member was first
                 self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", gone.to_bytes(), expected=data)
+
+    def failed(self) -> None:
+        """The save that was begun last has failed, and the same step may be saved again."""
+        with self._lock:
+            self._begun = max(self._waiting, default=-1)
 
     def prepared(
         self, n: int, id: str, ranks: int, nbytes: int, ended: Callable[[str | None], object] = lambda given_up: None
@@ -259,12 +283,11 @@ class JointRun:
         def finish() -> None:
             try:
                 outcome = self._outcome(n, Mark(self.member, id, ranks, nbytes), generation)
-            except BaseException as err:  # noqa: BLE001  whoever asks for the result gets it
-                ended(str(err))
-                future.set_exception(err)
-            else:
                 ended(outcome.given_up)
                 future.set_result(outcome)
+            except BaseException as err:  # noqa: BLE001  whoever asks for the result gets it
+                ended(f"this member cannot tell: {err}")
+                future.set_exception(err)
 
         threading.Thread(target=finish, name="ckpt-joint", daemon=True).start()
         return future
@@ -301,34 +324,40 @@ class JointRun:
         """What became of the steps that were prepared since the last call. An error of one is raised."""
         with self._lock:
             futures, self._waiting = list(self._waiting.values()), {}
-        return [future.result(seconds) for future in futures]
+        try:
+            return [future.result(seconds) for future in futures]
+        except FutureTimeoutError as err:
+            raise StorageError(f"nobody knows after {seconds:g} s whether the last step exists", where=self.root) from err
 
     def _outcome(self, n: int, mark: Mark, generation: Generation) -> JointOutcome:
-        end = time.monotonic() + self.timeout
+        end, url = time.monotonic() + self.timeout, step_url(self.root, n)
         marks = f"{step_name(n)}/{MARKS}/{generation.id}"
-        if (record := self._record(n)) is None or record.generation != generation.id:
+        with suppress(ConflictError):  # it is there: a request was sent twice
             self._backend.put_if(f"{marks}/{mark}", b"", expected=None)
-            there = self._marks(marks)
-            if set(there) == set(generation.members):
-                self._commit(n, there, generation)
-        for _ in _polls(end):
-            names = self._backend.list_dir(step_name(n))
-            if f"{MARKS}/" not in names:  # they go when a later step has come, and this one with them or before
-                return JointOutcome(step=n, url=step_url(self.root, n))
-            record = self._record(n) if COMMIT_PATH in names else None
-            if record is not None and record.generation == generation.id:
-                self._newest = max(self._newest, n if record.given_up is None else -1)
-                return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up)
-            if self._newest > n:  # who has saved that one saves this one no more
-                break
-            if (seen := self._read()[1]) is None or seen.id != generation.id:
-                raise self._restarted(seen)
-        there = self._marks(marks)
-        awaited = [name for name in generation.members if name not in there]
+        for turn, _ in enumerate(_polls(end)):
+            try:
+                there = self._marks(marks)
+                if set(there) == set(generation.members):
+                    self._commit(n, there, generation)
+                record = self._record(n)
+                if record is not None and record.generation == generation.id:
+                    self._newest = max(self._newest, n if record.given_up is None else -1)
+                    return JointOutcome(step=n, url=url, given_up=record.given_up)
+                if not there:  # marks go with a step that was committed, when later ones take its place
+                    return JointOutcome(step=n, url=url)
+                if self._newest > n:  # who has saved that one saves this one no more
+                    break
+                if turn % 4 == 3 and ((seen := self._read()[1]) is None or seen.id != generation.id):
+                    raise self._restarted(seen)
+            except ConflictError:
+                raise
+            except StorageError as err:
+                log.warning("%s: %s; it is asked again", url, err)
+        awaited = [name for name in generation.members if name not in self._marks(marks)]
         when = f"before step {self._newest}" if self._newest > n else f"within {self.timeout:g} s"
         self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it {when}")
         record = self._record(n)
-        return JointOutcome(step=n, url=step_url(self.root, n), given_up=record.given_up if record is not None else "it was removed")
+        return JointOutcome(step=n, url=url, given_up=record.given_up if record is not None else "it was removed")
 
     def _commit(self, n: int, marks: Mapping[str, Mark], generation: Generation) -> None:
         seen = self._read()[1]
@@ -392,14 +421,18 @@ class JointRun:
             self._backend.delete(f"{directory_name(s)}/{COMMIT_PATH}")
         return remove_steps(self.root, [*going, *given_up], {})
 
-    def sweep(self, below: int | None = None) -> None:
-        """Remove the checkpoints of this member that no joint step has; with ``below``, only those of lower steps."""
-        waiting = self.waiting
-        used = {checkpoint.id for s in list_steps(self.root) for checkpoint in s.members.values()}
+    def sweep(self, given_up: Collection[int] | None = None) -> None:
+        """Remove the checkpoints of this member that no joint step has: of steps that were ``given_up``, or of all, which is safe before
+        anybody saves. Where a joint record is damaged, nothing goes: it may name any."""
+        joint = list_steps(self.root)
+        if (given_up is not None and not given_up) or any(s.damaged for s in joint):
+            return
+        used = {checkpoint.id for s in joint for checkpoint in s.members.values()}
+        used |= {checkpoint.id for checkpoint in self.check_present().checkpoints.values()}
         own = join_url(self.root, self.member)
         steps = list_steps(own)
-        there = [s for s in steps if s.committed and s.number is not None and not s.tags and s.number not in waiting]
-        left = [s for s in there if s.id not in used and (below is None or (s.number or 0) < below)]
+        left = [s for s in steps if s.committed and s.number is not None and not s.tags and s.id not in used]
+        left = [s for s in left if given_up is None or s.number in given_up]
         if left:
             users = {info.step: info.users for info in infos(steps)}
             remove_steps(own, sorted(left, key=lambda s: s.number or 0, reverse=True), users)

@@ -44,6 +44,8 @@ class Generation:
     """Of each member; one that is new has none."""
     branches: Branches = ()
     """Of what is saved from here on."""
+    left: tuple[int, ...] = ()
+    """Joint steps above ``step``: a save of one of them takes its place."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Id of a joint record → why a member could not load its part."""
 
@@ -59,6 +61,7 @@ class Generation:
             "step": self.step,
             "checkpoints": {name: checkpoint._asdict() for name, checkpoint in self.checkpoints.items()},
             "branches": [b._asdict() for b in self.branches],
+            "left": list(self.left),
             "refused": dict(self.refused),
         }
         return json.dumps(values, indent=2).encode() + b"\n"
@@ -81,6 +84,7 @@ class Generation:
                 step=values["step"],
                 checkpoints={name: MemberCheckpoint(row["path"], row["id"]) for name, row in values["checkpoints"].items()},
                 branches=branches_of((b["id"], b["after"]) for b in values["branches"]),
+                left=tuple(values["left"]),
                 refused=dict(values["refused"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as err:

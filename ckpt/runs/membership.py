@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,9 @@ class Membership:
         self._asked_at = 0.0
         self._asked: int | None = None
         self._saved = -1
+        self._given_up: set[int] = set()
+        """Steps whose checkpoints of this member are of no use."""
+        self._tidying = threading.Lock()
 
     @property
     def leads(self) -> bool:
@@ -60,6 +64,7 @@ class Membership:
     ) -> int | None:
         """Load what all members go on from. ``load`` gets the step, and the URL and the id of this member's checkpoint of it: None of a
         step that this member has no part in, and of a run without steps. Collective, and so is ``load``."""
+        self._run.start_over()
         loaded: tuple[int | None, str | None] | None = None
         result: int | None = None
         while True:
@@ -84,13 +89,24 @@ class Membership:
     # ---- saving
 
     def begin(self, n: int) -> None:
-        """Step ``n`` is about to be saved by this member. On the leading rank it asks the other members, if this one leads."""
+        """Step ``n`` is about to be saved by this member."""
         self._saved = max(self._saved, n)
         if not self._on_leader:
             return
         self._run.begin(n)
-        if self.leads:
+        if self.leads:  # training does not wait for it
+            threading.Thread(target=self._ask, args=(n,), name="ckpt-joint", daemon=True).start()
+
+    def _ask(self, n: int) -> None:
+        try:
             self._run.request(n)
+        except CkptError as err:
+            log.warning("the other members of %s are not asked to save step %d: %s", self.root, n, err)
+
+    def failed(self) -> None:
+        """The save that was begun last has failed."""
+        if self._on_leader:
+            self._run.failed()
 
     def saved(self, n: int, id: str, nbytes: int) -> None:
         """This member's checkpoint of step ``n`` is committed at its root."""
@@ -121,15 +137,19 @@ class Membership:
             log.warning("step %d of %s does not exist: %s", n, self.root, given_up)
         if self.reporter is not None:
             self.reporter.joint(n, given_up)
-        if given_up is None:
-            self._tidy(n)
+        if given_up is not None:
+            self._given_up.add(n)
+        else:
+            self._tidy(self._given_up)
+            self._given_up = {other for other in self._given_up if other > n}
 
-    def _tidy(self, below: int | None) -> None:
+    def _tidy(self, given_up: Collection[int] | None) -> None:
         """Remove what ``keep`` does not keep, and what belongs to no joint step. A failure harms no checkpoint."""
         try:
-            if self.leads:
-                self._run.retain(self._keep)
-            self._run.sweep(below)
+            with self._tidying:
+                if self.leads:
+                    self._run.retain(self._keep)
+                self._run.sweep(given_up)
         except CkptError as err:
             log.warning("old checkpoints of %s stay for now: %s", self.root, err)
 

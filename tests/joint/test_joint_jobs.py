@@ -127,7 +127,7 @@ def test_a_checkpointer_of_a_joint_run_restores_what_is_joint_alone(root: str) -
     with one_member(root) as c:
         assert c.restore(state) == 1
         assert state["w"].eq(1).all()
-        with pytest.raises(UsageError, match="step 1 is what the members of this run went on from"):
+        with pytest.raises(UsageError, match="step 1 is not after the one that the members of this run went on from"):
             c.save(1, state)
     assert [s.number for s in list_steps(f"{root}/trainer")] == [1], "what belongs to no joint step is removed"
 

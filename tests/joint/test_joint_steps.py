@@ -46,6 +46,7 @@ def restored(runs: Sequence[JointRun], step: int | None = None) -> list[int | No
     """All members restore, and load nothing."""
 
     def restore(run: JointRun) -> int | None:
+        run.start_over()
         while True:
             decided = run.join(step)
             if run.loaded():
@@ -197,6 +198,27 @@ def test_a_restore_waits_for_all_and_a_member_that_died_in_it_does_not_count(roo
         assert waiting.result(60) == [None] * 2
 
 
+def test_two_processes_of_one_member_and_a_step_that_falls_are_errors(root: str) -> None:
+    first, second = JointRun(root, "trainer", ("trainer",), 20), JointRun(root, "trainer", ("trainer",), 20)
+    first.join()
+    second.join()
+    with pytest.raises(ConflictError, match="another process restores as member trainer"):
+        assert not first.loaded() and first.join()
+    assert restored([second]) == [None]
+    assert save(second, 5)().given_up is None
+    for n in (5, 4):
+        with pytest.raises(UsageError, match=f"step {n} is saved already"):
+            second.begin(n)
+    second.begin(6)  # and the save fails
+    second.failed()
+    assert save(second, 6)().given_up is None
+    third = JointRun(root, "trainer", ("trainer",), 20)
+    assert restored([third]) == [6]
+    for n in (6, 5):
+        with pytest.raises(UsageError, match="not after the one that the members of this run went on from"):
+            third.begin(n)
+
+
 def test_members_that_do_not_agree_are_an_error_by_name(root: str) -> None:
     JointRun(root, "trainer", ("trainer", "buffer"), 1).join()
     with pytest.raises(ConflictError, match=r"here they are trainer, buffer, rollouts, in joint.json trainer, buffer"):
@@ -240,7 +262,7 @@ def test_what_no_rule_keeps_goes_and_what_belongs_to_no_step_too(root: str) -> N
     assert {ended().given_up for ended in [save(run, 5) for run in runs]} == {None}
     assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2]
     for run in runs:
-        run.sweep(5)
+        run.sweep([4])
         assert steps(f"{root}/{run.member}") == [3, 5]
     runs = members(root)
     assert restored(runs) == [5] * 3
