@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ckpt.errors import CkptError, FormatError
 
-from .endpoints import EXHAUSTED, exhausted, prepare
+from .endpoints import EXHAUSTED, close_when_forked, exhausted, prepare
 from .wire import Channel, Proving
 
 MOST_GREETINGS = 64
@@ -244,6 +244,8 @@ class ConnectionServer:
             self._woken, self._waker = socket.socketpair()
         except OSError as err:
             raise exhausted("no connections can be taken", err) from err
+        for sock in (self._woken, self._waker):
+            close_when_forked(sock)  # a child that closes its copy of this server must not wake this one
         door = Listener(ports, partial(Proving, secret=secret), timeout)
         self._thread = threading.Thread(target=self._accept, args=(door,), name=name, daemon=True)
         self._thread.start()
@@ -256,7 +258,7 @@ class ConnectionServer:
         """Stop listening, drop who is connected, and wait for a moment until nobody is served any more."""
         self._closing.set()
         with suppress(OSError):  # it is closed already
-            self._waker.send(b"x")  # a process that was forked may have this socket, too, so that closing it wakes nobody
+            self._waker.send(b"x")
         self._waker.close()
         self._thread.join()  # which closes the ports
         with self._lock:
@@ -284,16 +286,15 @@ class ConnectionServer:
                         for purpose, sock in door.accept(key.data):
                             self._begin(sock, purpose)
                     else:
-                        self._warn_full()
+                        if not self._warned:
+                            self._warned = True
+                            log.warning(
+                                "others wait to be served: there are %d connections; `ulimit -n` raises the limit", len(_conversing)
+                            )
                         door.pause()
                 door.tick()
         door.close()
         self._woken.close()
-
-    def _warn_full(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("others wait to be served: there are %d connections; `ulimit -n` raises the limit", len(_conversing))
 
     def _begin(self, sock: socket.socket, purpose: str) -> None:
         """Serve a peer that has proved itself."""

@@ -157,23 +157,19 @@ class SlotPool:
     def take(self, wait: Callable[[], None]) -> int:
         """A free slot, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``."""
         began = time.monotonic()
-        while (slot := self._free_slot()) is None:
+        while True:
+            with self._lock:
+                if self._broken:
+                    raise BrokenPoolError
+                # Free means: no hold in this process, and no reader of another process has its mark set. Readers clear
+                # their marks without telling anybody, so the owner looks again after PAUSE.
+                for slot, holds in enumerate(self._holds):
+                    if not holds and self._seen[slot] == self._nobody:
+                        self._holds[slot] = 1
+                        return slot
             if time.monotonic() - began > self._timeout:
                 raise self._late()
             wait()
-        return slot
-
-    def _free_slot(self) -> int | None:
-        with self._lock:
-            if self._broken:
-                raise BrokenPoolError
-            # Free means: no hold in this process, and no reader of another process has its mark set. Readers clear
-            # their marks without telling anybody, so the owner looks again after PAUSE.
-            for slot, holds in enumerate(self._holds):
-                if not holds and self._seen[slot] == self._nobody:
-                    self._holds[slot] = 1
-                    return slot
-            return None
 
     def _late(self) -> DeadlineError:
         ranks = {rank for slot, lent in enumerate(self._lent) for i, rank in enumerate(lent) if self._marks[slot, i]}

@@ -101,13 +101,10 @@ class SpreadBackend(Backend):
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """See ``Backend.evict``: the node that would be read now gave wrong bytes, and is not read for this range any more."""
         with suppress(CkptError):
-            self._evict(check_path(path), offset, offset + length if length is not None else 1 << 63)
-
-    def _evict(self, path: str, start: int, stop: int) -> None:
-        if path.rpartition("/")[2] == COMMIT_PATH:  # read from all nodes each time
-            self.node(self._nodes.own).evict(path)
-        else:
-            self.reader.evict(path, start, stop)
+            if check_path(path).rpartition("/")[2] == COMMIT_PATH:  # read from all nodes each time
+                self.node(self._nodes.own).evict(path)
+            else:
+                self.reader.evict(path, offset, offset + length if length is not None else 1 << 63)
 
     def nearby(self, paths: Collection[str]) -> Collection[str]:
         """See ``Backend.nearby``."""

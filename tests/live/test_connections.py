@@ -160,3 +160,28 @@ def test_a_process_out_of_threads_goes_on_serving(monkeypatch: pytest.MonkeyPatc
     dial([port.getsockname()], b"secret", 10.0, peer="server", purpose="test").close()
     assert served.wait(10)
     server.close()
+
+
+def test_a_server_sleeps_and_a_forked_child_does_not_wake_it() -> None:
+    """The child closes its copy of the server, as the collector of garbage may."""
+    code = """
+import os, socket, time
+from ckpt.net.connections import ConnectionServer
+from ckpt.net.wire import dial
+port = socket.create_server(("127.0.0.1", 0))
+server = ConnectionServer([port], b"s", 10.0, purpose="test", name="test", serve=lambda channel: channel.send(b"x"))
+pid = os.fork()
+if not pid:
+    server.close()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+before = time.process_time()
+time.sleep(1)
+print(time.process_time() - before < 0.1)
+channel = dial([port.getsockname()[:2]], b"s", 10.0, peer="it", purpose="test")
+print(channel.receive(1))
+channel.close()
+server.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["True", "b'x'"], done.stderr
