@@ -230,20 +230,21 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
     url = url_text(url)
     scheme = scheme_of(url)
     check_no_password(url)
-    backend = _opened(scheme, scheme + url[len(scheme) :])
+    url = scheme + url[len(scheme) :]
+    configured = configured_for(url)
+    own = _BUILT_IN.get(scheme) or _in_process.get(scheme)
+    backend = own(url) if own is not None and configured.filesystem is None else _of_packages(scheme, url, configured)
     for wrapper in tuple(_wrappers):
         backend = wrapper(backend)
     return backend
 
 
-def _opened(scheme: str, url: str) -> Backend:
-    configured = configured_for(url)
+def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
+    """What it takes further packages to serve."""
     if configured.filesystem is not None:
         from ckpt.io_backends.fsspec.backend import FsspecBackend  # late: fsspec is slow to import
 
         return FsspecBackend(url, filesystem=configured.filesystem)
-    if scheme in _BUILT_IN or scheme in _in_process:
-        return (_BUILT_IN.get(scheme) or _in_process[scheme])(url)
     if scheme == "s3":
         return _s3(url, configured.options)
     points = entry_points(_GROUP)

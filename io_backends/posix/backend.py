@@ -99,13 +99,7 @@ class PosixBackend(Backend):
         return self._reading(path, lambda file, fd, size: _read(file, fd, size, offset, length))
 
     def read_whole(self, path: str, limit: int) -> bytes:
-
-        def read(file: str, fd: int, size: int) -> bytes:
-            if size > limit:
-                raise too_large(file, size, limit)
-            return _read(file, fd, size, 0, None)
-
-        return self._reading(path, read)
+        return self._reading(path, lambda file, fd, size: _read(file, fd, size, 0, None, limit))
 
     def read_start(self, path: str, length: int) -> tuple[bytes, int]:
         """See ``Backend.read_start``. The file is opened once."""
@@ -278,7 +272,9 @@ def _token(file: str) -> str | None:
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def _read(file: str, fd: int, size: int, offset: int, length: int | None) -> bytes:
+def _read(file: str, fd: int, size: int, offset: int, length: int | None, limit: int | None = None) -> bytes:
+    if limit is not None and size > limit:
+        raise too_large(file, size, limit)
     wanted = max(size - offset, 0) if length is None else length
     if offset + wanted > size:
         raise past_end(file, offset, wanted, size)
