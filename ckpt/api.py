@@ -185,9 +185,10 @@ def _save_options(
 
     check_layout(arguments.get("layout"), group.ranks)
     warn_if_others_are_missing(group)
-    progress = callback_of(progress=arguments.get("progress"), leads=group.rank == group.leader, title=f"save {url}")
+    progress = arguments.get("progress")
+    bar = None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
     base = None if base is None else url_text(base)
-    return SaveOptions.of(arguments, progress=progress, base=base, reusable=reusable, staging=staging)
+    return SaveOptions.of(arguments, progress=bar, base=base, reusable=reusable, staging=staging)
 
 
 def load(
@@ -275,7 +276,7 @@ def load(
             timeout=settings.timeout(timeout),
             threads=settings.threads(threads),
             sources=settings.sources(sources),
-            progress=callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
+            progress=None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
             dry_run=dry_run,
         )
     return rehearsal.dry_run(url, state, group, options) if dry_run else load_state(url, state, group, options)

@@ -139,7 +139,7 @@ def prepare_image(
     filled = segment.digests.filled if lazy else None
     capture = Capture(source, collected.shard_table, stage, spans, meter, filled=filled)
     if lazy:
-        capture.capture_unfenced(threads, beat)
+        capture.capture_unfenced(collected.fenced(), threads, beat)
     own = image.own_table
     return PreparedImage(
         image=image,

@@ -24,7 +24,7 @@ from ckpt.plan.tree_decoding import Node
 from .bind_optimizers import OptimizerBinder
 from .fsdp1 import reshard
 from .modules import copies_of, frozen_beside, is_frozen, is_offloaded, tensors_of
-from .optimizers import ParamNames, names_in, params_of, refuse_zero, state_path
+from .optimizers import ParamNames, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import Sharded
 from .targets import Binder, Binding, Setter, has_tensors, inline_only
@@ -55,7 +55,7 @@ def optimizer_renames(
         stored = {selection.renamed(name) for name in stored}
     rules: list[tuple[str, str]] = []
     for path, optimizer in optimizers:
-        prefix = state_path(path)
+        prefix = join(path, "state")
         wanted = {name for group in params_of(optimizer, names, path) for name, _ in group}
         keys = {*_USUAL, *(key for state in optimizer.state.values() for key in state)}
         first = next(iter(wanted), None)
@@ -90,7 +90,7 @@ def bind(
         walk.binding.renames = renames
         walk.value(state, catalog.state, "", _no_setter)
         walk.settle()
-        shard_table.remember()
+        shard_table.shards.known.update(shard_table.anew)
     del walk.optimizers  # a circle: all that the walk knows would wait for the collector
     return walk.binding
 

@@ -21,7 +21,8 @@ from ckpt.plan.tree_decoding import MISSING, Node
 from .dtensor import is_dtensor
 from .fsdp1 import FlatPart
 from .modules import is_frozen
-from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers, state_path
+from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers
+from .shard_table import StateOf
 from .sharded import Sharded
 from .targets import Binder, Setter, inline_only, real_device, real_like
 from .tensors import torch_dtype
@@ -113,10 +114,10 @@ class OptimizerBinder:
         self._flat: dict[tuple[int, str], FlatState] = {}
 
     def bind(self, optimizer: Optimizer, node: Node, path: str) -> None:
-        prefix, groups_path = state_path(path), join(path, "param_groups")
+        prefix, groups_path = join(path, "state"), join(path, "param_groups")
         states = self.binder.nodes.child(node, "state", prefix)
         groups = self.binder.nodes.child(node, "param_groups", groups_path)
-        stored = state_path(self.binder.nodes.origin(groups_path).rpartition(".")[0])
+        stored = join(self.binder.nodes.origin(groups_path).rpartition(".")[0], "state")
         options = self.stored_options(groups, prefix, stored)
         if options:
             self.binding.values.append(groups_path)
@@ -215,7 +216,7 @@ class OptimizerBinder:
             elif key in tensors and (key in there or key not in stored):
                 self.binder.target(
                     owner.state_name(key),
-                    self.shard_table.add_state(owner.state_name(key), now[key], owner.param, owner.name, owner.prefix),
+                    self.shard_table.add(owner.state_name(key), now[key], StateOf(owner.param, owner.name, owner.prefix)),
                 )
             elif key in there:
                 self.create_state(owner, key, there[key])
@@ -232,9 +233,8 @@ class OptimizerBinder:
             shape = () if self.shard_table.layout is not None else entry.logical or entry.shape
             host = owner.host and math.prod(shape) == 1
             new = torch.empty(shape, dtype=dtype, device="cpu" if host else real_device(owner.param))
-        self.binder.target(
-            owner.state_name(key), self.shard_table.add_state(owner.state_name(key), new, owner.param, owner.name, owner.prefix)
-        )
+        place = self.shard_table.add(owner.state_name(key), new, StateOf(owner.param, owner.name, owner.prefix))
+        self.binder.target(owner.state_name(key), place)
         put = _state_setter(owner, key)
         self.binding.apply.append(lambda: put(new))
 

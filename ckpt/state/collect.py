@@ -4,8 +4,7 @@ fence."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,9 +21,9 @@ from ckpt.plan.values import StatePart
 
 from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
-from .modules import LEFT_OUT, ModuleTensors, PartTaker, copies_of, frozen_beside, is_frozen, tensors_of
-from .optimizers import ParamNames, check_keys, encode_options, names_in, params_of, refuse_zero, state_path
-from .shard_table import ShardCache, ShardTable
+from .modules import LEFT_OUT, ModuleTensors, PartTaker, added_by, copies_of, frozen_beside, is_frozen, tensors_of
+from .optimizers import ParamNames, check_keys, inline, names_in, params_of, refuse_zero
+from .shard_table import ShardCache, ShardTable, StateOf
 from .sharded import Sharded
 from .tensors import LocalTensor
 from .walk import Compound, PerRank, is_stateful, scan_state, state_of
@@ -67,12 +66,33 @@ class Collected:
     """One rank's share of a state. ``own`` are the nodes of its ``PerRank`` values by path."""
 
     shard_table: ShardTable
+    params: ParamNames
     state: Node = None
     own: dict[str, Node] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     """Globs of the part that no name of this rank matches."""
     trains: bool = True
     """Whether the part has a tensor of this rank that requires a gradient."""
+    changers: list[tuple[object, int, int]] = field(default_factory=list)
+    """Objects of the state, and which of ``shard_table.names`` are theirs: of their own tensors, from the first to the last."""
+
+    def fenced(self) -> set[str]:
+        """Stored names of what changes only behind a fence: what an optimizer steps, and what is :class:`Fenced`. Of what several names
+        of the state make up, only if all of them are."""
+        stored, names, optimizers = self.shard_table.names, set[str](), {*seen}
+        for value, first, last in self.changers:
+            waiting = fencing(value)
+            if waiting is not None:
+                names.update(islice(stored, first, last))
+                optimizers.update(waiting)
+        for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            # Not the frozen ones, as a forward pass may write a momentum encoder or a codebook that the optimizer was given, too.
+            # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
+            if id(param) in self.params.plain:
+                names.add(self.params.plain[id(param)])
+            names.update(name for name, _ in self.params.flat.get(id(param), {}).values())
+        unfenced = {s for name, s in stored.items() if name not in names} | self.shard_table.forward_mutable
+        return {stored[name] for name in names if name in stored} - unfenced
 
 
 def collect(
@@ -88,19 +108,19 @@ def collect(
     seen = scan_state(state)
     with torch.no_grad():
         shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
-        collected, parts = Collected(shard_table), dict[int, ModuleTensors]()
+        parts = dict[int, ModuleTensors]()
+        collected = Collected(shard_table, names_in(seen.modules, parts))
         taker = None if part is None else PartTaker(part)
-        walk = _CollectWalk(collected, names_in(seen.modules, parts), parts, taker)
+        walk = _CollectWalk(collected, shard_table, parts, taker)
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
         node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
         if taker is not None:
             node, collected.idle, collected.trains = taker.labelled(node), taker.idle(), taker.trains
-        collected.state, _ = _rehomed(node, "", walk.renumbered)
-        shard_table.fenced = walk.fenced_names()
+        collected.state = _rehomed(node, "", walk.renumbered)[0] if walk.renumbered else node
     _check_memory(shard_table.tensors.values())
-    for tensor in shard_table.unproven():
-        _check_complete(tensor, rank)
-    shard_table.remember()
+    for name in shard_table.unproven & shard_table.tensors.keys():
+        _check_complete(shard_table.tensors[name], rank)
+    shard_table.shards.known.update(shard_table.anew)
     if _may_repeat(collected.state):
         _check_paths(collected.state)
     return collected
@@ -110,8 +130,8 @@ def _may_repeat(node: Node) -> bool:
     """Whether two values can have one path: only where a key begins as another one of the same mapping, up to a dot, or is no word."""
     if not isinstance(node, dict):
         return isinstance(node, list) and any(map(_may_repeat, node))
-    for key in node:
-        if not key or key == "$map":
+    for key, child in node.items():
+        if key == "$map" or (not key and not (type(child) is dict and "$tensors" in child)):  # what an optimizer or a module has there
             return True
         # Paths are keys joined by dots, so {"a": {"b": 1}, "a.b": 2} has two values at "a.b". That needs one key that
         # begins with another one and a dot: the common state, with no dots in its keys, is not searched at all.
@@ -137,7 +157,7 @@ def _check_memory(tensors: Iterable[LocalTensor]) -> None:
     """Raise unless all that is to be saved has values."""
     for tensor in tensors:
         for part in tensor.parts:
-            if _without_memory(part.memory):
+            if part.memory.is_meta or (not part.memory.untyped_storage().nbytes() and part.memory.numel() > 0):
                 raise StateError(
                     "a tensor on the meta device, or one whose memory was freed, has no values to save",
                     where=f"tensor {tensor.state_name}",
@@ -167,7 +187,7 @@ def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node
     """Move references to renumbered tensors to where their stored names lead, so that the ranks' states can be joined: layer 0 of a
     stage is not layer 0 of the job. Returns the node and the names that belong further up."""
     pairs = pairs_of(node)
-    if pairs is None or not renumbered:
+    if pairs is None:
         return node, []
     kept: list[tuple[Node, Node]] = []
     moved: dict[str, None] = {}
@@ -188,93 +208,59 @@ def _rehomed(node: Node, path: str, renumbered: Mapping[str, str]) -> tuple[Node
     return mapping_node(kept), [name for name in moved if not name.startswith(start)]
 
 
-def _without_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or (not tensor.untyped_storage().nbytes() and tensor.numel() > 0)
-
-
+@dataclass(eq=False)
 class _CollectWalk:
     """The ``leaf`` callbacks of one walk over a state."""
 
-    def __init__(self, collected: Collected, names: ParamNames, parts: dict[int, ModuleTensors], taker: PartTaker | None = None) -> None:
-        self.collected = collected
-        self.shard_table = collected.shard_table
-        self.names = names
-        self.parts = parts
-        """Tensors of the state's modules, by id."""
-        self.taker = taker
-        """What decides what a part has; None for a whole state."""
-        self.renumbered: dict[str, str] = {}
-        """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
-        self.fenced: set[str] = set()
-        """Names in the state of what changes only behind a fence."""
-        self.optimizers = {*seen}
-        """Those whose steps wait."""
+    collected: Collected
+    shard_table: ShardTable
+    parts: dict[int, ModuleTensors]
+    """Tensors of the state's modules, by id."""
+    taker: PartTaker | None
+    """What decides what a part has; None for a whole state."""
+    renumbered: dict[str, str] = field(default_factory=dict)
+    """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
 
     def leaf(self, value: object, path: str) -> Node:
         if isinstance(value, (torch.Tensor, Sharded)):
             return self.tensor(value, path)
         if isinstance(value, PerRank):
-            if not self.wants(path):
+            if self.taker is not None and not self.taker.wants(path):
                 return LEFT_OUT
             if path in self.collected.own:
                 raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
             self.collected.own[path] = encode(value.saved(self.shard_table.rank, self.shard_table.ranks), path, self.own_leaf)
             return {"$per_rank": True}
-        if isinstance(value, Compound):
-            with self.fenced_by(value):
-                return encode(value.parts(), path, self.leaf)
         if isinstance(value, torch.nn.Module):
             return self.module(value, path)
-        if isinstance(value, Optimizer):
-            with self.fenced_by(value):
-                return self.optimizer(value, path)
-        if is_stateful(value):
-            refuse_zero(value, path)
-            # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
-            # would have them.
-            outside, given = dict(self.renumbered), state_of(value, path)
-            if self.taker is not None and not self.taker.wants_some(path, given):
-                return LEFT_OUT
-            taker, self.taker = self.taker, None  # all of it
-            with self.fenced_by(value):
-                node = encode(given, path, self.inner_leaf)
-            self.taker, self.renumbered = taker, outside
-            return node if taker is None else taker.decided(node)
-        return None
-
-    @contextmanager
-    def fenced_by(self, value: object) -> Iterator[None]:
-        """What the block adds are the tensors of ``value``, which may be an optimizer or fenced."""
         before = len(self.shard_table.names)
-        yield
-        optimizers = fencing(value)
-        if optimizers is None:
-            return
-        self.fenced.update(islice(self.shard_table.names, before, None))
-        self.optimizers.update(optimizers)
+        node: Node = None
+        if isinstance(value, Compound):
+            node = encode(value.parts(), path, self.leaf)
+        elif isinstance(value, Optimizer):
+            node = self.optimizer(value, path)
+        elif is_stateful(value):
+            node = self.stateful(value, path)
+        self.collected.changers.append((value, before, len(self.shard_table.names)))
+        return node
 
-    def fenced_names(self) -> set[str]:
-        """Stored names of what is fenced: of what several names of the state make up, only if all of them are."""
-        for param in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-            # Not the frozen ones, as a forward pass may write a momentum encoder or a codebook that the optimizer was given, too.
-            # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
-            if id(param) in self.names.plain:
-                self.fenced.add(self.names.plain[id(param)])
-            self.fenced.update(name for name, _ in self.names.flat.get(id(param), {}).values())
-        stored = self.shard_table.names
-        unfenced = {s for name, s in stored.items() if name not in self.fenced} | self.shard_table.forward_mutable
-        return {stored[name] for name in self.fenced if name in stored} - unfenced
-
-    def wants(self, path: str, value: object = None) -> bool:
-        """Whether what is at ``path`` is saved."""
-        return self.taker is None or self.taker.wants(path, value)
+    def stateful(self, value: object, path: str) -> Node:
+        refuse_zero(value, path)
+        # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
+        # would have them.
+        outside, given = dict(self.renumbered), state_of(value, path)
+        if self.taker is not None and not self.taker.wants_some(path, given):
+            return LEFT_OUT
+        taker, self.taker = self.taker, None  # all of it
+        node = encode(given, path, self.inner_leaf)
+        self.taker, self.renumbered = taker, outside
+        return node if taker is None else taker.decided(node)
 
     def tensor(self, tensor: Any, path: str) -> Node:
-        if not self.wants(path, tensor):
+        if self.taker is not None and not self.taker.wants(path, tensor):
             return LEFT_OUT
-        shard_table = self.shard_table
-        shard_table.add(path or _named(path), tensor)
-        name = shard_table.names[path]
+        self.shard_table.add(path or _named(path), tensor)
+        name = self.shard_table.names[path]
         if name != path:
             self.renumbered[path] = name
         return {"$tensor": name}
@@ -301,12 +287,15 @@ class _CollectWalk:
             raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
         shard_table = self.shard_table
-        wanted = {name: part for name, part in parts.flat.items() if self.wants(join(path, name), part)}
+        taker = self.taker
+        wanted = {name: part for name, part in parts.flat.items() if taker is None or taker.wants(join(path, name), part)}
         shard_table.optimizer_updated.update(shard_table.add(join(path, name), part).info.name for name, part in wanted.items())
-        trainable = self.taker is not None and self.taker.part.trainable
-        frozen = frozen_beside(module, parts) if trainable else frozenset[str]()
-        tensors = {n: tensor for n, tensor in parts.tensors.items() if n not in frozen and self.wants(join(path, n), tensor)}
-        _warn_of_copies(module, parts, path, tensors)
+        tensors: Mapping[str, torch.Tensor] = parts.tensors
+        if taker is not None:
+            frozen = frozen_beside(module, parts) if taker.part.trainable else frozenset[str]()
+            tensors = {n: tensor for n, tensor in tensors.items() if n not in frozen and taker.wants(join(path, n), tensor)}
+        if added_by(module, parts):
+            _warn_of_copies(module, parts, path, tensors)
         for name, tensor in tensors.items():
             stored = shard_table.add(join(path, name), tensor).info.name
             # Buffers, and embeddings with max_norm, whose rows that are looked up are scaled in the forward pass.
@@ -317,56 +306,60 @@ class _CollectWalk:
                 (shard_table.trainable if tensor.requires_grad else shard_table.frozen).add(stored)
         node: Node = {"$tensors": path}
         if parts.extra:
-            extra = [(n, encode(value, at, self.inner_leaf)) for n, value in parts.extra.items() if self.wants(at := join(path, n))]
+            named = [(n, value, join(path, n)) for n, value in parts.extra.items()]
+            extra = [(n, encode(value, at, self.inner_leaf)) for n, value, at in named if taker is None or taker.wants(at)]
             node = mapping_node([("", node), *extra])
             wanted |= dict(extra)
-        if self.taker is None:
+        if taker is None:
             return node
-        return self.taker.decided(node) if wanted or tensors else LEFT_OUT
+        return taker.decided(node) if wanted or tensors else LEFT_OUT
 
     def optimizer(self, optimizer: Optimizer, path: str) -> Node:
-        groups = params_of(optimizer, self.names, path)
+        taker, groups = self.taker, params_of(optimizer, self.collected.params, path)
         check_keys(optimizer, path)
-        prefix = state_path(path)
+        prefix, groups_path = join(path, "state"), join(path, "param_groups")
         values: dict[str, Node] = {"": {"$tensors": prefix}}
         param_groups = []
         for group, named in zip(optimizer.param_groups, groups, strict=True):
             complete: list[tuple[str, torch.Tensor | FlatPart]] = []
             for name, param in named:
-                if self.taker is not None and self.taker.part.trainable and is_frozen(param):
-                    continue
-                whole = self.wants(join(path, name)) or self.wants(f"{prefix}.{name}")  # as a load selects
+                whole = True
+                if taker is not None:
+                    if taker.part.trainable and is_frozen(param):
+                        continue
+                    whole = taker.wants(join(path, name)) or taker.wants(f"{prefix}.{name}")  # as a load selects
+                    if whole:
+                        taker.meet(param)
                 complete += [(name, param)] if whole else []
-                if whole and self.taker is not None:
-                    self.taker.meet(param)
                 if whole and (group.get("fused") or optimizer.state.get(param.owner if isinstance(param, FlatPart) else param)):
                     self.shard_table.trainable.add(self.shard_table.stored_name(name, param))
                 if isinstance(param, FlatPart):
                     rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}", whole=whole)
                 else:
-                    rest = self.param_state(optimizer.state.get(param, {}), param, name, prefix, whole=whole)
+                    rest = self.param_state(optimizer.state.get(param, {}), StateOf(param, name, prefix), whole=whole)
                 if rest:
                     values[self.shard_table.stored_name(name, param)] = rest
             stored = list(dict.fromkeys(self.shard_table.stored_name(name, param) for name, param in complete))
-            if stored or self.taker is None or (not group["params"] and self.wants(join(path, "param_groups"))):
-                param_groups.append({"params": stored, "options": encode_options(group, join(path, "param_groups"))})
+            if stored or taker is None or (not group["params"] and taker.wants(groups_path)):
+                options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                param_groups.append({"params": stored, "options": encode(options, groups_path, inline)})
         node = {"state": mapping_node(list(values.items())), "param_groups": {"$param_groups": param_groups}}
-        if self.taker is None:
+        if taker is None:
             return node
         has_state = any(name.startswith(f"{prefix}.") for name in self.shard_table.tensors)
         has_params = any(group["params"] for group in param_groups)
-        return self.taker.decided(node) if has_params or has_state or len(values) > 1 else LEFT_OUT
+        return taker.decided(node) if has_params or has_state or len(values) > 1 else LEFT_OUT
 
-    def param_state(self, state: dict[str, object], param: torch.Tensor, name: str, prefix: str, *, whole: bool) -> dict[str, Node]:
+    def param_state(self, state: dict[str, object], param: StateOf, *, whole: bool) -> dict[str, Node]:
         """Add the tensors of one parameter's state; return the nodes of what is not a tensor. Unless it is wanted ``whole``, each key is
         asked for."""
         rest = {}
         for key, value in state.items():
-            state_name = f"{prefix}.{name}.{key}"
-            if not whole and not self.wants(state_name):
+            state_name = f"{param.prefix}.{param.name}.{key}"
+            if not whole and self.taker is not None and not self.taker.wants(state_name):
                 continue
             if isinstance(value, torch.Tensor):
-                self.shard_table.optimizer_updated.add(self.shard_table.add_state(state_name, value, param, name, prefix).info.name)
+                self.shard_table.optimizer_updated.add(self.shard_table.add(state_name, value, param).info.name)
             else:
                 rest[key] = encode(value, state_name, self.leaf)
         return rest
@@ -376,7 +369,7 @@ class _CollectWalk:
         rest = {}
         for key, value in state.items() if part.count else ():
             at = f"{state_name}.{key}"
-            if not whole and not self.wants(at):
+            if not whole and self.taker is not None and not self.taker.wants(at):
                 continue
             if isinstance(value, torch.Tensor):
                 self.shard_table.optimizer_updated.add(self.shard_table.add(at, part.state(value, at)).info.name)

@@ -24,6 +24,7 @@ from ckpt.plan.layout.tensor_layout import TensorLayout
 from .dtensor import mesh_of
 from .sharded import Sharded
 
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 SHARD, COPIES = "shard", "copies"
 
 
@@ -68,17 +69,11 @@ class FlatPart(Sharded):
 
 def handles_of(module: nn.Module) -> list[tuple[str, Any, Any]]:
     """Name, FSDP module and handle of each flat parameter in a module; none without FSDP version 1, which is not imported for that."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    fsdp = sys.modules.get(FSDP1)
     if fsdp is None:
         return []
     wrappers = [(n, m) for n, m in module.named_modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
     return [(name, wrapper, wrapper._handle) for name, wrapper in wrappers if wrapper._handle is not None]
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether FSDP version 1 wraps a module or a part of it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules())
 
 
 def reshard(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, refers, tag_of
 from ckpt.plan.values import LABEL, StatePart
 
-from .fsdp1 import FlatPart, flat_parts, is_wrapped, own_tensors
+from .fsdp1 import FSDP1, FlatPart, flat_parts, own_tensors
 from .tensors import local_of
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -53,10 +54,11 @@ def clean_name(name: str) -> str:
 def tensors_of(module: nn.Module) -> ModuleTensors:
     """Everything that ``module.state_dict()`` would have, without copying."""
     module = unwrap(module)
-    if is_wrapped(module):
-        return _of_flat(module)
     module_tensors = ModuleTensors()
     owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
+    fsdp = sys.modules.get(FSDP1)
+    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
+        return _of_flat(module)
     for key, value in module.state_dict(keep_vars=True).items():
         name = clean_name(key)
         prefix, _, attribute = name.rpartition(".")

@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.errors import ShapeError, StateError
-from ckpt.plan.tree import encode, join
 from ckpt.plan.tree_decoding import Node
 
 from .fsdp1 import FlatPart
@@ -106,12 +105,6 @@ def check_keys(optimizer: Optimizer, path: str) -> None:
             raise StateError(f"the key {wrong[0]!r} of the optimizer's state gives no name", where=path, hint=hint)
 
 
-def encode_options(group: Mapping[str, Any], path: str) -> Node:
-    """The node of a parameter group's options: everything but its parameters."""
-    plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    return encode(plain, path, inline)
-
-
 def inline(value: object, path: str) -> Node:
     """The node of a small tensor that is kept in the JSON, such as a learning rate that is a tensor."""
     if not isinstance(value, torch.Tensor):
@@ -173,10 +166,6 @@ def settle_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         step = state.get("step")
         if isinstance(step, torch.Tensor) and step.numel() == 1 and "cuda" in (step.device.type, device.type) and step.device != device:
             state["step"] = step.to(device)
-
-
-def state_path(path: str) -> str:
-    return join(path, "state")
 
 
 def on_host(group: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -36,8 +36,19 @@ from ckpt.plan.ownership import TensorSpec
 
 from .dtensor import is_dtensor, widened
 from .optimizers import refuse_partitioned
-from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated, is_sharded_tensor, states_boxes
-from .tensors import LocalShard, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
+from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated, is_sharded_tensor
+from .tensors import (
+    LocalShard,
+    LocalTensor,
+    dtensor_layout,
+    dtype_of,
+    from_dtensor,
+    from_placed,
+    from_plain,
+    identity,
+    local_of,
+    states_boxes,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -65,15 +76,8 @@ class ShardCache:
     """Remembers one shard per name. ``infos`` makes equal :class:`TensorSpec` values one object, so that tables compare quickly."""
 
     known: dict[str, CachedShard] = field(default_factory=dict)
-    _context: tuple[int, tuple[int, ...], Layout | None, tuple[Mesh, ...]] | None = None
-
-    def settle(self, rank: int, ranks: tuple[int, ...], layout: Layout | None, meshes: tuple[Mesh, ...]) -> None:
-        """Forget everything unless the context is the same as last time."""
-        context = (rank, ranks, layout, meshes)
-        old = self._context
-        if old is None or old[2] is not layout or (old[0], old[1], old[3]) != (rank, ranks, meshes):
-            self.known.clear()
-        self._context = context
+    context: tuple[int, tuple[int, ...], Layout | None, tuple[Mesh, ...]] | None = None
+    """Rank, ranks, layout and meshes that they were found with."""
 
 
 def key_of(tensor: torch.Tensor) -> Hashable:
@@ -93,10 +97,13 @@ def alive_of(tensor: torch.Tensor) -> object:
     return (tensor._spec.mesh, tensor._spec.placements) if is_dtensor(tensor) else None
 
 
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's memory of a tensor that has a key, without autograd."""
-    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
-    return local.detach() if local.requires_grad else local
+class StateOf(NamedTuple):
+    """The parameter that an optimizer keeps state for, its name in the state, and what the stored names of that state begin with: then
+    come the parameter's stored name and the last segment of the name in the state."""
+
+    tensor: torch.Tensor
+    name: str
+    prefix: str
 
 
 @dataclass(eq=False)
@@ -116,8 +123,6 @@ class ShardTable:
     """Stored names of what belongs to this rank alone, tied names too."""
     optimizer_updated: set[str] = field(default_factory=set)
     """Stored names of parameters, and of the state that optimizers keep for them."""
-    fenced: set[str] = field(default_factory=set)
-    """Stored names of what changes only behind a fence: what an optimizer of the state steps, and what is :class:`.fenced.Fenced`."""
     forward_mutable: set[str] = field(default_factory=set)
     """Stored names of modules' buffers, which a forward pass may change."""
     frozen: set[str] = field(default_factory=set)
@@ -134,32 +139,55 @@ class ShardTable:
     _more: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     """The others that begin there and are not the same."""
     _counted: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    _anew: dict[str, CachedShard] = field(default_factory=dict)
-    _unproven: set[str] = field(default_factory=set)
+    anew: dict[str, CachedShard] = field(default_factory=dict)
+    """What this walk has found, for the next one to rely on once it proved right."""
+    unproven: set[str] = field(default_factory=set)
+    """Stored names of tensors that no earlier walk found to be complete."""
 
     def __post_init__(self) -> None:
-        self.shards.settle(self.rank, self.ranks, self.layout, self.meshes)
+        shards, old = self.shards, self.shards.context
+        if old is None or old[2] is not self.layout or (old[0], old[1], old[3]) != (self.rank, self.ranks, self.meshes):
+            shards.known.clear()
+        shards.context = self.rank, self.ranks, self.layout, self.meshes
 
     @property
     def position(self) -> int:
         """Place of this rank among those that take part: what a checkpoint knows it by."""
         return self.ranks.index(self.rank)
 
-    def add(self, state_name: str, tensor: torch.Tensor | Sharded) -> LocalTensor:
+    def add(self, state_name: str, tensor: torch.Tensor | Sharded, param: StateOf | None = None) -> LocalTensor:
         """A tensor under the name that the state gives it: DTensor, plain tensor with a rule of the layout, replicated, or a part whose
-        place is known from where it comes."""
+        place is known from where it comes. State that an optimizer keeps for ``param`` lies as the parameter does, or is one number."""
         if isinstance(tensor, Sharded):
             return self._add_sharded(state_name, tensor)
-        refuse_partitioned(tensor, state_name)
+        if param is None:
+            refuse_partitioned(tensor, state_name)
         if states_boxes(tensor):
             return self._add_sharded(state_name, from_stated(tensor, state_name, self.rank), tensor)
+        if param is not None and states_boxes(param.tensor):
+            beside = beside_stated(tensor, param.tensor, state_name, self.rank)
+            if beside is not None:
+                return self._add_sharded(state_name, beside, tensor)
+        # A walk over a large state asks layouts and meshes for each tensor, which takes far longer than the walk. The
+        # key has everything that the answer follows from, so an equal key means an equal answer.
         key = key_of(tensor)
-        if key is None and is_sharded_tensor(tensor):
+        if param is not None:
+            keys = key, key_of(param.tensor)
+            key = None if None in keys else (*keys, param.name, param.prefix)
+        elif key is None and is_sharded_tensor(tensor):
             return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
         known = self.shards.known.get(state_name)
         if known is not None and known.key == key:
-            return self._recall(state_name, tensor, known)
-        return self._remembered(self._place(state_name, tensor), tensor, key, tensor)
+            memory: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+            memory = memory.detach() if memory.requires_grad else memory
+            return self._register(LocalTensor(known.info, [LocalShard(known.box, memory)], state_name), tensor, memory)
+        local = self._place(state_name, tensor) if param is None else self._place_state(state_name, tensor, param)
+        memory = local_of(tensor)
+        self.unproven.add(local.info.name)
+        if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
+            alive = [alive_of(tensor), *([] if param is None else [alive_of(param.tensor)])]
+            self.anew[state_name] = CachedShard(key, local.info, local.parts[0].box, alive)
+        return self._register(local, tensor, memory)
 
     def _add_sharded(self, state_name: str, part: Sharded, tensor: torch.Tensor | None = None) -> LocalTensor:
         """``tensor`` is what the state has, if it is one."""
@@ -173,7 +201,7 @@ class ShardTable:
             local = LocalTensor(info, [LocalShard(box, block) for box, block in zip(boxes, part.blocks, strict=True)], state_name)
         else:
             local = from_placed(state_name, placed, part.memory, self.rank)
-        self._unproven.add(local.info.name)
+        self.unproven.add(local.info.name)
         registered = self._register(local, part.memory if tensor is None else tensor, local_memory(part))
         self._counted += [(registered.info.name, tensor) for tensor in part.counted]
         return registered
@@ -191,28 +219,6 @@ class ShardTable:
         if self.layout is not None:
             local.info = replace(local.info, layout=self.layout.on_stages(name, local.info.layout, self.rank))
         return local
-
-    def _recall(self, state_name: str, tensor: torch.Tensor, known: CachedShard) -> LocalTensor:
-        """Place a tensor as the last walk did: nothing that decides it has changed."""
-        memory = memory_of(tensor)
-        return self._register(LocalTensor(known.info, [LocalShard(known.box, memory)], state_name), tensor, memory)
-
-    def _remembered(self, local: LocalTensor, tensor: torch.Tensor, key: Hashable, *behind: torch.Tensor) -> LocalTensor:
-        """Note for the next walk where a tensor was placed, if it is one block of its memory, and register it. ``behind`` are the tensors
-        that ``key`` was made of."""
-        memory = local_of(tensor)
-        self._unproven.add(local.info.name)
-        if key is not None and len(local.parts) == 1 and local.parts[0].memory.shape == memory.shape:
-            self._anew[local.state_name] = CachedShard(key, local.info, local.parts[0].box, [*map(alive_of, behind)])
-        return self._register(local, tensor, memory)
-
-    def unproven(self) -> list[LocalTensor]:
-        """Tensors that no earlier walk found to be complete."""
-        return [self.tensors[name] for name in self._unproven if name in self.tensors]
-
-    def remember(self) -> None:
-        """What this walk has found is right: the next one may rely on it."""
-        self.shards.known.update(self._anew)
 
     def replicated(self) -> TensorLayout:
         """The layout of tensors that all ranks have."""
@@ -239,37 +245,16 @@ class ShardTable:
         memory = {part.box: part for part in fresh.parts}
         local.parts = [memory.get(part.box, part) for part in local.parts]
 
-    def add_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
-        """State that an optimizer keeps for ``param``, which the state knows as ``param_name``: it lies as the parameter does, or
-        is one number.
-
-        The stored name is ``prefix``, the parameter's stored name, and the last segment of ``state_name``.
-        """
-        # A walk over a large state asks layouts and meshes for each tensor, which takes far longer than the walk. The
-        # key has everything that the answer follows from, so an equal key means an equal answer.
-        if states_boxes(tensor):
-            return self.add(state_name, tensor)
-        if states_boxes(param):
-            beside = beside_stated(tensor, param, state_name, self.rank)
-            if beside is not None:
-                return self._add_sharded(state_name, beside, tensor)
-        keys = key_of(tensor), key_of(param)
-        key = None if None in keys else (*keys, param_name, prefix)
-        known = self.shards.known.get(state_name)
-        if known is not None and known.key == key:
-            return self._recall(state_name, tensor, known)
-        local = self._place_state(state_name, tensor, param, param_name, prefix)
-        return self._remembered(local, tensor, key, tensor, param)
-
-    def _place_state(self, state_name: str, tensor: torch.Tensor, param: torch.Tensor, param_name: str, prefix: str) -> LocalTensor:
+    def _place_state(self, state_name: str, tensor: torch.Tensor, of: StateOf) -> LocalTensor:
+        param = of.tensor
         if is_dtensor(tensor):
-            return self._on_stages(param_name, from_dtensor(state_name, tensor, self.rank, self.meshes))
+            return self._on_stages(of.name, from_dtensor(state_name, tensor, self.rank, self.meshes))
         if is_dtensor(param):
-            return self._on_stages(param_name, self._beside_dtensor(state_name, tensor, param, param_name))
+            return self._on_stages(of.name, self._beside_dtensor(state_name, tensor, param, of.name))
         if self.layout is None:
             return from_plain(state_name, tensor, self.replicated(), self.rank)
-        placed = self.layout.place(param_name, tuple(param.shape), self.rank)
-        name = f"{prefix}.{placed.name}.{state_name.rpartition('.')[2]}"
+        placed = self.layout.place(of.name, tuple(param.shape), self.rank)
+        name = f"{of.prefix}.{placed.name}.{state_name.rpartition('.')[2]}"
         if tensor.shape == param.shape:
             return from_placed(state_name, replace(placed, name=name), tensor, self.rank)
         if tensor.numel() != 1:
@@ -306,26 +291,14 @@ class ShardTable:
             return self._join(known, local)
         if name in self.aliases:
             raise StateError("two tensors of the state have this name", where=f"tensor {name}", hint="rename one of them")
-        first = self._first(local, name, tensor, memory)
-        if first != name:
-            self.aliases[name] = first
-            return self.tensors[first]
-        self.tensors[name] = local
-        return local
-
-    def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stored name of each tensor that is not tied to one before it, and the tensor as the state has it; and as others know it."""
-        return chain(((name, tensor) for name, tensor, _ in chain(self._seen.values(), *self._more.values())), self._counted)
-
-    def _first(self, local: LocalTensor, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> str:
-        """The stored name of the first tensor with the same memory and place (tied tensors): this one's own, if there is none before."""
         # Tied tensors are found by address first, which is cheap, and compared in full only where addresses are
         # equal. Tensors of the meta device have no address; for them the object itself stands in.
         address = (0 if memory.is_meta else memory.data_ptr()) or id(tensor)
         entry = name, tensor, memory
         before = self._seen.setdefault(address, entry)
         if before is entry:
-            return name
+            self.tensors[name] = local
+            return local
         info, key, own = local.info, identity(tensor, memory), name in self.own
         others = self._more.setdefault(address, [])
         for first, other, its_memory in (before, *others):
@@ -333,9 +306,15 @@ class ShardTable:
             if (same_place.layout, same_place.shape, first in self.own) == (info.layout, info.shape, own) and key == identity(
                 other, its_memory
             ):
-                return first
+                self.aliases[name] = first
+                return self.tensors[first]
         others.append(entry)
-        return name
+        self.tensors[name] = local
+        return local
+
+    def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stored name of each tensor that is not tied to one before it, and the tensor as the state has it; and as others know it."""
+        return chain(((name, tensor) for name, tensor, _ in chain(self._seen.values(), *self._more.values())), self._counted)
 
     def _join(self, known: LocalTensor, more: LocalTensor) -> LocalTensor:
         """Several local tensors make up one stored tensor: experts that a rule stacks."""
@@ -350,7 +329,7 @@ class ShardTable:
                 hint="rename one of them",
             )
         known.parts.extend(more.parts)
-        self._unproven.add(known.info.name)
+        self.unproven.add(known.info.name)
         return known
 
 

@@ -19,6 +19,7 @@ from ckpt.plan.layout.placements import Boxes, Shard, StatedBoxes
 from ckpt.plan.layout.tensor_layout import TensorLayout
 
 from .dtensor import is_dtensor, mesh_of
+from .tensors import STATED_FIELDS, holder_of
 
 
 @dataclass(eq=False, slots=True)
@@ -79,22 +80,14 @@ def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
 # Such a rank knows its own boxes alone. Its layout lists these; the leader joins those of all ranks (``tensor_layout.joined_layout``).
 # Ranks along the dimensions over which a DTensor is replicated are known to have the same.
 
-_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OVER, _COPIES = "stated", "copies"
 
 
-def states_boxes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor states its boxes. Cheap: ``hasattr`` makes no ``__dict__`` of a tensor that has none."""
-    kind = type(tensor)
-    local = tensor if kind is torch.Tensor or kind is torch.nn.Parameter else _holder(tensor)  # first: a state has very many of these
-    return hasattr(local, "__create_chunk_list__") or (hasattr(local, _FIELDS[0]) and all(hasattr(local, name) for name in _FIELDS))
-
-
 def from_stated(tensor: torch.Tensor, name: str, rank: int) -> Sharded:
     """The place that a tensor states."""
-    local = _holder(tensor)
-    shape, parts = _by_fields(local) if all(hasattr(local, f) for f in _FIELDS) else _by_chunks(tensor, local, name)
+    local = holder_of(tensor)
+    shape, parts = _by_fields(local) if all(hasattr(local, f) for f in STATED_FIELDS) else _by_chunks(tensor, local, name)
     problem = _problem(shape, parts)
     if problem is not None:
         hint = "every box is a pair of offset and sizes inside of the global shape, and its memory has these sizes"
@@ -105,7 +98,7 @@ def from_stated(tensor: torch.Tensor, name: str, rank: int) -> Sharded:
 
 def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: int) -> Sharded | None:
     """The place of what an optimizer keeps for a parameter that states its boxes; None for a single number."""
-    whole, own = _holder(param), _holder(tensor)
+    whole, own = holder_of(param), holder_of(tensor)
     if own.shape != whole.shape and own.numel() == 1:
         return None
     of_param = from_stated(param, name, rank)
@@ -116,11 +109,6 @@ def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: in
         raise LayoutError(text, where=f"tensor {name}", hint="have it state its boxes, as the parameter does")
     blocks = tuple(own.detach().as_strided(m.shape, m.stride(), own.storage_offset() + start) for start, m in starts)
     return Sharded(_example(own), of_param.shape, of_param.layout, blocks)
-
-
-def _holder(tensor: torch.Tensor) -> torch.Tensor:
-    """What has the attributes."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def _example(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ from .dtensor import is_dtensor
 from .modules import is_frozen
 from .optimizers import decode_inline
 from .shard_table import ShardTable
-from .sharded import Sharded, is_sharded_tensor, states_boxes
-from .tensors import LocalShard, LocalTensor, raw_view, torch_dtype
+from .sharded import Sharded, is_sharded_tensor
+from .tensors import LocalShard, LocalTensor, raw_view, states_boxes, torch_dtype
 from .walk import StatefulObject, like
 
 # Targets of a load that share some of their elements without being tied: what is written later overwrites what came before.

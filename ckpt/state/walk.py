@@ -47,7 +47,8 @@ def scan_state(state: object) -> StateScan:
     scan = StateScan()
     meshes: dict[int, DeviceMesh] = {}
     _look(state, "", frozenset(), scan, meshes)
-    scan.meshes = in_order(meshes.values())
+    if meshes:
+        scan.meshes = in_order(meshes.values())
     return scan
 
 
@@ -57,30 +58,28 @@ def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes
     if len(around) >= MAX_DEPTH:
         raise StateError(f"{_at(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
     values = value.values() if isinstance(value, dict) else value
-    telling = {kind for kind in {*map(type, values)} if issubclass(kind, (*_TELLING, *dtensor_types()))}
+    with_mesh = dtensor_types()
+    telling = {kind for kind in {*map(type, values)} if issubclass(kind, (*_TELLING, *with_mesh))}
     if not telling:
         return
     inside = around | {id(value)}
     for key, child in value.items() if isinstance(value, dict) else enumerate(value):
         if type(child) not in telling:
             continue
-        if is_dtensor(child):
-            meshes.setdefault(id(child.device_mesh), child.device_mesh)
-        elif isinstance(child, nn.Module):
-            _note(meshes, [*child.parameters(), *child.buffers()])
+        tensors: Iterable[object] = ()
+        if isinstance(child, nn.Module):
+            tensors = (*child.parameters(), *child.buffers()) if with_mesh else ()
             scan.modules.append((join(path, key), child))
         elif isinstance(child, Optimizer):
             scan.optimizers.append((join(path, key), child))
-            for group in child.param_groups:
-                _note(meshes, group["params"])
-        else:
+            tensors = (param for group in child.param_groups for param in group["params"]) if with_mesh else ()
+        elif isinstance(child, _CONTAINERS):
             _look(child, join(path, key), inside, scan, meshes)
-
-
-def _note(meshes: dict[int, DeviceMesh], tensors: Iterable[object]) -> None:
-    for tensor in tensors:
-        if is_dtensor(tensor):
-            meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
+        else:
+            tensors = (child,)
+        for tensor in tensors:
+            if is_dtensor(tensor):
+                meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
 
 
 def _at(path: str) -> str:

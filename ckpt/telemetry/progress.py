@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ckpt.text import printable
@@ -164,24 +165,31 @@ def _slow_rank(fields: object) -> SlowRank:
     )
 
 
+@lru_cache(maxsize=16)
+def printable_host(name: str) -> str:
+    """A host's name as a terminal may show it."""
+    text = name[:HOST].encode(errors="backslashreplace").decode()  # the system takes any bytes for a name
+    return "".join(c if c.isprintable() else "?" for c in printable(text, one_line=True)[:HOST])
+
+
+@dataclass(eq=False)
 class SaveMeter:
     """Counts bytes. Threads of the save add to it; ``ckpt watch``, a handle and a progress callback read it.
 
     It refers to nothing of the save, so whoever reads it does not keep the state's memory.
     """
 
-    def __init__(self) -> None:
-        self.phase = BEGIN
-        self.total = 0
-        """Bytes of this rank's chunks, as they are in memory."""
-        self.staged = False
-        """Whether they are captured before they are written."""
-        self.captured = 0
-        self.written = 0
-        self.saved = 0
-        """Bytes that a codec has made unnecessary to write."""
-        self.host = printable_host(socket.gethostname())
-        self._lock = threading.Lock()
+    phase: int = BEGIN
+    total: int = 0
+    """Bytes of this rank's chunks, as they are in memory."""
+    staged: bool = False
+    """Whether they are captured before they are written."""
+    captured: int = 0
+    written: int = 0
+    saved: int = 0
+    """Bytes that a codec has made unnecessary to write."""
+    host: str = field(default_factory=lambda: printable_host(socket.gethostname()))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, *, captured: int = 0, written: int = 0, saved: int = 0) -> None:
         """So many bytes more."""
@@ -276,12 +284,6 @@ class Standing:
                 )
             )
         return tuple(slow)
-
-
-def printable_host(name: str) -> str:
-    """A host's name as a terminal may show it."""
-    text = name[:HOST].encode(errors="backslashreplace").decode()  # the system takes any bytes for a name
-    return "".join(c if c.isprintable() else "?" for c in printable(text, one_line=True)[:HOST])
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading

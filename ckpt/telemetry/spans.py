@@ -11,12 +11,11 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, UsageError
@@ -84,8 +83,10 @@ class Spans:
         self._reserve = min(64, limit // 4)
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._kept: dict[str, int] = {}
+        self._sums: dict[str, list[int]] = {}
+        """Of all spans by phase: count, bytes, busy, first, last."""
         self._folded: dict[str, list[int]] = {}
+        """The same of those that are not kept one by one."""
         self._threads: list[threading.Thread] = []
         if on:
             self._began = time.time()
@@ -93,7 +94,15 @@ class Spans:
 
     def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """A block of work: ``with spans.span("write", 4096): …``. It counts also if the block raises."""
-        return _Block(self, phase, nbytes) if self.on else _NOTHING
+        return self._timed(phase, nbytes) if self.on else _NOTHING
+
+    @contextmanager
+    def _timed(self, phase: str, nbytes: int) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, began, time.perf_counter(), nbytes)
 
     def add(self, phase: str, began: float, ended: float, nbytes: int = 0) -> None:
         """Work of the calling thread from ``began`` to ``ended``, both of ``time.perf_counter()``."""
@@ -101,28 +110,31 @@ class Spans:
             return
         start = math.floor((began - self._zero) * 1e6)
         duration = max(math.floor((ended - self._zero) * 1e6) - start, 0)  # ends are rounded, not durations: inner spans stay inside
+        me = threading.current_thread()
         with self._lock:
-            kept, room = self._kept.get(phase, 0), self.limit - len(self._spans)
-            if room > self._reserve or (room > 0 and kept < _FEW):
-                self._kept[phase] = kept + 1
-                self._spans.append(Span(phase, self._thread(), start, duration, nbytes))
+            total = self._sums.setdefault(phase, [0, 0, 0, start, start])
+            room = self.limit - len(self._spans)
+            if room > self._reserve or (room > 0 and total[0] < _FEW):
+                if me not in self._threads:
+                    # A thread takes over the number of a dead one of the same name: pools come and go.
+                    same = (i for i, thread in enumerate(self._threads) if thread.name == me.name and not thread.is_alive())
+                    number = next(same, len(self._threads))
+                    self._threads[number : number + 1] = [me]
+                self._spans.append(Span(phase, self._threads.index(me), start, duration, nbytes))
+                into: tuple[list[int], ...] = (total,)
             else:
-                self._fold(phase, start, duration, nbytes)
+                into = total, self._folded.setdefault(phase, [0, 0, 0, start, start])
+            for sums in into:
+                sums[:] = sums[0] + 1, sums[1] + nbytes, sums[2] + duration, min(sums[3], start), max(sums[4], start + duration)
 
     def table(self) -> SpanTable:
         """What was recorded so far."""
+        if not self.on:
+            return SpanTable(began=0.0, threads=(), spans=(), folded=())
         with self._lock:
             names = tuple(_printable(thread.name) for thread in self._threads)
-            spans, sums = tuple(self._spans), {phase: tuple(numbers) for phase, numbers in self._folded.items()}
-        return SpanTable(
-            began=self._began if self.on else 0.0,
-            threads=names,
-            spans=spans,
-            folded=tuple(
-                PhaseSum(phase=phase, count=count, nbytes=nbytes, busy=busy, first=first, last=last)
-                for phase, (count, nbytes, busy, first, last) in sums.items()
-            ),
-        )
+            folded = tuple(PhaseSum.of(phase, *numbers) for phase, numbers in self._folded.items())
+            return SpanTable(began=self._began, threads=names, spans=tuple(self._spans), folded=folded)
 
     def to_json(self) -> Row:
         """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off.
@@ -132,50 +144,17 @@ class Spans:
         """
         if not self.on:
             return {}
-        table = self.table()
-        row = table.to_row()
-        numbers = {phase: i for i, phase in enumerate(row["phases"])}
-        row["sums"] = [[numbers[s.phase], s.count, s.nbytes, s.busy, s.first, s.last] for s in table.sums.values()]
-        return {**row, "spans": json.dumps(row["spans"], separators=(",", ":"))}
-
-    def _fold(self, phase: str, start: int, duration: int, nbytes: int) -> None:
-        sums = self._folded.get(phase)
-        if sums is None:
-            self._folded[phase] = [1, nbytes, duration, start, start + duration]
-            return
-        sums[0] += 1
-        sums[1] += nbytes
-        sums[2] += duration
-        sums[3] = min(sums[3], start)
-        sums[4] = max(sums[4], start + duration)
-
-    def _thread(self) -> int:
-        """The number of the calling thread."""
-        # A thread takes over the number of a dead one of the same name: pools come and go.
-        me = threading.current_thread()
-        if me in self._threads:
-            return self._threads.index(me)
-        for number, thread in enumerate(self._threads):
-            if thread.name == me.name and not thread.is_alive():
-                self._threads[number] = me
-                return number
-        self._threads.append(me)
-        return len(self._threads) - 1
-
-
-class _Block:
-    __slots__ = ("_began", "_nbytes", "_phase", "_spans")
-
-    def __init__(self, spans: Spans, phase: str, nbytes: int) -> None:
-        self._spans = spans
-        self._phase = phase
-        self._nbytes = nbytes
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._spans.add(self._phase, self._began, time.perf_counter(), self._nbytes)
+        with self._lock:
+            spans, number = list(self._spans), {phase: i for i, phase in enumerate(self._sums)}
+            row = {
+                "began": self._began,
+                "phases": list(number),
+                "threads": [_printable(thread.name) for thread in self._threads],
+                "folded": [[number[phase], *numbers] for phase, numbers in self._folded.items()],
+                "sums": [[number[phase], *numbers] for phase, numbers in self._sums.items()],
+            }
+        columns = [list(column) for column in zip(*spans, strict=True)] or [[]] * 5
+        return {**row, "spans": json.dumps([[number[phase] for phase in columns[0]], *columns[1:]], separators=(",", ":"))}
 
 
 # ----------------------------------------------------------------------------------------------------------------- tables
@@ -201,6 +180,10 @@ class PhaseSum:
     busy: int
     first: int
     last: int
+
+    @classmethod
+    def of(cls, phase: str, count: int, nbytes: int, busy: int, first: int, last: int) -> PhaseSum:
+        return cls(phase=phase, count=count, nbytes=nbytes, busy=busy, first=first, last=last)
 
     @property
     def seconds(self) -> float:
@@ -250,7 +233,17 @@ class SpanTable:
         columns: dict[str, list[Span]] = {}
         for span in self.spans:
             columns.setdefault(span.phase, []).append(span)
-        sums = {phase: _sum(phase, spans) for phase, spans in columns.items()}
+        sums = {
+            phase: PhaseSum(
+                phase=phase,
+                count=len(spans),
+                nbytes=sum(s.nbytes for s in spans),
+                busy=sum(s.duration for s in spans),
+                first=min(s.start for s in spans),
+                last=max(s.start + s.duration for s in spans),
+            )
+            for phase, spans in columns.items()
+        }
         for one in self.folded:
             sums[one.phase] = sums[one.phase] + one if one.phase in sums else one
         object.__setattr__(self, "sums", {s.phase: s for s in sorted(sums.values(), key=lambda s: (-s.busy, s.phase))})
@@ -301,17 +294,6 @@ def _printable(name: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in name[:_NAME])
 
 
-def _sum(phase: str, spans: Sequence[Span]) -> PhaseSum:
-    return PhaseSum(
-        phase=phase,
-        count=len(spans),
-        nbytes=sum(s.nbytes for s in spans),
-        busy=sum(s.duration for s in spans),
-        first=min(s.start for s in spans),
-        last=max(s.start + s.duration for s in spans),
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -320,22 +302,44 @@ def _table(row: object) -> SpanTable:
     if not isinstance(row, dict):
         raise ValueError("it is no object")
     began = began_of(row)
-    phases = _list(row, "phases", _PHASES)
-    _expect(all(isinstance(p, str) for p in phases) and are_phases(tuple(phases)), "its phases are no names")
-    if isinstance(row.get("spans"), str):
-        row = {**row, "spans": parse_json(row["spans"])}
-    columns = _list(row, "spans", 5)
-    _expect(len(columns) == 5 and all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns), "its spans are no columns")
-    _expect(len(columns[0]) <= MOST, f"it has {len(columns[0]):,} single spans")
-    threads = _list(row, "threads", len(columns[0]))
-    _expect(all(isinstance(t, str) and len(t) <= _NAME and t.isprintable() for t in threads), "its threads are no names")
-    bounds = (0, len(phases) - 1), (0, len(threads) - 1), (-MICROS, MICROS), (0, MICROS), (0, BYTES)
-    for column, (low, high) in zip(columns, bounds, strict=True):
-        _integers(column, low, high)
-    spans = tuple(map(Span, [phases[p] for p in columns[0]], *columns[1:]))
-    folded = tuple(_folded(one, phases) for one in _list(row, "folded", len(phases)))
-    _expect(len({s.phase for s in folded}) == len(folded), "a phase has two sums")
-    return SpanTable(began=began, threads=tuple(threads), spans=spans, folded=folded)
+    spans = parse_json(row["spans"]) if isinstance(row.get("spans"), str) else row.get("spans")
+    lists: list[list[Any]] = []
+    for member, values, most in (
+        ("phases", row.get("phases"), _PHASES),
+        ("spans", spans, 5),
+        ("threads", row.get("threads"), MOST),
+        ("folded", row.get("folded"), _PHASES),
+    ):
+        if not isinstance(values, list) or len(values) > most:
+            raise ValueError(f"its {member} are no list of at most {most:,}")
+        lists.append(values)
+    phases, columns, threads, folded = lists
+    if not all(isinstance(p, str) for p in phases) or not are_phases(tuple(phases)):
+        raise ValueError("its phases are no names")
+    if len(columns) != 5 or not all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns):
+        raise ValueError("its spans are no columns")
+    if len(columns[0]) > MOST:
+        raise ValueError(f"it has {len(columns[0]):,} single spans")
+    if len(threads) > len(columns[0]) or not all(isinstance(t, str) and len(t) <= _NAME and t.isprintable() for t in threads):
+        raise ValueError("its threads are no names")
+    if not all(isinstance(one, list) and len(one) == 6 for one in folded):
+        raise ValueError("a sum is no row of six")
+    number, count, nbytes = (0, len(phases) - 1), (1, BYTES), (0, BYTES)
+    bounds = [*zip(columns, (number, (0, len(threads) - 1), (-MICROS, MICROS), (0, MICROS), nbytes), strict=True)]
+    bounds += zip(zip(*folded, strict=True), (number, count, nbytes, nbytes, (-MICROS, MICROS), (-MICROS, 2 * MICROS)), strict=False)
+    for values, (low, high) in bounds:
+        if not all(type(v) is int and low <= v <= high for v in values):
+            raise ValueError(f"a number is not between {low:,} and {high:,}")
+    if any(first > last for *_, first, last in folded):
+        raise ValueError("a sum ends before it starts")
+    if len({one[0] for one in folded}) != len(folded):
+        raise ValueError("a phase has two sums")
+    return SpanTable(
+        began=began,
+        threads=tuple(threads),
+        spans=tuple(map(Span, [phases[p] for p in columns[0]], *columns[1:])),
+        folded=tuple(PhaseSum.of(phases[p], *numbers) for p, *numbers in folded),
+    )
 
 
 def began_of(row: Mapping[str, object]) -> float:
@@ -350,29 +354,3 @@ def began_of(row: Mapping[str, object]) -> float:
 def are_phases(phases: tuple[str, ...]) -> bool:
     """Whether these are names of phases, all different: the ranks of a job have the same."""
     return all(map(_PHASE.fullmatch, phases)) and len(set(phases)) == len(phases)
-
-
-def _folded(row: object, phases: Sequence[str]) -> PhaseSum:
-    _expect(isinstance(row, list) and len(row) == 6, "a sum is no row of six")
-    assert isinstance(row, list)
-    for value, low, high in zip(row, (0, 1, 0, 0, -MICROS, -MICROS), (len(phases) - 1, *[BYTES] * 3, MICROS, 2 * MICROS), strict=True):
-        _integers([value], low, high)
-    number, count, nbytes, busy, first, last = row
-    _expect(first <= last, "a sum ends before it starts")
-    return PhaseSum(phase=phases[number], count=count, nbytes=nbytes, busy=busy, first=first, last=last)
-
-
-def _list(row: Mapping[str, object], member: str, most: int) -> list[Any]:
-    values = row.get(member)
-    _expect(isinstance(values, list) and len(values) <= most, f"its {member} are no list of at most {most:,}")
-    assert isinstance(values, list)
-    return values
-
-
-def _integers(values: Iterable[object], low: int, high: int) -> None:
-    _expect(all(type(v) is int and low <= v <= high for v in values), f"a number is not between {low:,} and {high:,}")
-
-
-def _expect(holds: bool, what: str) -> None:  # noqa: FBT001  the claim itself
-    if not holds:
-        raise ValueError(what)

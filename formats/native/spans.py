@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,7 @@ import xxhash
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.io_backends.checks import read_checked
 from ckpt.telemetry.spans import BYTES, LEADING, MICROS, UNNEEDED, WAITING, PhaseSum, Row, SpanTable, are_phases, began_of
-from ckpt.text import parse_object
+from ckpt.text import parse_json, parse_object
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
 
@@ -275,6 +276,8 @@ _WRONG = (ValueError, TypeError, KeyError)
 SIZE_LIMIT = 256 << 20
 """Bytes of the whole file that are written or read; 100,000 ranks take less."""
 
+_MEMBERS = ("began", "phases", "threads", "spans", "folded")
+"""What is kept of a rank's row, besides ``About``."""
 _NOTHING = About(coordinates={})
 
 _HEAD = b'{"digest":"'
@@ -340,9 +343,11 @@ def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], SpanGroups]:
         detailed = set(rows)
     kept = {}
     for rank in sorted(detailed):
-        table = SpanTable.from_row(rows[rank], f"rank {rank}")
-        kept[rank] = table.to_row()
-        columns.seconds[rank] = table.seconds
+        row = {member: rows[rank][member] for member in _MEMBERS if member in rows[rank]}
+        with suppress(ValueError):  # it is refused below
+            row["spans"] = parse_json(row["spans"]) if isinstance(row.get("spans"), str) else row.get("spans")
+        columns.seconds[rank] = SpanTable.from_row(row, f"rank {rank}").seconds
+        kept[rank] = row
     return kept, columns
 
 

@@ -23,10 +23,9 @@ from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
-from ckpt.telemetry.profiling import in_trace
 
 from .capture import Capture
-from .fence import CaptureFence, Outcome, Throttle
+from .fence import CaptureFence, Outcome, Throttle, in_trace
 from .job import BlockedTime, Heartbeat, SaveJob
 from .options import SaveOptions, SaveReport
 from .save import OnFailure, RankShare, begin, prepare, stage, write_and_commit
@@ -276,7 +275,7 @@ def start_save(
             share = prepare(job, state, background=True)
             capture = stage(job, share)
             if when == "lazy":
-                capture.capture_unfenced(options.threads, job.beat)
+                capture.capture_unfenced(share.collected.fenced(), options.threads, job.beat)
     except BaseException as err:
         # An error before the first message would leave the other ranks waiting in "begin" until the deadline.
         job.call.fail("begin", err)

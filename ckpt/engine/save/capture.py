@@ -30,13 +30,14 @@ import torch
 
 from ckpt import settings
 from ckpt.concurrency import run_tasks
+from ckpt.engine.devices import devices_of
 from ckpt.errors import ConsistencyError
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import RAW, raw_view, reads_otherwise
-from ckpt.telemetry.profiling import in_trace
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
+from .fence import in_trace
 from .plan import Batch
 from .replicas import Replicas
 from .staging import StagedBatches
@@ -200,25 +201,31 @@ class Capture:
         self._samples = Samples(source)
         self._kept: set[int] = set()
         """Numbers of the chunks that were captured in the call."""
-        self._streams = _side_streams(shard_table)
+        self._batches = [batch for batches in self.plan.batches for batch in batches]
+        self._is_short = any(segment.waits_for is not None for segment in stage.segments)
+        """The stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
+        # For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host.
+        self._streams = [torch.cuda.Stream(device) for device in devices_of(shard_table.tensors.values())]  # type: ignore[no-untyped-call]
         self._follow()
 
     # ---- in the caller's thread
 
-    def capture_unfenced(self, threads: int, beat: Callable[[], None]) -> None:
+    def capture_unfenced(self, fenced: AbstractSet[str], threads: int, beat: Callable[[], None]) -> None:
         """Capture what may change before anything waits, or set it aside, and note what everything else is like."""
-        unfenced = self._unfenced()
+        unfenced = self._unfenced(fenced)
         now = self._direct(unfenced)
         if now:
             self._capture_now(now, threads, beat)
         with self.spans.span("stage"):
             if self.fragments is not None:
                 self.fragments.take()
-            self._clone(unfenced - now)
+            if cloned := unfenced - now:  # set aside what will be read of these
+                read = {chunk.name for chunk in self.plan.chunks}
+                self.source.clone(cloned & (read if self.replicas is None else read | self.replicas.elsewhere()))
             # What is done to a DTensor shows in its own version, not in that of its local tensor.
             memories = [(name, part.memory) for name, local in self.shard_table.tensors.items() for part in local.parts]
             self._versions = [(n, t, t._version) for n, t in [*memories, *self.shard_table.originals()] if n not in unfenced]
-            for batch in self._batches():
+            for batch in self._batches:
                 self._samples.take(batch, self.stage.room(batch), unfenced)
             if self.replicas is not None:
                 self._samples.take_tensors(self.replicas.elsewhere() - unfenced)
@@ -226,13 +233,10 @@ class Capture:
             # Addresses are noted last, since a clone has one of its own.
             self.source.note_addresses()
 
-    def _batches(self) -> list[Batch]:
-        return [batch for batches in self.plan.batches for batch in batches]
-
-    def _unfenced(self) -> set[str]:
+    def _unfenced(self, fenced: AbstractSet[str]) -> set[str]:
         """What nothing waits for before it changes. Of the rest, what has no version counter, or is not in memory as it reads; and what
         is so small that its sample would be all of it, where that costs no clone."""
-        tensors, fenced = self.shard_table.tensors, self.shard_table.fenced
+        tensors = self.shard_table.tensors
         small = 0 if self._streams or self._is_short else WHOLE
         return {
             name
@@ -241,11 +245,6 @@ class Capture:
             or sum([p.memory.nbytes for p in local.parts]) <= small
             or any(p.memory.is_inference() or reads_otherwise(p.memory) for p in local.parts)
         }
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether the stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
-        return any(segment.waits_for is not None for segment in self.stage.segments)
 
     def _direct(self, names: AbstractSet[str]) -> AbstractSet[str]:
         """Those that are captured where they belong. Others need a clone: in a stage smaller than the state the first would wait for the
@@ -262,7 +261,7 @@ class Capture:
     def _capture_now(self, names: AbstractSet[str], threads: int, beat: Callable[[], None]) -> None:
         """Capture these chunks, a batch's others later, and hash what other ranks write of them."""
         parts: list[tuple[Batch, list[int]]] = []
-        for batch in self._batches():
+        for batch in self._batches:
             inside = [n for n in batch.numbers if self.plan.chunks[n].name in names]
             if inside:
                 parts.append((batch, inside))
@@ -289,13 +288,6 @@ class Capture:
         """Neighbours for each of some threads."""
         step = max(-(-len(items) // threads), 1)
         run_tasks([partial(work, items[i : i + step]) for i in range(0, len(items), step)], threads, "ckpt-capture")
-
-    def _clone(self, names: AbstractSet[str]) -> None:
-        """Set aside what will be read of these tensors."""
-        if names:
-            read = {chunk.name for chunk in self.plan.chunks}
-            self.source.clone(names & (read if self.replicas is None else read | self.replicas.elsewhere()))
-            self._follow()
 
     def _follow(self) -> None:
         """Let the side streams come after all that the caller has queued."""
@@ -326,7 +318,7 @@ class Capture:
                     self.fragments.settle()
             # Several threads capture only where every batch has a place of its own. In a stage of two halves the
             # order of segments is what keeps capturing and writing from waiting for each other in a circle.
-            self._share(self._batches(), 1 if self._is_short else threads, lambda few: self.stage.capture(few, self._fill))
+            self._share(self._batches, 1 if self._is_short else threads, lambda few: self.stage.capture(few, self._fill))
             if self.replicas is not None:
                 with self.spans.span("hash"), self._aside():
                     self.replicas.hash(threads if not self._streams else 1, beat)
@@ -367,9 +359,3 @@ def _refuse(changed: Sequence[str]) -> None:
     if names:
         others = f", and so were {len(names) - 1} others" if len(names) > 1 else ""
         raise ConsistencyError(f"tensor {names[0]} was changed before it was captured{others}", hint=FENCE)
-
-
-def _side_streams(shard_table: ShardTable) -> list[torch.cuda.Stream]:
-    """For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host."""
-    devices = {p.memory.device for local in shard_table.tensors.values() for p in local.parts if p.memory.is_cuda}
-    return [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]

@@ -7,19 +7,49 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeoutError
-from contextlib import contextmanager
-from functools import cache
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.engine.devices import watch_graphs
 from ckpt.state.collect import seen
 from ckpt.telemetry.callbacks import Stall
-from ckpt.telemetry.profiling import in_trace
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Ranges in the traces of profilers that the user runs, so that what a save does stands beside the kernels of training. Without
+# torch.profiler and without CUDA nothing is recorded: what it costs then is a look at two flags.
+
+
+def in_trace(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: the function's calls are a range ``name`` in traces of torch.profiler, and of NVTX where CUDA is in use."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def ranged(*args: P.args, **kwargs: P.kwargs) -> R:
+            profiled = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+            nvtx = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            if not profiled and not nvtx:
+                return function(*args, **kwargs)
+            with ExitStack() as stack:
+                if profiled:
+                    stack.enter_context(torch.profiler.record_function(name))
+                if nvtx:
+                    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+                    stack.callback(torch.cuda.nvtx.range_pop)
+                return function(*args, **kwargs)
+
+        return ranged
+
+    return decorate
+
 
 # How much of the interpreter a save in the background takes from training.
 #
@@ -54,9 +84,6 @@ class Throttle:
         yield
         if not self._haste.is_set():
             self._haste.wait(min(RESTS * (time.thread_time() - began), LONGEST))
-
-
-R = TypeVar("R")
 
 
 class Outcome(Future[R]):

@@ -36,11 +36,6 @@ class Chunking:
     references: ReferenceRows = NO_REFERENCES
     mirrors: MirrorPlacement | None = None
 
-    def key(self, files: Sequence[DataFile]) -> tuple[object, ...]:
-        """Equal for two saves that deal out their chunks alike."""
-        placed = None if self.mirrors is None else (self.mirrors.text, tuple(data_number(f.path) for f in files))
-        return self.coded, self.with_128, self.references.key, placed
-
 
 class Grids:
     """Stored grids with files in place of ranks; tensors cut alike, whose chunks are in the same files, share one."""

@@ -64,16 +64,19 @@ _caches: WeakKeyDictionary[Members, SaveCache] = WeakKeyDictionary()
 
 def save_cache(group: Members) -> SaveCache:
     """The cache of the job that saves with ``group``."""
-    return _caches.setdefault(group, SaveCache())
+    cache = _caches.get(group)
+    if cache is None:
+        cache = _caches[group] = SaveCache()
+    return cache
 
 
+@dataclass(frozen=True, eq=False)
 class Heartbeat:
     """Signs of life of a save in the background. Not the save itself: what the save starts holds this, and a reference cycle would keep the
     state's memory until the garbage collector finds it."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.cancelled = threading.Event()
+    call: Call
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
     def give(self) -> None:
         """A sign of life, from a rank that is meant to go on."""
@@ -172,16 +175,17 @@ _RESTS = 4
 _FAILURES = 3
 
 
+@dataclass(eq=False)
 class ProgressWriter:
     """The leader's thread of one save. ``id`` is set when the save has one; a save whose ranks do not all come is noted under another.
     ``interval``: see ``settings.progress``."""
 
-    def __init__(self, call: Call, interval: float | None) -> None:
-        self.id = ""
-        """Empty until the save has one."""
-        self._call = call
-        self._interval = interval
-        self._timer: threading.Timer | None = None
+    _call: Call
+    _interval: float | None
+    id: str = ""
+    """Empty until the save has one."""
+    _timer: threading.Timer | None = None
+    _stopped: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         """Begin to note, once the save has taken ``FIRST_SIGN`` seconds."""

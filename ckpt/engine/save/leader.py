@@ -24,7 +24,7 @@ from ckpt.errors import AccessError, CkptError, ConsistencyError
 from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches
-from ckpt.formats.native.paths import id_of
+from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
 from ckpt.io_backends.protocol import Backend
@@ -240,7 +240,8 @@ class Leader:
         """The rows of the index; those of the last save if files and tensors are the same but for names and digests."""
         tables, index, ranks = self._tables, self._tables.index, self.call.group.ranks
         apart = chunks_apart(files, own_rows, ranks, how.mirrors) if own_rows else ()
-        key = (tuple(f.rank for f in files), apart, how.key(files))
+        dealt = None if how.mirrors is None else (how.mirrors.text, tuple(data_number(f.path) for f in files))
+        key = (tuple(f.rank for f in files), apart, how.coded, how.with_128, how.references.key, dealt)
         if key not in index:
             index.clear()
             index[key] = index_rows(tables.joined, tables.own, files, apart, ranks, how), IndexCache()

@@ -157,11 +157,6 @@ class StagedBatches:
         self._error: BaseException | None = None
 
     @classmethod
-    def in_arena(cls, segments: Sequence[Segment], memory: torch.Tensor) -> StagedBatches:
-        """All segments in one memory."""
-        return cls(segments, [memory] * len(segments))
-
-    @classmethod
     def in_lent(cls, files: Sequence[Sequence[Batch]], lent: Sequence[LentMemory]) -> StagedBatches:
         """Each batch where it stays."""
         mapped = [torch.frombuffer(memory.memory, dtype=torch.uint8) for memory in lent]
@@ -189,7 +184,9 @@ class StagedBatches:
         try:
             for batch in batches:
                 if id(batch) not in self._captured:
-                    self._await_room(batch)
+                    before = self.segments[self._segment_of[id(batch)]].waits_for
+                    if before is not None:
+                        self._await(lambda before=before: self._left[before] == 0)  # type: ignore[misc]
                     fill(batch, self.opened(batch))
                     self.arrived(batch)
         except BaseException as err:
@@ -201,20 +198,10 @@ class StagedBatches:
             self._captured.add(id(batch))
             self._condition.notify_all()
 
-    def _await_room(self, batch: Batch) -> None:
-        before = self.segments[self._segment_of[id(batch)]].waits_for
-        if before is not None:
-            with self._condition:
-                self._condition.wait_for(lambda: self._left[before] == 0 or self._error is not None)
-                self._raise()
-
     def wait(self, batch: Batch) -> None:
         """Wait until a batch is captured. Raises what capturing raised."""
-        if id(batch) in self._captured:
-            return
-        with self._condition:
-            self._condition.wait_for(lambda: id(batch) in self._captured or self._error is not None)
-            self._raise()
+        if id(batch) not in self._captured:
+            self._await(lambda: id(batch) in self._captured)
 
     def release(self, batch: Batch) -> None:
         """The batch is written: its memory may be used again."""
@@ -233,6 +220,8 @@ class StagedBatches:
         for memory in self.lent:
             memory.close()
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _await(self, holds: Callable[[], bool]) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: holds() or self._error is not None)
+            if self._error is not None:
+                raise self._error

@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,7 +19,7 @@ from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.net.peers import Peers
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.ownership import Fragment
-from ckpt.state.tensors import RAW, LocalShard, LocalTensor, as_bytes, raw_view, reads_otherwise
+from ckpt.state.tensors import RAW, LocalShard, LocalTensor, as_bytes, raw_view
 
 from .plan import Batch, RankPlan
 
@@ -33,14 +34,15 @@ _move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _move_small.restype = None
 
 
+@dataclass(eq=False)
 class ChunkSource:
-    """Reads chunks of one rank out of the tensors of its state. ``received``: what other ranks sent of merged chunks, by chunk number."""
+    """Reads chunks of one rank out of the tensors of its state."""
 
-    def __init__(self, plan: RankPlan, tensors: Mapping[str, LocalTensor]) -> None:
-        self.plan = plan
-        self.tensors = tensors
-        self.received: dict[int, list[tuple[int, int, memoryview]]] = {}
-        self._addresses: dict[str, tuple[int, ...]] = {}
+    plan: RankPlan
+    tensors: Mapping[str, LocalTensor]
+    received: dict[int, list[tuple[int, int, memoryview]]] = field(default_factory=dict)
+    """What other ranks sent of merged chunks, by chunk number."""
+    _addresses: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def note_addresses(self) -> None:
         """From now on a tensor whose memory is freed or moved is an error."""
@@ -124,7 +126,7 @@ class ChunkSource:
         box_here, memory = parts[0]
         if box_here.shape != box.shape or box_here.offset != box.offset or not (memory.is_cpu and memory.is_contiguous()):
             return 0
-        return 0 if reads_otherwise(memory) else memory.data_ptr()
+        return 0 if memory.is_conj() or memory.is_neg() else memory.data_ptr()
 
     def fill(self, number: int, into: torch.Tensor) -> None:
         """Copy one chunk to ``into``, which has as many bytes; of a merged chunk what this rank has of it."""
