@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 PYTHON_OLDEST ?= $(PYTHON)
 PYTHON_NEWEST ?= $(PYTHON)
 # what the versions of torch and of dependencies decide, without servers, command lines and long waits
-QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tests/policies tests/io_backends tests/test_dtypes.py \
+QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tests/io_backends tests/test_dtypes.py \
   tests/test_geometry.py tests/test_spans.py tests/test_tree.py tests/distributed/test_dtensors.py tests/distributed/test_round_trips.py
 # most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
 WORKERS ?= 4

@@ -93,7 +93,7 @@ def peak_of(rank: Rank, *, operation: str, directory: str) -> int:
         ckpt.load(directory, state.tree, process_group=group)
     else:
         ckpt.save_async(directory, state.tree, process_group=group).result()
-    peak = _resident("VmHWM")
+    peak = resident("VmHWM")
     dist.barrier(group)
     return max(0, peak - before)
 
@@ -102,10 +102,10 @@ def reset_peak() -> int:
     """Set the high-water mark back to what is resident now; that, in bytes."""
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
-    return _resident("VmRSS")
+    return resident("VmRSS")
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
     with open(f"/proc/{os.getpid()}/status", encoding="ascii") as file:
         found = dict(line.split(":", 1) for line in file)
     return int(found[field].split()[0]) * 1024

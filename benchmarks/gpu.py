@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt
 
-from .blocking import DcpSaver
+from .async_saves import DcpSaver
 from .findings import Finding, at_least, at_most
 from .places import Place
 from .pool import Pool, Rank

@@ -1,12 +1,14 @@
-"""Where checkpoints go during a benchmark: a directory of its own on each file system, removed afterwards."""
+"""Where a benchmark runs: a directory of its own on each file system, removed afterwards, and the machine. Linux."""
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 
 @dataclass(eq=False)
@@ -70,3 +72,21 @@ def filesystem_of(path: str) -> str:
 def size_of(directory: str) -> int:
     """Bytes in all files below ``directory``."""
     return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory in bytes, kernel and Python."""
+    return {
+        "processor": _field_of("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _field_of(path: str, name: str) -> str | None:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        found = (line.partition(":")[2].strip() for line in file if line.partition(":")[0].strip() == name)
+        return next(found, None)

@@ -14,9 +14,8 @@ from typing import Any
 
 import click
 
-from . import machine
 from .findings import Finding
-from .places import Place
+from .places import Place, machine
 from .pool import Pool
 from .report import Check, checks_of, planning_table, rows_of, tables
 
@@ -93,13 +92,13 @@ def benchmark(given: dict[str, int], directories: Sequence[str], scenarios: Sequ
                 )
         document = _run(given, pool, places, scenarios, quiet=quiet)
     where = [{"directory": p.parent, "filesystem": p.filesystem} for p in places]
-    head = {"schema": SCHEMA, "started": started, "machine": machine.describe(), "settings": given | {"places": where}}
+    head = {"schema": SCHEMA, "started": started, "machine": machine(), "settings": given | {"places": where}}
     return head | document
 
 
 def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     from . import planning, tasks  # these import torch
-    from .more import MORE
+    from .scale import MORE
     from .scenarios import MOVING, Settings
 
     def tell(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import ckpt
 
 from .findings import Finding, at_most
+from .footprint import reset_peak, resident
 from .measure import cpu_seconds
 from .places import Place
 from .pool import Pool, Rank
@@ -78,13 +79,6 @@ def measure(rank: Rank, *, directory: str, kind: str, count: int) -> dict[str, t
 
 def _cost(work: Any) -> tuple[float, float]:
     gc.collect()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
-    before, memory = cpu_seconds(), _memory("VmRSS")
+    memory, before = reset_peak(), cpu_seconds()
     work()
-    return cpu_seconds() - before, _memory("VmHWM") - memory
-
-
-def _memory(field: str) -> float:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(f"{field}:")) / 1000
+    return cpu_seconds() - before, (resident("VmHWM") - memory) / 1e6

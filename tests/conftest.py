@@ -6,11 +6,13 @@ import gc
 import logging
 import os
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests import older_torch, scheduling
+from tests.distributed.ranks import ranks
 from tests.older_torch import pytest_runtest_call
 from tests.s3.stores import bucket, moto_store, object_store, pytest_terminal_summary, s3_url
 from tests.scheduling import pytest_xdist_make_scheduler
@@ -25,6 +27,7 @@ __all__ = [
     "pytest_runtest_call",
     "pytest_terminal_summary",
     "pytest_xdist_make_scheduler",
+    "ranks",
     "s3_url",
 ]
 
@@ -69,6 +72,14 @@ def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def megatron_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of Megatron-Core in ``tests/fixtures``, unpacked, for tests that only read them."""
+    from tests.formats.megatron_files import unpacked
+
+    return unpacked(tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.fixture(autouse=True)

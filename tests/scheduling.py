@@ -1,5 +1,5 @@
-"""In which order the workers of ``pytest -n`` get the files: those that take long first, and at the end, two at a time, what must not share
-the machine with more. In one run: nothing is collected twice, and no server is started again.
+"""In which order the workers of ``pytest -n`` get the files: first those that take long; then the tests that must not share the machine
+with much, two at a time, while one worker goes on with those of one process. In one run nothing is collected or started twice.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ LONG = (
     "tests/test_examples.py",
 )
 """Files of few tests that take long, most of the time for ranks that wait. A file that begins last would leave other workers idle."""
+LIGHT = ("tests/formats/", "tests/api/", "tests/converters/", "tests/engine/", "tests/io_backends/", "tests/policies/", "tests/cli/")
+"""Files of one process, but for a few; they are left for the last."""
 STORE = "object store"
 ALONE = ", alone"
 BESIDE = 2
-"""How many tests with the mark ``alone`` run at a time."""
+"""How many tests with the mark ``alone`` run at a time, beside at most one other."""
 
 
 @cache
@@ -52,7 +54,14 @@ def arrange(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         unseen = [item.nodeid for item in items if is_alone(item.nodeid) != bool(item.get_closest_marker("alone"))]
         assert not unseen, f"the mark alone is a decorator of a function, or in pytestmark of a module: {unseen}"
-        items.sort(key=lambda item: (is_alone(item.nodeid), not item.nodeid.startswith(SERVER), not item.nodeid.startswith(LONG)))
+        items.sort(key=lambda item: _rank(item.nodeid))
+
+
+def _rank(nodeid: str) -> int:
+    """The store's first: one worker has them all."""
+    if is_alone(nodeid):
+        return 4
+    return 0 if nodeid.startswith(SERVER) else 1 if nodeid.startswith(LONG) else 3 if nodeid.startswith(LIGHT) else 2
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -69,28 +78,40 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = STORE if nodeid.startswith(SERVER) else nodeid.partition("::")[0]
             return file + ALONE * is_alone(nodeid)
 
-        def _only_alone_left(self) -> bool:
-            return next(iter(self.workqueue), "").endswith(ALONE)
-
         def _reschedule(self, node: Any) -> None:
-            if node.shutting_down or not self._only_alone_left() or self._may_have_alone(node):
+            units = list(self.workqueue)
+            if (
+                node.shutting_down
+                or not units
+                or not units[-1].endswith(ALONE)
+                or not units[0].startswith(LIGHT) | units[0].endswith(ALONE)
+            ):
                 super()._reschedule(node)
+            elif self._pending_of(self.assigned_work[node]) <= 2 and (unit := self._next_unit(node, units)):
+                self.workqueue.move_to_end(unit, last=False)
+                self._assign_work_unit(node)
 
-        def _may_have_alone(self, node: Any) -> bool:
-            """Two workers get them, once the others have ended; one of the two is that with the store."""
-            going = [n for n in self.nodes if not n.shutting_down]
+        def _next_unit(self, node: Any, units: list[str]) -> str | None:
+            """While some with the mark are left, and light ones: for one of three workers. The fourth ends first."""
             has_store = STORE in self.assigned_work[node]
-            if len(going) > BESIDE:
+            going = [n for n in self.nodes if not n.shutting_down]
+            if len(going) > BESIDE + 1:
                 if not has_store:
                     node.shutdown()
-                return False
-            if STORE + ALONE in self.workqueue:
-                self.workqueue.move_to_end(STORE + ALONE, last=not has_store)
-            return not any(self._pending_of(self.assigned_work[n]) for n in self.nodes if n not in going)
+                    return None
+            elif not any(self._pending_of(self.assigned_work[n]) for n in self.nodes if n not in going):
+                elsewhere = not has_store and any(STORE in self.assigned_work[n] for n in going)
+                mine = [u for u in units if u.endswith(ALONE) and not (elsewhere and u == STORE + ALONE)]
+                if mine and sum(map(self._has_alone, set(going) - {node})) < BESIDE:
+                    return STORE + ALONE if has_store and STORE + ALONE in mine else mine[0]
+            return None if units[0].endswith(ALONE) else units[0]
+
+        def _has_alone(self, node: Any) -> bool:
+            return any(unit.endswith(ALONE) and not all(tests.values()) for unit, tests in self.assigned_work[node].items())
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             super().mark_test_complete(node, item_index, duration)
-            if self._only_alone_left():
+            if next(iter(self.workqueue), "").endswith(ALONE):
                 for other in self.nodes:
                     self._reschedule(other)
 

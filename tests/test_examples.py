@@ -222,11 +222,6 @@ def call(name: str, function: str, *args: Any) -> Any:
     return getattr(example(name), function)(*args)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks(4)
-
-
 def test_every_example_has_a_docstring_and_a_paragraph() -> None:
     readme = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):

@@ -177,5 +177,5 @@ def copy_joint(source: str, target: str, copy: Callable[[str, str], T], *, commi
 def _joint_record(url: str) -> CommitRecord | None:
     backend = open_backend(url)
     data = read_record(backend)
-    record = None if data is None else CommitRecord.from_bytes(data, url)
+    record = None if data is None else CommitRecord.from_bytes(data, join_url(url, COMMIT_PATH))
     return record if record is not None and record.generation is not None and record.given_up is None else None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from ckpt import export, units
 from ckpt.cli.main import COMMANDS, cli
@@ -21,6 +21,7 @@ from ckpt.errors import CkptError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.registry import open_backend
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
+from tests.cli.running import run as ckpt
 
 STATE = {"lr": 0.5, "model": {"w": {"$tensor": "model.wq.weight"}}, "names": ["a", "b"], "sampler": {"seed": 3}}
 RANKS = {1: {"rng": {"$bytes": "AA=="}}}
@@ -33,10 +34,6 @@ def run_root(tmp_path: Path) -> Path:
     write_checkpoint(str(tmp_path / "step-10"), sample(), ranks=3, **options)
     write_checkpoint(str(tmp_path / "step-15"), sample(), commit=False)
     return tmp_path
-
-
-def ckpt(*args: object) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 def document(result: Result) -> Any:
@@ -99,6 +96,8 @@ def test_ls_json(run_root: Path) -> None:
         "branches",
         "abandoned",
         "reusable",
+        "members",
+        "prepared",
     }
     for step in found["steps"]:
         assert step["stored_bytes"] == sum(f.stat().st_size for f in Path(step["url"]).rglob("*") if f.is_file())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +16,9 @@ from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from tests.cli.checkpoints import write_checkpoint
+from tests.cli.running import run
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, list(arguments))
 
 
 def test_ranks_of_megatron(tmp_path: Path) -> None:

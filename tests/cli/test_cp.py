@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from ckpt.cli.main import cli
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
 from tests.cli.checkpoints import data_files, flip, sample, write_checkpoint
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, list(arguments))
+from tests.cli.running import run
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from ckpt import open as open_view
-from ckpt.cli.main import cli
 from tests.cli.checkpoints import sample, write_checkpoint
+from tests.cli.running import run as ckpt
 from tests.formats.reading import FIXTURES
 
 ALL = {
@@ -23,10 +22,6 @@ ALL = {
     "fsdp/fsdp2_ws2": ("torch.distributed.checkpoint", 28, 0),
 }
 """Format, number of tensors, and number of chunks that nothing can be compared with."""
-
-
-def ckpt(*args: object) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 @pytest.mark.parametrize("name", ALL)

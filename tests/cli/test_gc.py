@@ -6,25 +6,19 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt
 from ckpt import units
-from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.verify.verify import verify
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.runs import step_listing
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, list(arguments))
+from tests.cli.running import run
 
 
 @pytest.fixture

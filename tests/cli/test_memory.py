@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 import ckpt
-from ckpt.cli.main import cli
 from ckpt.nodes.memory import client
 from ckpt.policies import EverySteps
+from tests.cli.running import run as command
 from tests.memory.daemons import daemon_in
 
 
@@ -36,10 +35,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _its_daemon(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", run)
-
-
-def command(*args: object) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 def document(*args: object) -> Any:

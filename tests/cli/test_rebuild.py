@@ -6,15 +6,12 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
-from click.testing import CliRunner
 
 import ckpt
-from ckpt.cli.main import cli
 from ckpt.errors import CkptError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import read_record
@@ -22,6 +19,7 @@ from ckpt.io_backends import Fault, FaultyProcess, SimulatedCrash, wrap_backends
 from ckpt.io_backends.registry import open_backend
 from ckpt.runs.rebuild import rebuild_checkpoint
 from tests.cli.checkpoints import write_checkpoint
+from tests.cli.running import run
 
 ARRAYS = {
     "w": np.arange(24, dtype=np.float32).reshape(8, 3),
@@ -35,10 +33,6 @@ STATE = {"null": None}
 def url(tmp_path: Path) -> str:
     write_checkpoint(str(tmp_path / "c"), ARRAYS, state=STATE, aliases={"tied": "w"})
     return str(tmp_path / "c")
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, list(arguments))
 
 
 def index_file(url: str, name: str) -> Path:

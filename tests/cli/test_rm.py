@@ -5,26 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import ckpt
 from ckpt import units
-from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import InProcessBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
+from tests.cli.running import run
 
 FROZEN = torch.arange(20_000, dtype=torch.float32)
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, list(arguments))
 
 
 def refused(url: str, code: int, *texts: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -30,6 +30,7 @@ from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NamesError, UsageError
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import stack, whole
+from tests.cli.running import run
 from tests.formats.reading import FIXTURES
 
 
@@ -274,10 +275,6 @@ def test_elements_of_a_box_of_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the command
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -17,20 +17,15 @@ from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.converters.mapping.translation import load_translation
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, Arrays, read_all, unpacked
+from tests.formats.megatron_files import STATE, Arrays, read_all
 from tests.plan.test_views import read
 
 HEAD, GROUPS, PER_GROUP = 6, 2, 2  # of tests/real/megatron_writer.py
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
-
-
-def test_arguments_tell_numbers(files):
+def test_arguments_tell_numbers(megatron_files):
     for form in ("legacy", "dp_reshardable"):
-        numbers = numbers_of_files(str(files / "dp2" / form))
+        numbers = numbers_of_files(str(megatron_files / "dp2" / form))
         assert (numbers["heads"], numbers["query_groups"], numbers["head_size"]) == (4, 2, 6)
         assert (numbers["vocabulary"], numbers["padded_vocabulary"], numbers["layers"]) == (42, 48, 4)
 
@@ -52,8 +47,8 @@ def huggingface(arrays: Arrays, layer: int, head: str, tail: str = "") -> Arrays
 
 
 @pytest.mark.parametrize("form", ["legacy", "dp_reshardable"])
-def test_to_transformers(files, tmp_path, form):
-    url = str(files / "tp2pp2vpp2" / form)
+def test_to_transformers(megatron_files, tmp_path, form):
+    url = str(megatron_files / "tp2pp2vpp2" / form)
     arrays = read_all(url)
     import_checkpoint(url, str(tmp_path / "hf"), views=translated_views(url, "llama", "huggingface", {}))
     found = read_all(tmp_path / "hf")
@@ -66,8 +61,8 @@ def test_to_transformers(files, tmp_path, form):
 
 
 @pytest.mark.parametrize(("layout", "names"), [("tp2pp2vpp2", "llama"), ("tp2ep2", "mixtral"), ("moe_singleton", "mixtral")])
-def test_there_and_back(files, layout, names):
-    url = str(files / layout / "legacy")
+def test_there_and_back(megatron_files, layout, names):
+    url = str(megatron_files / layout / "legacy")
     numbers, rules = numbers_of_files(url), load_translation(names)
     weights = {n.removeprefix("model."): a.astype(np.int64) for n, a in read_all(url).items() if n.startswith("model.")}
     there = {n: read(v, weights) for n, v in rules.views({n: a.shape for n, a in weights.items()}, "leftwards", numbers).items()}
@@ -118,10 +113,10 @@ def test_a_load_pads_where_the_layout_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["import", "native"])
-def test_padding_that_is_only_renamed_stays_padding(files, tmp_path, way):
+def test_padding_that_is_only_renamed_stays_padding(megatron_files, tmp_path, way):
     rules = 'left = "megatron"\nright = "mine"\nkeeps_others = true\n'
     (tmp_path / "mine.toml").write_text(rules + '[[term]]\nleft = "embedding.word_embeddings.weight"\nright = "emb"\n')
-    url, made = str(files / "dp2" / "legacy"), str(tmp_path / "made")
+    url, made = str(megatron_files / "dp2" / "legacy"), str(tmp_path / "made")
     views = translated_views(url, str(tmp_path / "mine.toml"), "mine", {})
     if way == "import":
         import_checkpoint(url, made, views=views)
@@ -131,8 +126,8 @@ def test_padding_that_is_only_renamed_stays_padding(files, tmp_path, way):
         assert (open_catalog(made).tensors[name].shape, open_catalog(made).tensors[name].logical) == ((48, 24), (42, 24))
 
 
-def test_a_converted_checkpoint_tells_numbers_too(files, tmp_path):
-    url = str(files / "tp2ep2" / "legacy")
+def test_a_converted_checkpoint_tells_numbers_too(megatron_files, tmp_path):
+    url = str(megatron_files / "tp2ep2" / "legacy")
     convert(url, str(tmp_path / "native"), to="native")
     assert numbers_of_files(str(tmp_path / "native")) == numbers_of_files(url)
     assert numbers_of_files(url)["experts"] == 4

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from ckpt import ConvertReport, convert
-from ckpt.cli.main import cli
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.compare.semantic import check_semantic
 from ckpt.converters.pipeline import conversion
@@ -25,6 +23,7 @@ from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.stored_buffers import Buckets, likely_buckets
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import open_catalog
+from tests.cli.running import run
 from tests.formats.megatron_files import ARCHIVES, displaced, global_name, joined, load, unpacked
 
 KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -215,10 +214,6 @@ def test_a_repair_that_was_interrupted(files: Path, tmp_path: Path, monkeypatch:
 
 
 # ------------------------------------------------------------------------------------------------------- the command
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, list(arguments))
 
 
 def test_what_it_says(files: Path, tmp_path: Path) -> None:

@@ -9,19 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 import ckpt
-from ckpt.cli.main import cli
 from ckpt.converters.compare.semantic import SemanticReport, check_semantic, rounded
 from ckpt.formats.registry import open_catalog
+from tests.cli.running import run
 from tests.formats.reading import FIXTURES
 
 PREFIX = "optimizer.state.model."
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "pipeline", "experts", "round_robin", "zero1/global_step3_universal"])

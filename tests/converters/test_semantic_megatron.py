@@ -6,42 +6,36 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from ckpt.converters.compare.semantic import SemanticReport, check_semantic
 from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, load, unpacked
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
+from tests.formats.megatron_files import STATE, load
 
 
 def checked(url: object) -> SemanticReport:
     return check_semantic(open_catalog(str(url)))
 
 
-def test_nothing_is_wrong(files):
+def test_nothing_is_wrong(megatron_files):
     for name in ("dp2/legacy", "tp2pp2vpp2/dp_reshardable", "tp2ep2/legacy", "model_space_tp2/fully_sharded_model_space"):
-        report = checked(files / name)
+        report = checked(megatron_files / name)
         assert not report.problems, [str(p) for p in report.problems]
         assert 2 * report.masters == report.moments == 2 * report.steps >= 54
-    assert checked(files / "tp2ep2" / "legacy").replicas > 20
+    assert checked(megatron_files / "tp2ep2" / "legacy").replicas > 20
 
 
-def test_the_defect_of_megatron_is_found(files):
-    report = checked(files / "dp2" / "fully_reshardable")
+def test_the_defect_of_megatron_is_found(megatron_files):
+    report = checked(megatron_files / "dp2" / "fully_reshardable")
     wrong = {p.tensor for p in report.problems}
     assert len(wrong) >= 12
     assert f"{STATE}embedding.word_embeddings.weight.master" in wrong
     assert "is not its master, cast to bfloat16" in str(report.problems[0])
 
 
-def test_replicas_that_differ(files, tmp_path):
-    copy = Path(shutil.copytree(files / "tp2pp2vpp2" / "legacy", tmp_path / "copy"))
+def test_replicas_that_differ(megatron_files, tmp_path):
+    copy = Path(shutil.copytree(megatron_files / "tp2pp2vpp2" / "legacy", tmp_path / "copy"))
     path = copy / "iter_0000003" / "mp_rank_01_000" / "model_optim_rng.pt"
     state = load(path)
     model = dict(state["model1"])

@@ -24,17 +24,12 @@ from ckpt import ConvertReport, MegatronParallel
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.pipeline.conversion import ConversionJournal
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
-from tests.formats.megatron_files import assert_same, bits, read_all, unpacked
+from tests.formats.megatron_files import assert_same, bits, read_all
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 LOCAL = {"transformer_impl": "local"}
 GROUPS, HEAD = 4, 8  # of both fixtures of transformers
 EXPERT = "model.decoder.layers.3.mlp.experts.local_experts.{}.linear_fc2.weight"
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
 
 
 def convert(source: Path | str, url: Path | str, names: str | None = None, **more: Any) -> ConvertReport:
@@ -77,8 +72,10 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         ("dp2", [{"tensor": 2, "pipeline": 2}], {}),
     ],
 )
-def test_ranks_of_megatron_itself(files: Path, tmp_path: Path, layout: str, through: list[dict[str, int]], back: dict[str, int]) -> None:
-    source: Path = files / layout / "legacy"
+def test_ranks_of_megatron_itself(
+    megatron_files: Path, tmp_path: Path, layout: str, through: list[dict[str, int]], back: dict[str, int]
+) -> None:
+    source: Path = megatron_files / layout / "legacy"
     whole = read_all(source)
     for number, parallel in enumerate([*through, back]):
         made = tmp_path / str(number)
@@ -86,7 +83,7 @@ def test_ranks_of_megatron_itself(files: Path, tmp_path: Path, layout: str, thro
         assert report.finished and not report.left_out and (made / "latest_checkpointed_iteration.txt").read_text() == "3"
         source = made
         assert_same(read_all(source), whole)
-    found, expected = by_rank(source / "iter_0000003"), by_rank(files / layout / "legacy" / "iter_0000003")
+    found, expected = by_rank(source / "iter_0000003"), by_rank(megatron_files / layout / "legacy" / "iter_0000003")
     assert sorted(found) == sorted(expected)
     for rank, state in expected.items():
         chunks = [k for k in state if k.startswith("model")]
@@ -97,7 +94,7 @@ def test_ranks_of_megatron_itself(files: Path, tmp_path: Path, layout: str, thro
         assert found[rank]["optimizer"] == state["optimizer"]
         told = {k: v for k, v in vars(state["args"]).items() if v is not None}
         assert {k: getattr(found[rank]["args"], k) for k in told} == told
-    found, expected = (by_rank(p / "iter_0000003", "distrib_optim.pt") for p in (source, files / layout / "legacy"))
+    found, expected = (by_rank(p / "iter_0000003", "distrib_optim.pt") for p in (source, megatron_files / layout / "legacy"))
     assert sorted(found) == sorted(expected)
     for rank, buffers in expected.items():
         same_buffers(found[rank], buffers)
@@ -119,12 +116,12 @@ def same_buffers(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_from_torch_dist_and_from_ours(files: Path, tmp_path: Path) -> None:
-    source = files / "tp2pp2vpp2" / "dp_reshardable"
+def test_from_torch_dist_and_from_ours(megatron_files: Path, tmp_path: Path) -> None:
+    source = megatron_files / "tp2pp2vpp2" / "dp_reshardable"
     ckpt.convert(str(source), str(tmp_path / "ours"), to="native")
     for number, url in enumerate((source, tmp_path / "ours")):
         convert(url, tmp_path / str(number), tensor=2, pipeline=2, virtual=2, arguments={"padded_vocab_size": 48})
-        expected = by_rank(files / "tp2pp2vpp2" / "legacy" / "iter_0000003")
+        expected = by_rank(megatron_files / "tp2pp2vpp2" / "legacy" / "iter_0000003")
         for rank, state in by_rank(tmp_path / str(number) / "iter_0000003").items():
             same(state["model0"], expected[rank]["model0"])
             same(state["model1"], expected[rank]["model1"])
@@ -326,9 +323,9 @@ def test_layers_of_stages(tmp_path: Path, arguments: dict[str, Any], expected: l
     assert ckpt.open(str(tmp_path / "m")).state()["opt_param_scheduler"]["num_steps"] == 5
 
 
-def test_groups_of_experts_come_and_go(files: Path, tmp_path: Path) -> None:
+def test_groups_of_experts_come_and_go(megatron_files: Path, tmp_path: Path) -> None:
     """Experts have an optimizer of their own where they are on several ranks: then the groups are listed twice."""
-    convert(files / "moe_singleton" / "legacy", tmp_path / "apart", expert=2)
+    convert(megatron_files / "moe_singleton" / "legacy", tmp_path / "apart", expert=2)
     convert(tmp_path / "apart", tmp_path / "together")
     apart = by_rank(tmp_path / "apart" / "iter_0000003")["mp_rank_00_001"]["optimizer"]
     together = by_rank(tmp_path / "together" / "iter_0000003")["mp_rank_00"]["optimizer"]["optimizer"]["param_groups"]
@@ -342,10 +339,12 @@ def test_groups_of_experts_come_and_go(files: Path, tmp_path: Path) -> None:
     assert [part is not None for part in buffers["mp_rank_00_001"]] == [False, True] and None not in buffers["mp_rank_00_000"]
 
 
-def test_optimizer_of_experts_that_are_one_parameter(files: Path, tmp_path: Path) -> None:
+def test_optimizer_of_experts_that_are_one_parameter(megatron_files: Path, tmp_path: Path) -> None:
     """GroupedMLP has its weights transposed, so in the buffers too."""
-    convert(files / "moe_singleton" / "legacy", tmp_path / "m", tensor=2, arguments={"moe_grouped_gemm": True, "padded_vocab_size": 48})
-    states = read_all(files / "moe_singleton" / "legacy")
+    convert(
+        megatron_files / "moe_singleton" / "legacy", tmp_path / "m", tensor=2, arguments={"moe_grouped_gemm": True, "padded_vocab_size": 48}
+    )
+    states = read_all(megatron_files / "moe_singleton" / "legacy")
     assert_same(read_all(tmp_path / "m"), states)
     (_, first), (_, buffer) = sorted(by_rank(tmp_path / "m" / "iter_0000003", "distrib_optim.pt").items())
     state = by_rank(tmp_path / "m" / "iter_0000003")["mp_rank_01"]["model"]
@@ -358,18 +357,18 @@ def test_optimizer_of_experts_that_are_one_parameter(files: Path, tmp_path: Path
     assert first[0].keys() == buffer[0].keys()
 
 
-def test_owners_of_buffers_where_experts_are_not_cut(files: Path, tmp_path: Path) -> None:
+def test_owners_of_buffers_where_experts_are_not_cut(megatron_files: Path, tmp_path: Path) -> None:
     """TP 2, EP 2, ETP 1: rank 0 has (0, 0) and rank 1 has (1, 1), and both come first among those with the same parameters."""
-    convert(files / "tp2ep2" / "legacy", tmp_path / "m", tensor=2, expert=2, arguments={"expert_tensor_parallel_size": 1})
+    convert(megatron_files / "tp2ep2" / "legacy", tmp_path / "m", tensor=2, expert=2, arguments={"expert_tensor_parallel_size": 1})
     buffers = by_rank(tmp_path / "m" / "iter_0000003", "distrib_optim.pt")
     assert sorted(buffers) == ["mp_rank_00_000", "mp_rank_01_001"] and None not in [b for pair in buffers.values() for b in pair]
     convert(tmp_path / "m", tmp_path / "back", tensor=2, expert=2, arguments={"padded_vocab_size": 48})
-    assert_same(read_all(tmp_path / "back"), read_all(files / "tp2ep2" / "legacy"))
+    assert_same(read_all(tmp_path / "back"), read_all(megatron_files / "tp2ep2" / "legacy"))
 
 
-def test_the_embedding_that_two_stages_share_has_a_bucket_of_its_own(files: Path, tmp_path: Path) -> None:
+def test_the_embedding_that_two_stages_share_has_a_bucket_of_its_own(megatron_files: Path, tmp_path: Path) -> None:
     """So no gap follows it, whatever its size: 43 rows of 24 are no multiple of 64."""
-    source = files / "pp2tied" / "legacy"
+    source = megatron_files / "pp2tied" / "legacy"
     convert(source, tmp_path / "m", pipeline=2, arguments={"padded_vocab_size": 43})
     buffers = by_rank(tmp_path / "m" / "iter_0000003", "distrib_optim.pt")["mp_rank_00_001"][0]
     (buffer,) = buffers.values()
@@ -381,8 +380,8 @@ def test_the_embedding_that_two_stages_share_has_a_bucket_of_its_own(files: Path
     assert buffer["numel_unpadded"] == len(buffer["param"])
 
 
-def test_the_optimizer_can_stay(files: Path, tmp_path: Path) -> None:
-    report = convert(files / "dp2" / "legacy", tmp_path / "m", optimizer=False)
+def test_the_optimizer_can_stay(megatron_files: Path, tmp_path: Path) -> None:
+    report = convert(megatron_files / "dp2" / "legacy", tmp_path / "m", optimizer=False)
     assert report.left_out and all(n.startswith("optimizer.state.") for n in report.left_out)
     (state,) = by_rank(tmp_path / "m" / "iter_0000003").values()
     assert "optimizer" not in state and not list(tmp_path.rglob("distrib_optim.pt"))
@@ -402,7 +401,7 @@ def test_processes_divide_the_ranks(tmp_path: Path) -> None:
     assert looked.files == reports[0].files and not (tmp_path / "other").exists()
 
 
-def test_stopped_and_gone_on_with(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_and_gone_on_with(megatron_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, left = ConversionJournal.done, [3]
 
     def stops(self: ConversionJournal, number: int) -> None:
@@ -411,7 +410,7 @@ def test_stopped_and_gone_on_with(files: Path, tmp_path: Path, monkeypatch: pyte
         left[0] -= 1
         done(self, number)
 
-    source, made, rows = files / "tp2pp2vpp2" / "legacy", tmp_path / "m", {"padded_vocab_size": 48}
+    source, made, rows = megatron_files / "tp2pp2vpp2" / "legacy", tmp_path / "m", {"padded_vocab_size": 48}
     monkeypatch.setattr(ConversionJournal, "done", stops)
     with pytest.raises(KeyboardInterrupt):
         convert(source, made, pipeline=4, arguments=rows)
@@ -426,9 +425,9 @@ def test_stopped_and_gone_on_with(files: Path, tmp_path: Path, monkeypatch: pyte
     assert sorted(p.name for p in made.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
 
 
-def test_coded_source_and_storage_that_is_no_file_system(files: Path, tmp_path: Path) -> None:
+def test_coded_source_and_storage_that_is_no_file_system(megatron_files: Path, tmp_path: Path) -> None:
     """Chunks that are compressed, gaps between parameters of buffers, and a file that has to be written without holes."""
-    source = files / "pp2tied" / "legacy"
+    source = megatron_files / "pp2tied" / "legacy"
     weights = {n: ckpt.open(str(source))[n].read() for n in read_all(source) if n.startswith("model.")}
     ckpt.save(str(tmp_path / "coded"), {"model": {n.removeprefix("model."): t for n, t in weights.items()}}, codec="zstd")
     arguments = {"num_attention_heads": 4, "padded_vocab_size": 48, "transformer_impl": "local"}
@@ -441,7 +440,7 @@ def test_coded_source_and_storage_that_is_no_file_system(files: Path, tmp_path: 
         assert view["model.embedding.word_embeddings.weight"].shape == (42, 24)
 
 
-def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
+def test_what_cannot_be(tmp_path: Path, megatron_files: Path) -> None:
     heads = {"num_attention_heads": 2}
     held = model()
     sources = {
@@ -477,9 +476,9 @@ def test_what_cannot_be(tmp_path: Path, files: Path) -> None:
     with pytest.raises(UsageError, match="'model.embed_tokens.weight'"):
         convert(HF / "llama", tmp_path / "m")
     with pytest.raises(UsageError, match="output layer is missing"):
-        convert(files / "dp2" / "legacy", tmp_path / "m", exclude=["model.output_layer.*"])
+        convert(megatron_files / "dp2" / "legacy", tmp_path / "m", exclude=["model.output_layer.*"])
     with pytest.raises(CkptError, match="experts"):
-        convert(files / "tp2ep2" / "legacy", tmp_path / "m", expert=3)
+        convert(megatron_files / "tp2ep2" / "legacy", tmp_path / "m", expert=3)
     with pytest.raises(UsageError, match="does not depend on ranks"):
         ckpt.convert(str(tmp_path / "plain"), str(tmp_path / "m"), to="dcp", parallel=MegatronParallel(tensor=2))
     for wrong in ({"virtual": 2}, {"tensor": 0}, {"arguments": {"tensor_model_parallel_size": 2}}):

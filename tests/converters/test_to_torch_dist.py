@@ -26,7 +26,7 @@ from ckpt.converters.targets import torch_dist
 from ckpt.errors import NotCommittedError, UsageError
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, unpacked, whole_model
+from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, whole_model
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 VALUES = {
@@ -36,11 +36,6 @@ VALUES = {
     "num_floating_point_operations_so_far": 10**21,
 }
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
 
 
 def described(folder: Path) -> Metadata:
@@ -96,9 +91,12 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize("form", ["legacy", "dp_reshardable"])
-def test_is_what_megatron_writes(files, tmp_path, form):
+def test_is_what_megatron_writes(megatron_files, tmp_path, form):
     """All keys, shapes, dtypes and bytes of tensors, and all that is not sharded, are those of the same state as Megatron saved it."""
-    folder, truth = converted(files / "pp2tied" / form, tmp_path / "c", verify=True), files / "pp2tied" / "fully_reshardable"
+    folder, truth = (
+        converted(megatron_files / "pp2tied" / form, tmp_path / "c", verify=True),
+        megatron_files / "pp2tied" / "fully_reshardable",
+    )
     same(stored(folder), stored(truth))
     assert objects(folder) > {n for n, m in described(truth).state_dict_metadata.items() if isinstance(m, BytesStorageMetadata)}
     assert (folder / "metadata.json").read_text() == (truth / "metadata.json").read_text()
@@ -113,18 +111,20 @@ def test_is_what_megatron_writes(files, tmp_path, form):
     assert [type(s) for s in steps] == [int, int]  # what fused optimizers take
 
 
-def test_experts_are_stacked_as_megatron_stacks_them(files, tmp_path):
-    folder = converted(files / "tp2ep2" / "legacy", tmp_path / "c")
+def test_experts_are_stacked_as_megatron_stacks_them(megatron_files, tmp_path):
+    folder = converted(megatron_files / "tp2ep2" / "legacy", tmp_path / "c")
     found = stored(folder)
-    truth = {n: t for n, t in stored(files / "tp2ep2" / "dp_reshardable").items() if not n.startswith("chained_")}
+    truth = {n: t for n, t in stored(megatron_files / "tp2ep2" / "dp_reshardable").items() if not n.startswith("chained_")}
     same({n: t for n, t in found.items() if not n.startswith("optimizer.")}, truth)
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in truth  # what the specification without Transformer Engine calls it
     assert objects(folder) > {
-        n for n, m in described(files / "tp2ep2" / "dp_reshardable").state_dict_metadata.items() if n.split("/")[0].endswith("_extra_state")
+        n
+        for n, m in described(megatron_files / "tp2ep2" / "dp_reshardable").state_dict_metadata.items()
+        if n.split("/")[0].endswith("_extra_state")
     }
     chain = common(folder)["optimizer"]
     assert [[g["is_expert_parallel"] for g in chain[i]["optimizer"]["param_groups"]] for i in (0, 1)] == [[False, False], [True]]
-    expected = states(read_all(files / "tp2ep2" / "legacy"))
+    expected = states(read_all(megatron_files / "tp2ep2" / "legacy"))
     for kind, key in KINDS.items():
         for layer in "linear_fc1", "linear_fc2":
             own = found[f"optimizer.state.{kind}.decoder.layers.mlp.experts.experts.{layer}.weight"]
@@ -135,9 +135,9 @@ def test_experts_are_stacked_as_megatron_stacks_them(files, tmp_path):
 
 
 @pytest.mark.parametrize(("layout", "numbers"), [("tp2pp2vpp2", {"tp": 2, "pp": 2, "vpp": 2}), ("moe_singleton", {})])
-def test_weights_are_those_of_the_files_of_ranks(files, tmp_path, layout, numbers):
+def test_weights_are_those_of_the_files_of_ranks(megatron_files, tmp_path, layout, numbers):
     """From files of ranks, and from the form with a key for each layer and expert into the one without."""
-    source = files / layout / ("legacy" if numbers else "fully_reshardable")
+    source = megatron_files / layout / ("legacy" if numbers else "fully_reshardable")
     found: Arrays = {}
     for name, tensor in stored(converted(source, tmp_path / "c")).items():
         name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
@@ -151,11 +151,11 @@ def test_weights_are_those_of_the_files_of_ranks(files, tmp_path, layout, number
                 found[own] = bits(tensor[layer])
         if not name.startswith("decoder.layers."):
             found[f"model.{name}"] = bits(tensor)
-    assert_same(found, whole_model(files / layout / "legacy" / "iter_0000003", **numbers))
+    assert_same(found, whole_model(megatron_files / layout / "legacy" / "iter_0000003", **numbers))
     assert_same(read_all(tmp_path / "c"), read_all(source))
 
 
-def test_who_may_be_wrong_is_said_only_of_those(files, tmp_path):
+def test_who_may_be_wrong_is_said_only_of_those(megatron_files, tmp_path):
     """Megatron-Core wrote some optimizers wrongly in this form; a conversion does not, but keeps what was wrong."""
 
     def suspect(url: Path) -> str | None:
@@ -164,7 +164,7 @@ def test_who_may_be_wrong_is_said_only_of_those(files, tmp_path):
         return catalog.suspect
 
     for name, form in (("right", "legacy"), ("wrong", "fully_reshardable")):
-        converted(files / "dp2" / form, tmp_path / name)
+        converted(megatron_files / "dp2" / form, tmp_path / name)
         convert(str(tmp_path / name), str(tmp_path / f"native-{name}"), to="native")
         converted(tmp_path / f"native-{name}", tmp_path / f"again-{name}")
     assert [suspect(tmp_path / f"{way}right") for way in ("", "again-")] == [None, None]
@@ -268,9 +268,9 @@ def test_there_and_back(tmp_path, names):
     same(found, expected)
 
 
-def test_our_own_checkpoints_keep_everything(files, tmp_path):
+def test_our_own_checkpoints_keep_everything(megatron_files, tmp_path):
     """By way of the native format, and of a virtual checkpoint; values of the state and the optimizer's groups stay."""
-    source = files / "tp2pp2vpp2" / "legacy"
+    source = megatron_files / "tp2pp2vpp2" / "legacy"
     truth = converted(source, tmp_path / "truth")
     convert(str(source), str(tmp_path / "native"), to="native")
     import_checkpoint(str(source), str(tmp_path / "virtual"))
@@ -283,8 +283,8 @@ def test_our_own_checkpoints_keep_everything(files, tmp_path):
 # -------------------------------------------------------------------------------------------------------- the rest
 
 
-def test_an_optimizer_that_is_not_whole_is_left_out(files, tmp_path):
-    source = files / "dp2" / "legacy"
+def test_an_optimizer_that_is_not_whole_is_left_out(megatron_files, tmp_path):
+    source = megatron_files / "dp2" / "legacy"
     report = convert(str(source), str(tmp_path / "c"), to="torch_dist", exclude=["*.layers.1.*.exp_avg"])
     assert set(report.left_out) == set(states(read_all(source)))
     folder = tmp_path / "c" / "iter_0000003"
@@ -313,16 +313,16 @@ def test_a_native_optimizer_is_none_of_megatrons(tmp_path):
     assert any(".exp_avg" in name for name in report.left_out)
 
 
-def test_at_the_directory_of_an_iteration(files, tmp_path):
+def test_at_the_directory_of_an_iteration(megatron_files, tmp_path):
     """There it is the checkpoint itself: a run that it lies in is left alone."""
     target = tmp_path / "run" / "iter_0000500"
-    report = convert(str(files / "dp2" / "legacy"), str(target), to="torch_dist", shard_size=20_000, verify=True)
+    report = convert(str(megatron_files / "dp2" / "legacy"), str(target), to="torch_dist", shard_size=20_000, verify=True)
     assert len(report.files) > 3 and sorted(report.files) == sorted(p.name for p in target.glob("*.distcp"))
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["iter_0000500"]
-    assert_same(read_all(target), read_all(files / "dp2" / "legacy"))
+    assert_same(read_all(target), read_all(megatron_files / "dp2" / "legacy"))
 
 
-def test_what_is_not_megatrons(files, tmp_path):
+def test_what_is_not_megatrons(megatron_files, tmp_path):
     with pytest.raises(UsageError, match="names of Megatron-Core's parameters"):
         convert(str(HF / "llama"), str(tmp_path / "a"), to="torch_dist")
     odd = saved(tmp_path / "odd", {**mixed(0), "decoder.layers.0.mixer.in_proj.weight": torch.ones(4, 4)})
@@ -334,9 +334,9 @@ def test_what_is_not_megatrons(files, tmp_path):
     assert not (tmp_path / "a").exists() and not (tmp_path / "f").exists()
 
 
-def test_processes_divide_the_files(files, tmp_path):
+def test_processes_divide_the_files(megatron_files, tmp_path):
     """Whoever finds all files there finishes, and nothing can be opened before."""
-    source, target = str(files / "dp2" / "legacy"), str(tmp_path / "c")
+    source, target = str(megatron_files / "dp2" / "legacy"), str(tmp_path / "c")
     first = convert(source, target, to="torch_dist", shard_size=100_000, part=(1, 2))
     assert not first.finished and first.written_files and not list((tmp_path / "c").rglob("metadata.json"))
     with pytest.raises(NotCommittedError):
@@ -349,7 +349,7 @@ SMALL = ["common.pt", ".metadata", "metadata.json", "latest_checkpointed_iterati
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_died_while_finishing(files, tmp_path, monkeypatch, number):
+def test_died_while_finishing(megatron_files, tmp_path, monkeypatch, number):
     """Megatron-Core takes a directory with metadata.json for a checkpoint, and Megatron-LM what the run's file names: these are last."""
 
     def dies(backend: Any, path: str, data: bytes) -> None:
@@ -357,7 +357,7 @@ def test_died_while_finishing(files, tmp_path, monkeypatch, number):
             raise KeyboardInterrupt
         publish_once(backend, path, data)
 
-    source, target = str(files / "dp2" / "legacy"), tmp_path / "c"
+    source, target = str(megatron_files / "dp2" / "legacy"), tmp_path / "c"
     with monkeypatch.context() as patched:
         patched.setattr(torch_dist, "publish_once", dies)
         with pytest.raises(KeyboardInterrupt):

@@ -7,7 +7,7 @@ fraction of a second.
     def square(base):                      # a top-level function: it is found again by its module and name
         return dist.get_rank() ** base
 
-    def test_square(ranks):                # the fixture in conftest.py
+    def test_square(ranks):                # the fixture below, for all tests
         assert ranks.run(3, square, 2) == [0, 1, 4]
 """
 
@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,6 +171,12 @@ class Ranks:
             run.kill()
             shutil.rmtree(run.folder, ignore_errors=True)
             del store  # serves until here
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """Runs a function on up to 8 ranks: ``ranks.run(world_size, function, *args)``."""
+    return Ranks(8)
 
 
 def _is_crash_of_gloo(lost: Lost) -> bool:

@@ -76,7 +76,12 @@ def test_a_save_is_watched_and_a_rank_that_stops_is_named(ranks: Ranks, tmp_path
     job = threading.Thread(target=ranks.run, args=(4, save_slowly, str(tmp_path)), daemon=True)
     job.start()
 
-    code, seen = until(lambda seen: bool(seen.get("progress") and seen["progress"]["phases"][0]["done"]), run)
+    def all_write(seen: dict[str, Any]) -> bool:
+        """A rank has a host once it has said what it does."""
+        now = seen.get("progress") or {"phases": [], "slowest": []}
+        return any(phase["done"] for phase in now["phases"]) and all(one["host"] for one in now["slowest"])
+
+    code, seen = until(all_write, run)
     assert code == 0 and seen["state"] == "saving" and seen["url"] == f"{run}/step-1"
     progress = seen["progress"]
     assert progress["ranks"] == progress["awaited"] == 4 and progress["phase"] == "write"

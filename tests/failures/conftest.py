@@ -9,18 +9,11 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from ckpt.io_backends.inprocess import InProcessBackend
-from tests.distributed.ranks import Ranks
 from tests.failures import rich
 from tests.failures.damage import Copy
 from tests.failures.hostile import loaded
 
 SHM = "/dev/shm"
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Ranks:
-    """Runs a function on up to 4 ranks."""
-    return Ranks(4)
 
 
 @pytest.fixture(autouse=True)

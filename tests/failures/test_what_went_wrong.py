@@ -18,10 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 import ckpt
-from ckpt.cli.main import cli
 from ckpt.errors import (
     AccessError,
     CkptError,
@@ -35,6 +33,7 @@ from ckpt.errors import (
 )
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
+from tests.cli.running import run
 from tests.failures.damage import INDEX, change_record, data_file, edit, flip, header, index_file
 from tests.failures.states import blank, state, stored
 
@@ -143,10 +142,6 @@ def checkpoint(tmp_path: Path) -> Path:
 def read_all(url: str) -> None:
     for tensor in ckpt.open(url).tensors():
         tensor.read()
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
 
 
 def check(error: CkptError, wrong: Wrong) -> None:

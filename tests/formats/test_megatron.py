@@ -22,7 +22,7 @@ from ckpt.formats.external.elements import cast_bits
 from ckpt.formats.megatron.repair import repaired_states
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import find_format, open_catalog
-from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, dense_norms, load, read_all, states, unpacked, whole_model
+from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, dense_norms, load, read_all, states, whole_model
 from tests.formats.memory import megatron_memory
 from tests.formats.reading import counted
 
@@ -46,11 +46,6 @@ FORMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
-
-
 def opened(url: Path) -> MegatronCatalog:
     catalog = open_catalog(str(url))
     assert isinstance(catalog, MegatronCatalog)
@@ -61,26 +56,26 @@ def opened(url: Path) -> MegatronCatalog:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_of_the_files_of_ranks(files, layout):
-    expected = whole_model(files / layout / "legacy" / "iter_0000003", **LAYOUTS[layout])
+def test_weights_of_the_files_of_ranks(megatron_files, layout):
+    expected = whole_model(megatron_files / layout / "legacy" / "iter_0000003", **LAYOUTS[layout])
     if layout in ("dp2", "tp2pp2vpp2", "model_space_tp2", "pp2tied"):
         expected = dense_norms(expected)
     if layout == "pp2tied":
         del expected["model.output_layer.weight"]
-    found = read_all(files / layout / "legacy")
+    found = read_all(megatron_files / layout / "legacy")
     assert_same({n: a for n, a in found.items() if n.startswith("model.")}, expected)
 
 
 @pytest.mark.parametrize(("layout", "form"), FORMS)
-def test_all_forms_give_the_same(files, layout, form):
-    found, expected = read_all(files / layout / form), read_all(files / layout / "legacy")
+def test_all_forms_give_the_same(megatron_files, layout, form):
+    found, expected = read_all(megatron_files / layout / form), read_all(megatron_files / layout / "legacy")
     assert_same(found, expected)
     assert len(states(found)) == 3 * sum(name.startswith("model.") for name in found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_masters_round_to_the_weights(files, layout):
-    found = read_all(files / layout / "legacy")
+def test_masters_round_to_the_weights(megatron_files, layout):
+    found = read_all(megatron_files / layout / "legacy")
     masters = {n: a for n, a in found.items() if n.endswith(".master")}
     assert masters
     for name, array in masters.items():
@@ -89,9 +84,9 @@ def test_masters_round_to_the_weights(files, layout):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_full_states_are_what_torch_loads(files):
+def test_full_states_are_what_torch_loads(megatron_files):
     """DCP's own loader puts the boxes together; layers are then taken apart by hand."""
-    folder = files / "pp2tied" / "fully_reshardable"
+    folder = megatron_files / "pp2tied" / "fully_reshardable"
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     whole = {
         n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in metadata.items() if isinstance(m, dcp.metadata.TensorStorageMetadata)
@@ -111,29 +106,32 @@ def test_full_states_are_what_torch_loads(files):
     assert_same(read_all(folder), expected)
 
 
-def test_weights_of_single_layers_and_experts(files):
+def test_weights_of_single_layers_and_experts(megatron_files):
     """Written with ``singleton_local_shards``: a key for each layer and expert, and for gate and up."""
-    found, expected = read_all(files / "moe_singleton" / "fully_reshardable"), read_all(files / "moe_singleton" / "legacy")
+    found, expected = (
+        read_all(megatron_files / "moe_singleton" / "fully_reshardable"),
+        read_all(megatron_files / "moe_singleton" / "legacy"),
+    )
     assert sorted(found) == sorted(expected)
     assert_same({n: a for n, a in found.items() if n.startswith("model.")}, {n: a for n, a in expected.items() if n.startswith("model.")})
 
 
-def test_common_state_among_the_items(files):
+def test_common_state_among_the_items(megatron_files):
     """Written by a version that has no common.pt."""
-    found = read_all(files / "common_state" / "dp_reshardable")
+    found = read_all(megatron_files / "common_state" / "dp_reshardable")
     masters = {n: a for n, a in found.items() if n.endswith(".master")}
     assert len(masters) == 15
     for name, array in masters.items():
         rounded = cast_bits(array.view(np.float32), "bfloat16")
         assert rounded is not None and np.array_equal(rounded, found[f"model.{name[len(STATE) : -len('.master')]}"]), name
-    assert opened(files / "common_state" / "dp_reshardable").state["iteration"] == 3
+    assert opened(megatron_files / "common_state" / "dp_reshardable").state["iteration"] == 3
 
 
 # ----------------------------------------------------------------------------------------------------------- the rest
 
 
-def test_names_and_padding(files):
-    moe, dense = opened(files / "tp2ep2" / "dp_reshardable"), opened(files / "dp2" / "legacy")
+def test_names_and_padding(megatron_files):
+    moe, dense = opened(megatron_files / "tp2ep2" / "dp_reshardable"), opened(megatron_files / "dp2" / "legacy")
     assert "model.decoder.layers.3.pre_mlp_layernorm.weight" in moe.tensors
     assert "model.decoder.layers.3.mlp.experts.local_experts.3.linear_fc1.weight" in moe.tensors
     assert "model.decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in dense.tensors
@@ -145,16 +143,16 @@ def test_names_and_padding(files):
     assert dense.state["iteration"] == 3
 
 
-def test_replicas_are_told(files):
-    catalog = opened(files / "tp2pp2vpp2" / "legacy")
+def test_replicas_are_told(megatron_files):
+    catalog = opened(megatron_files / "tp2pp2vpp2" / "legacy")
     named = {r.name.removeprefix(STATE).removeprefix("model.") for r in catalog.replicas()}
     assert "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight" in named
     assert "decoder.layers.2.mlp.linear_fc1.weight" not in named
 
 
-def test_loading_a_module_and_its_optimizer(files):
+def test_loading_a_module_and_its_optimizer(megatron_files):
     """The names are those of a state ``{"model": …, "optimizer": …}``, and the step is a tensor, as torch wants it."""
-    url = str(files / "tp2pp2vpp2" / "legacy")
+    url = str(megatron_files / "tp2pp2vpp2" / "legacy")
     module = torch.nn.Module()
     module.output_layer = torch.nn.Linear(24, 42, bias=False, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -168,12 +166,12 @@ def test_loading_a_module_and_its_optimizer(files):
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_the_displaced_form_is_suspect_and_repaired(files):
+def test_the_displaced_form_is_suspect_and_repaired(megatron_files):
     """The fixture has the defect: nearly all states differ from those of the other forms. Repaired, all that was written is equal."""
-    catalog = opened(files / "dp2" / "fully_reshardable")
+    catalog = opened(megatron_files / "dp2" / "fully_reshardable")
     assert catalog.suspect is not None
-    assert opened(files / "dp2" / "dp_reshardable").suspect is None
-    truth, wrong = read_all(files / "dp2" / "legacy"), read_all(files / "dp2" / "fully_reshardable")
+    assert opened(megatron_files / "dp2" / "dp_reshardable").suspect is None
+    truth, wrong = read_all(megatron_files / "dp2" / "legacy"), read_all(megatron_files / "dp2" / "fully_reshardable")
     assert sum(not np.array_equal(wrong[n], a) for n, a in states(truth).items()) > 40
     repaired = repaired_states(catalog, bucket_size=2000, data_parallel=2)
     for name, expected in states(truth).items():
@@ -191,18 +189,18 @@ def test_the_displaced_form_is_suspect_and_repaired(files):
     assert sum(b.numel for boxes in repaired.lost.values() for b in boxes) == 528
 
 
-def test_other_buckets_are_noticed(files):
-    catalog = opened(files / "dp2" / "fully_reshardable")
+def test_other_buckets_are_noticed(megatron_files):
+    catalog = opened(megatron_files / "dp2" / "fully_reshardable")
     with pytest.raises(UsageError, match="other sizes"):
         repaired_states(catalog, bucket_size=3000, data_parallel=2)
     with pytest.raises(UsageError, match="not of a form"):
-        repaired_states(opened(files / "dp2" / "legacy"), bucket_size=2000, data_parallel=2)
+        repaired_states(opened(megatron_files / "dp2" / "legacy"), bucket_size=2000, data_parallel=2)
 
 
-def test_little_is_read(files):
+def test_little_is_read(megatron_files):
     """Opening reads headers; a tensor then its own bytes and a header."""
-    url, name = str(files / "dp2" / "legacy"), f"{STATE}output_layer.weight.exp_avg"
-    size = sum(p.stat().st_size for p in (files / "dp2" / "legacy").rglob("*") if p.is_file())
+    url, name = str(megatron_files / "dp2" / "legacy"), f"{STATE}output_layer.weight.exp_avg"
+    size = sum(p.stat().st_size for p in (megatron_files / "dp2" / "legacy").rglob("*") if p.is_file())
     with counted() as counts:
         view = ckpt.open(url)
         opening = counts.bytes
@@ -211,8 +209,8 @@ def test_little_is_read(files):
     assert opening < size / 3
 
 
-def test_without_torch(files):
-    url = str(files / "tp2ep2" / "dp_zero_gather_scatter")
+def test_without_torch(megatron_files):
+    url = str(megatron_files / "tp2ep2" / "dp_zero_gather_scatter")
     code = f"import sys; from ckpt.formats.registry import open_catalog; open_catalog({url!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -279,9 +277,9 @@ def test_an_optimizer_that_is_not_distributed(tmp_path):
         assert np.array_equal(found[f"{STATE}{name}.master"], bits(full[i]))
 
 
-def test_imported_without_a_copy(files, tmp_path):
+def test_imported_without_a_copy(megatron_files, tmp_path):
     """A virtual checkpoint has the same tensors, padding, state and options; experts that are transposed among them."""
-    for number, source in enumerate((files / "tp2ep2" / "legacy", transposed(tmp_path / "c")[0])):
+    for number, source in enumerate((megatron_files / "tp2ep2" / "legacy", transposed(tmp_path / "c")[0])):
         url = str(tmp_path / str(number))
         import_checkpoint(str(source), url)
         assert_same(read_all(url), read_all(source))
@@ -291,9 +289,9 @@ def test_imported_without_a_copy(files, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["legacy", "plain"])
-def test_training_goes_on_with_an_optimizer_that_is_not_distributed(files, form):
+def test_training_goes_on_with_an_optimizer_that_is_not_distributed(megatron_files, form):
     """Loaded into torch's AdamW, one more step gives the bits that it gives from what the ranks held in memory."""
-    held = {n: torch.from_numpy(a.view(np.float32)) for n, a in megatron_memory(files / "plain_fp32" / "memory").items()}
+    held = {n: torch.from_numpy(a.view(np.float32)) for n, a in megatron_memory(megatron_files / "plain_fp32" / "memory").items()}
     names = [n.removeprefix("model.") for n in held if n.startswith("model.")]
     options = {"lr": 0.01, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -315,7 +313,9 @@ def test_training_goes_on_with_an_optimizer_that_is_not_distributed(files, form)
                 inner.add_module(part, torch.nn.Module())
             inner = getattr(inner, part)
         inner.register_parameter(last, p)
-    ckpt.load(str(files / "plain_fp32" / form), {"model": module, "optimizer": optimizer}, only=["model.*", "optimizer.*"], strict=False)
+    ckpt.load(
+        str(megatron_files / "plain_fp32" / form), {"model": module, "optimizer": optimizer}, only=["model.*", "optimizer.*"], strict=False
+    )
     for one, of in ((parameters, optimizer), (expected, known)):
         for i, p in enumerate(one.values()):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
@@ -323,7 +323,7 @@ def test_training_goes_on_with_an_optimizer_that_is_not_distributed(files, form)
     assert [n for n, p in parameters.items() if not (p.any() and torch.equal(p[:42], expected[n][:42]))] == []
 
 
-def test_groups_that_do_not_name_their_parameters(files, tmp_path):
+def test_groups_that_do_not_name_their_parameters(megatron_files, tmp_path):
     """The groups of both kinds of parameters are told apart; two alike are not, and then the step alone is known."""
     options = {"params": [], "lr": 0.1, "wd_mult": 1.0, "step": 7}
     model = {"output_layer.weight": random(8, 8)}
@@ -335,7 +335,7 @@ def test_groups_that_do_not_name_their_parameters(files, tmp_path):
     assert "param_groups" not in catalog.state["optimizer"]
     assert catalog.state["optimizer"]["state"]["model.output_layer.weight"]["step"]["$inline"][0] == "float32"
     assert [n for n in catalog.notes if "groups" in n] and [n for n in catalog.notes if "layer_wise_optimizer_0.pt" in n]
-    told = opened(files / "tp2ep2" / "dp_reshardable").state["optimizer"]["param_groups"]["$param_groups"]
+    told = opened(megatron_files / "tp2ep2" / "dp_reshardable").state["optimizer"]["param_groups"]["$param_groups"]
     kinds = [{(".experts." in n, "norm" in n) for n in group["params"]} for group in told]
     assert kinds == [{(False, False)}, {(False, True)}, {(True, False)}]
 
@@ -343,23 +343,23 @@ def test_groups_that_do_not_name_their_parameters(files, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ refused
 
 
-def copied(files: Path, tmp_path: Path, name: str) -> Path:
-    return Path(shutil.copytree(files / name, tmp_path / "copy"))
+def copied(megatron_files: Path, tmp_path: Path, name: str) -> Path:
+    return Path(shutil.copytree(megatron_files / name, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize(
     ("layout", "gone"), [("tp2pp2vpp2", "01_001"), ("tp2ep2", "0?_000"), ("tp2ep2", "0?_001"), ("tp2pp2vpp2", "00_00?")]
 )
-def test_missing_ranks(files, tmp_path, layout, gone):
-    copy = copied(files, tmp_path, f"{layout}/legacy")
+def test_missing_ranks(megatron_files, tmp_path, layout, gone):
+    copy = copied(megatron_files, tmp_path, f"{layout}/legacy")
     for folder in copy.glob(f"iter_0000003/mp_rank_{gone}"):
         shutil.rmtree(folder)
     with pytest.raises(CorruptError, match="files of ranks are missing"):
         open_catalog(str(copy))
 
 
-def test_files_of_two_saves(files, tmp_path):
-    copy = copied(files, tmp_path, "tp2pp2vpp2/legacy")
+def test_files_of_two_saves(megatron_files, tmp_path):
+    copy = copied(megatron_files, tmp_path, "tp2pp2vpp2/legacy")
     path = copy / "iter_0000003" / "mp_rank_01_000" / "model_optim_rng.pt"
     state = dict(load(path))
     state["model0"] = {**state["model0"], "decoder.layers.0.mlp.linear_fc2.weight": random(24, 12)}
@@ -396,9 +396,9 @@ def test_states_that_are_not_known(tmp_path):
         open_catalog(str(saved(tmp_path / "d", model, distributed={0: {torch.float32: [{}]}})))
 
 
-def test_other_optimizers_of_torch_dist(files, tmp_path):
+def test_other_optimizers_of_torch_dist(megatron_files, tmp_path):
     """States of any name belong to their parameters; of parameters that are not there they are an error, not left out."""
-    copy = copied(files, tmp_path, "pp2tied/fully_reshardable")
+    copy = copied(megatron_files, tmp_path, "pp2tied/fully_reshardable")
     data = (copy / ".metadata").read_bytes()
     (copy / ".metadata").write_bytes(data.replace(b"optimizer.state.exp_avg_sq.", b"optimizer.state.remainder_."))
     found = opened(copy)
@@ -417,9 +417,9 @@ def test_old_orders_of_queries(tmp_path):
         open_catalog(str(folder))
 
 
-def test_damage_is_a_checkpoint_error(files, tmp_path):
+def test_damage_is_a_checkpoint_error(megatron_files, tmp_path):
     """Whatever bytes of the metadata are changed: a checkpoint, or an error that says so."""
-    copy = copied(files, tmp_path, "tp2ep2/dp_reshardable")
+    copy = copied(megatron_files, tmp_path, "tp2ep2/dp_reshardable")
     data = (copy / ".metadata").read_bytes()
     random_places = np.random.default_rng(0).integers(0, len(data), 15)
     for at in random_places.tolist():
@@ -430,10 +430,10 @@ def test_damage_is_a_checkpoint_error(files, tmp_path):
             continue
 
 
-def test_recognised_by_content(files, tmp_path):
-    assert find_format(str(files / "dp2" / "legacy")) == "Megatron"
-    assert find_format(str(files / "dp2" / "legacy" / "iter_0000003")) == "Megatron"
-    assert find_format(str(files / "dp2" / "dp_zero_gather_scatter")) == "Megatron"
+def test_recognised_by_content(megatron_files, tmp_path):
+    assert find_format(str(megatron_files / "dp2" / "legacy")) == "Megatron"
+    assert find_format(str(megatron_files / "dp2" / "legacy" / "iter_0000003")) == "Megatron"
+    assert find_format(str(megatron_files / "dp2" / "dp_zero_gather_scatter")) == "Megatron"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
     assert find_format(str(tmp_path)) is None
 

@@ -23,7 +23,6 @@ from ckpt.engine.view import StoredTensor
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import unpacked
 from tests.formats.reading import FIXTURES
 from tests.formats.test_deepspeed import SOME, Job
 
@@ -192,11 +191,6 @@ DEEPSPEED = ["zero1", "zero3", "pipeline", "experts", "round_robin", "zero1/glob
 OTHERS = ["fsdp/fsdp1_full_orig0", *(f"deepspeed/{name}" for name in DEEPSPEED)]
 
 
-@pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
-
-
 def one_checkpoint(folder: Path) -> Path:
     """The directory of the checkpoint itself, below one that names it."""
     for tracker, name in (("latest", None), ("latest_checkpointed_iteration.txt", "iter_{:07d}")):
@@ -207,8 +201,8 @@ def one_checkpoint(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-def test_megatron(name: str, megatron: Path) -> None:
-    folder = one_checkpoint(megatron / name)
+def test_megatron(name: str, megatron_files: Path) -> None:
+    folder = one_checkpoint(megatron_files / name)
     assert lost_bytes(folder) == []
     assert lost_values(folder) == []
 
@@ -235,9 +229,9 @@ def notes_of(folder: Path) -> str:
     return " ".join(catalog.notes)
 
 
-def test_more_in_an_optimizer_of_megatron(megatron: Path, tmp_path: Path) -> None:
+def test_more_in_an_optimizer_of_megatron(megatron_files: Path, tmp_path: Path) -> None:
     """States of other optimizers are states; other entries are told."""
-    folder = one_checkpoint(Path(shutil.copytree(megatron / "plain_bf16/legacy", tmp_path / "c")))
+    folder = one_checkpoint(Path(shutil.copytree(megatron_files / "plain_bf16/legacy", tmp_path / "c")))
 
     def more(state: Any) -> None:
         own = state["optimizer"]["optimizer"]
@@ -256,9 +250,9 @@ def test_more_in_an_optimizer_of_megatron(megatron: Path, tmp_path: Path) -> Non
     assert view.state()["optimizer"]["state"]["model.embedding.word_embeddings.weight"]["count"] == 0
 
 
-def test_states_that_fit_no_parameter_of_megatron(megatron: Path, tmp_path: Path) -> None:
+def test_states_that_fit_no_parameter_of_megatron(megatron_files: Path, tmp_path: Path) -> None:
     for number, state_of in enumerate(({"row": torch.ones(3)}, None)):
-        folder = one_checkpoint(Path(shutil.copytree(megatron / "plain_bf16/legacy", tmp_path / str(number))))
+        folder = one_checkpoint(Path(shutil.copytree(megatron_files / "plain_bf16/legacy", tmp_path / str(number))))
 
         def more(state: Any, more: Any = state_of) -> None:
             states = state["optimizer"]["optimizer"]["state"]
@@ -271,15 +265,15 @@ def test_states_that_fit_no_parameter_of_megatron(megatron: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["latent_tp2/dp_zero_gather_scatter", "plain_bf16/plain", "plain_fp16/plain"])
-def test_more_in_the_common_part_of_megatron(form: str, megatron: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(megatron / form, tmp_path / "c"))
+def test_more_in_the_common_part_of_megatron(form: str, megatron_files: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(megatron_files / form, tmp_path / "c"))
     if (folder / "common.pt").exists():
         changed(folder / "common.pt", lambda state: state["optimizer"].update(my_extra=torch.ones(2)))
         assert "optimizer.my_extra is not known" in notes_of(folder)
 
 
-def test_ranks_with_other_steps_of_megatron(megatron: Path, tmp_path: Path) -> None:
-    folder = one_checkpoint(Path(shutil.copytree(megatron / "plain_bf16/legacy", tmp_path / "c")))
+def test_ranks_with_other_steps_of_megatron(megatron_files: Path, tmp_path: Path) -> None:
+    folder = one_checkpoint(Path(shutil.copytree(megatron_files / "plain_bf16/legacy", tmp_path / "c")))
     path = folder / "mp_rank_01" / "model_optim_rng.pt"
     changed(path, lambda state: state["optimizer"]["optimizer"]["state"][0].update(step=torch.tensor(4.0)))
     with pytest.raises(CorruptError, match=r"step of .* is 3\.0 on one rank and 4\.0 on another"):

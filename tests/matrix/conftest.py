@@ -9,9 +9,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.distributed.ranks import Ranks
-from tests.formats.megatron_files import unpacked
-
 SHM = "/dev/shm"
 
 
@@ -20,14 +17,3 @@ def tmp_path() -> Iterator[Path]:
     """In memory where that can be: thousands of fsyncs on a disk take minutes."""
     with TemporaryDirectory(prefix="ckpt-", dir=SHM if os.path.isdir(SHM) else None) as path:
         yield Path(path)
-
-
-@pytest.fixture(scope="session")
-def megatron_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("megatron"))
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Ranks:
-    """Runs a function on up to 8 ranks."""
-    return Ranks(8)

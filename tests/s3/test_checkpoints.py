@@ -22,11 +22,6 @@ from tests.s3.meddling import watch
 from tests.s3.stores import ObjectStore
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks(8)
-
-
 def trained(seed: int) -> dict[str, object]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(70, 300), nn.Linear(300, 1_000))

@@ -8,19 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from ckpt.cli.main import cli
 from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.runs.orphans import find_orphans, remove_orphans
 from tests.cli.checkpoints import sample, write_checkpoint
+from tests.cli.running import run
 from tests.failures.flips import Flip
 from tests.formats import oracle
 
@@ -32,10 +30,6 @@ def source(tmp_path: Path) -> str:
     large = np.random.default_rng(0).integers(0, 1 << 60, (5_000_000,), dtype=np.int64)
     write_checkpoint(url, {**sample(), "large": large}, ranks=1)
     return url
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, list(arguments))
 
 
 def test_there_and_back(tmp_path: Path, source: str, s3_url: str) -> None:

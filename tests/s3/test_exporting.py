@@ -19,11 +19,6 @@ from tests.s3.stores import ObjectStore
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks(4)
-
-
 def objects(store: ObjectStore, url: str) -> dict[str, bytes]:
     """All objects below a URL, by botocore alone."""
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
