@@ -20,9 +20,9 @@ import torch
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import dtype
+from ckpt.engine.load.chunk_scan import ChunkScan
 from ckpt.engine.load.reader import Reader
 from ckpt.engine.load.shared_reads import SharedReads, worth_all
-from ckpt.engine.load.sweep import Sweep
 from ckpt.engine.load.whole_chunks import TensorLoad
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
@@ -167,11 +167,11 @@ class _Gathered:
     needed: int = 0
     headers: int = 0
 
-    def add(self, sweep: Sweep, numbers: Sequence[int]) -> None:
+    def add(self, scan: ChunkScan, numbers: Sequence[int]) -> None:
         for number in numbers:
             before = cpu_seconds()
-            file = sweep.look_up(number)
-            runs = sweep.runs(file.stored.alike)
+            file = scan.look_up(number)
+            runs = scan.runs(file.stored.alike)
             self.cpu += cpu_seconds() - before
             offsets = file.stored.alike.offsets.tolist()
             self.chunks += len(file)
@@ -179,7 +179,7 @@ class _Gathered:
             self.read += sum(stop - offsets[first] for first, _, stop in runs) + sum(o.extent.length for o in file.others)
             self.needed += file.needed
         self.mb = max(self.mb, _resident_mb())
-        self.headers += sum(sweep.catalog.files[number].header for number in numbers)
+        self.headers += sum(scan.catalog.files[number].header for number in numbers)
 
 
 def in_eighths(t: TensorSpec) -> TensorSpec:
@@ -202,23 +202,23 @@ def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, 
     gc.freeze()
     gc.disable()  # as a load does
     resident, before = _resident_mb(), cpu_seconds()
-    sweep = reader.plan(jobs).sweep
-    assert sweep is not None
+    scan = reader.plan(jobs).scan
+    assert scan is not None
     found, reading = _Gathered(cpu=cpu_seconds() - before), 0.0
-    for first in range(0, len(sweep.files), BATCH):
-        numbers = sweep.files[first : first + BATCH]
+    for first in range(0, len(scan.files), BATCH):
+        numbers = scan.files[first : first + BATCH]
         for number in numbers:
             catalog.write(number)
-        found.add(sweep, numbers)
+        found.add(scan, numbers)
         before = cpu_seconds()
-        reader.read_file(sweep, numbers[0])
+        reader.read_file(scan, numbers[0])
         reading += cpu_seconds() - before
         for number in numbers:
             catalog.remove(number)
     gc.enable()
     return {
         "gather_cpu": found.cpu,
-        "gather_files": len(sweep.files),
+        "gather_files": len(scan.files),
         "gather_chunks": found.chunks,
         "gather_mb": found.mb - resident,
         "gather_headers": found.headers,

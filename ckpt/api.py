@@ -183,7 +183,8 @@ def _save_options(
 ) -> SaveOptions:
     from ckpt.engine.save.options import SaveOptions
 
-    check_layout(arguments.get("layout"), group.ranks)
+    if (layout := arguments.get("layout")) is not None:
+        check_layout(layout, group.ranks)
     warn_if_others_are_missing(group)
     progress = arguments.get("progress")
     bar = None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
@@ -260,7 +261,8 @@ def load(
     group = current_group(process_group)
     with _fails_together(group, "load", url):
         wait_for_pending_save(group)
-        check_layout(layout, group.ranks)
+        if layout is not None:
+            check_layout(layout, group.ranks)
         check_flags(strict=strict, cast=cast, dry_run=dry_run, **({} if exchange is None else {"exchange": exchange}))
         if verify not in ("full", "partial", "off"):
             raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")

@@ -115,16 +115,6 @@ def tree_rows(entries: Sequence[TensorEntry], depth: int | None) -> list[tuple[s
 
     A branch with a single branch below it is one line with both names, ``model.layers``: it counts as one level.
     """
-    root = _tree_of(entries)
-    if depth is not None:
-        return list(_rows(root, depth, ""))
-    rows, deeper = list(_rows(root, 1, "")), 2
-    while len(more := list(_rows(root, deeper, ""))) > len(rows) and len(more) <= _LINES:
-        rows, deeper = more, deeper + 1
-    return rows
-
-
-def _tree_of(entries: Sequence[TensorEntry]) -> _NameTree:
     root = _NameTree()
     for entry in entries:
         branch = root
@@ -134,7 +124,12 @@ def _tree_of(entries: Sequence[TensorEntry]) -> _NameTree:
                 branch.tensors += 1
                 branch.bytes += entry.nbytes
         branch.entry = entry
-    return root
+    if depth is not None:
+        return list(_rows(root, depth, ""))
+    rows, deeper = list(_rows(root, 1, "")), 2
+    while len(more := list(_rows(root, deeper, ""))) > len(rows) and len(more) <= _LINES:
+        rows, deeper = more, deeper + 1
+    return rows
 
 
 def _rows(branch: _NameTree, depth: int, indent: str) -> Iterator[tuple[str, ...]]:
@@ -205,7 +200,10 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
         elif glob is not None:
             _print_tensors(catalog, entries, output)
         else:
-            _print_outline(catalog, entries, depth, output)
+            output.table(("", "~"), [(style(label, "bold"), text) for label, text in head_rows(catalog, summary(catalog, entries))])
+            output.line()
+            output.table(("NAME", ">TENSORS", ">BYTES", "DTYPE", "SHAPE"), tree_rows(entries, depth))
+            _print_totals(catalog, entries, output)
 
 
 def _matching(things: Mapping[str, Any], glob: str | None, what: str) -> dict[str, Any]:
@@ -220,13 +218,6 @@ def _matching(things: Mapping[str, Any], glob: str | None, what: str) -> dict[st
 
 
 # ---------------------------------------------------------------------------------------------------------------- people
-
-
-def _print_outline(catalog: Catalog, entries: Sequence[TensorEntry], depth: int | None, output: Output) -> None:
-    output.table(("", "~"), [(style(label, "bold"), text) for label, text in head_rows(catalog, summary(catalog, entries))])
-    output.line()
-    output.table(("NAME", ">TENSORS", ">BYTES", "DTYPE", "SHAPE"), tree_rows(entries, depth))
-    _print_totals(catalog, entries, output)
 
 
 def _print_tensors(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:

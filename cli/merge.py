@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -103,7 +102,9 @@ def command(
 
     with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
         if last is not None:
-            sources = _steps_of_run(sources, last, last_steps)
+            if len(sources) != 1:
+                raise UsageError(f"--last takes one run, not {len(sources)}", hint="ckpt merge OUT --last 5 RUN")
+            sources = last_steps(sources[0], last)
             values_from = values_from or last
         if values_from is not None and values_from > len(sources):
             raise UsageError(f"--values-from {values_from}: there are {units.plural(len(sources), 'checkpoint')}")
@@ -115,13 +116,6 @@ def command(
             output.document({**asdict(report), "dry_run": dry_run})
         elif not output.quiet:
             _tell(report, output, dry_run=dry_run)
-
-
-def _steps_of_run(sources: Sequence[str], last: int, last_steps: Any) -> tuple[str, ...]:
-    if len(sources) != 1:
-        raise UsageError(f"--last takes one run, not {len(sources)}", hint="ckpt merge OUT --last 5 RUN")
-    steps: tuple[str, ...] = last_steps(sources[0], last)
-    return steps
 
 
 def _tell(report: MergeReport, output: Output, *, dry_run: bool) -> None:

@@ -12,7 +12,7 @@ from ckpt import units
 from ckpt.cli.console.output import URL, OneOf, Output, options, require_torch
 
 if TYPE_CHECKING:
-    from ckpt.engine.dry_run.layouts import MeshForecast
+    from ckpt.engine.dry_run.load import MeshForecast
 
 _VERIFY = ("full", "partial", "off")
 
@@ -85,7 +85,7 @@ def command(
       ckpt plan --json hf/Llama-3-8B --layout tp=8 | jq .ranks[0].bytes_read
     """
     require_torch("`ckpt plan`")
-    from ckpt.engine.dry_run.layouts import MeshRules, forecast_on_mesh
+    from ckpt.engine.dry_run.load import MeshRules, forecast_on_mesh
     from ckpt.formats.registry import open_catalog
 
     output, rules = Output(json=as_json, quiet=quiet), MeshRules.of(layout, cut, ranks_per_host)

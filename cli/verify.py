@@ -60,7 +60,16 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
         else:
             _print(url, report, output)
             if meaning is not None:
-                _print_semantic(meaning, output)
+                for problem in meaning.problems:
+                    output.line(str(problem))
+                if meaning.remedy is not None:
+                    output.line(f"remedy: {meaning.remedy}")
+                if not output.quiet:
+                    good = style("fits", "green")
+                    verdict = good if not meaning.problems else style(units.plural(len(meaning.problems), "misfit"), "red")
+                    counts = {"master": meaning.masters, "moment": meaning.moments, "step": meaning.steps, "replica": meaning.replicas}
+                    checked = ", ".join(units.plural(count, what) for what, count in counts.items())
+                    output.line(f"{verdict}: {checked}")
         if not report.ok:
             click.get_current_context().exit(FormatError.exit_code if _kinds(report) == {UNREAD} else CORRUPT)
         if meaning is not None and meaning.problems:
@@ -95,19 +104,6 @@ def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> 
 
     work.agree("semantic", dict, check)
     return reports[0] if reports else None
-
-
-def _print_semantic(report: SemanticReport, output: Output) -> None:
-    for problem in report.problems:
-        output.line(str(problem))
-    if report.remedy is not None:
-        output.line(f"remedy: {report.remedy}")
-    if not output.quiet:
-        good = style("fits", "green")
-        verdict = good if not report.problems else style(units.plural(len(report.problems), "misfit"), "red")
-        counts = {"master": report.masters, "moment": report.moments, "step": report.steps, "replica": report.replicas}
-        checked = ", ".join(units.plural(count, what) for what, count in counts.items())
-        output.line(f"{verdict}: {checked}")
 
 
 def _semantic_fields(report: SemanticReport) -> dict[str, Any]:

@@ -13,10 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt import settings
-from ckpt.catalog import Catalog
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, target
@@ -94,7 +93,10 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
         return {"files": len(mine), "bytes": sum(plan.files[i].size for i in mine), "read": read}
 
     def finish(rows: dict[int, Row]) -> Row:
-        return {**_sums(rows), "finished": conversion.finish(plan, again=True)}
+        return {
+            **{name: sum(row[name] for row in rows.values()) for name in ("files", "bytes", "read")},
+            "finished": conversion.finish(plan, again=True),
+        }
 
     try:
         with work.shown(bytes_of(sizes, shares), progress) as report:
@@ -113,10 +115,6 @@ def _check_same(rows: dict[int, Row]) -> None:
                 f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
                 hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
             )
-
-
-def _sums(rows: dict[int, Row]) -> dict[str, Any]:
-    return {name: sum(row[name] for row in rows.values()) for name in ("files", "bytes", "read")}
 
 
 def _mismatches() -> set[str]:
@@ -183,7 +181,7 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
     catalog = chosen.catalog
     if not isinstance(catalog, MegatronCatalog) or catalog.suspect is None:
         return chosen, RepairReport(needed=False, reason=f"no defect is known in such a checkpoint ({catalog.format})")
-    taken = chosen.taken
+    taken = chosen.taken()
     if not any(name.startswith(STATE) for name in taken):
         raise UsageError(
             "--repair is for states of optimizers, and none is converted", hint="leave out --repair, or take the optimizer too"
@@ -328,17 +326,17 @@ def convert(
         StorageError: the storage failed. What is whole at ``url`` stays there for the next attempt.
     """
     source, url, began = url_text(source), url_text(url), time.monotonic()
-    conversion, repair = _conversion(source, url, to, ConvertOptions(**options))
-    return run(conversion, source=source, part=part, progress=progress, dry_run=dry_run, repair=repair, began=began)
-
-
-def _conversion(source: str, url: str, to: str, options: ConvertOptions) -> tuple[Conversion, RepairReport | None]:
-    """What is taken of the source, ready to be written; and what was repaired of it."""
+    asked = ConvertOptions(**options)
     format, catalog = target(to), open_catalog(source)
-    beside = files_beside(format, url, options)
-    chosen, repair = _chosen(format, catalog, options)
+    beside = files_beside(format, url, asked)
+    chosen, repair = format.choose(catalog, asked.selection), None
+    if asked.repair:
+        chosen, repair = repaired(chosen, asked.job, threads=asked.threads)
+    elif asked.job:
+        raise UsageError("arguments of the job are for a repair", hint="--repair")
     needed = repair if repair is not None and repair.needed else None
-    return Conversion(format, chosen, url, options, repair=needed, beside=beside), repair
+    conversion = Conversion(format, chosen, url, asked, repair=needed, beside=beside)
+    return run(conversion, source=source, part=part, progress=progress, dry_run=dry_run, repair=repair, began=began)
 
 
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:
@@ -349,7 +347,7 @@ def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[s
         raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {settings.LEAST_MEMORY >> 20}MiB")
     if options.config is not None and (format.name != "hf" or format.one_file(url)):
         raise UsageError("a configuration lies beside the files of a directory", hint="--config is for --to hf, and a directory")
-    return read_configuration(options.config).files
+    return {} if options.config is None else read_configuration(options.config).files
 
 
 def run(
@@ -379,7 +377,7 @@ def run(
         written_files=written.files,
         written_bytes=written.bytes,
         read_bytes=written.read,
-        left_out=tuple(sorted({*chosen.catalog.tensors} - chosen.taken - chosen.united | {*chosen.left_out})),
+        left_out=tuple(sorted({*chosen.catalog.tensors} - chosen.taken() - chosen.united | {*chosen.left_out})),
         finished=written.finished,
         seconds=time.monotonic() - began,
         repair=repair,
@@ -402,13 +400,3 @@ def _write(conversion: Conversion, part: Part, progress: ProgressCallback | None
         finished = conversion.finish(plan, again=not missing)
     size = sum(plan.files[i].size for i in missing)
     return WrittenFiles(plan=plan, files=len(missing), bytes=size, read=read, finished=finished)
-
-
-def _chosen(format: Target, catalog: Catalog, options: ConvertOptions) -> tuple[OutputSet, RepairReport | None]:
-    """What is converted, and what was repaired of it if that is asked for."""
-    chosen = format.choose(catalog, options.selection)
-    if options.repair:
-        return repaired(chosen, options.job, threads=options.threads)
-    if options.job:
-        raise UsageError("arguments of the job are for a repair", hint="--repair")
-    return chosen, None

@@ -112,19 +112,15 @@ def import_checkpoint(
     write_index(journal, contents, world_size=catalog.world_size, features=(VIRTUAL,), lost=_lost(catalog))
     journal.remove_replaced()
     seconds = time.monotonic() - began
-    return _report(references, contents, url=url, id=journal.id, format=catalog.format, digested=digest, seconds=seconds)
-
-
-def _report(references: References, contents: Contents, *, url: str, id: str, format: str, digested: bool, seconds: float) -> ImportReport:
     return ImportReport(
         url=url,
-        id=id,
-        format=format,
+        id=journal.id,
+        format=catalog.format,
         tensors=len(contents.tensors),
         tensor_bytes=sum(t.nbytes for t in contents.tensors if t.alias is None),
         chunks=sum(map(len, contents.extents.values())),
         sources=len(contents.sources),
-        digested=digested,
+        digested=digest,
         values=not references.state.left_out,
         left_out=references.left_out,
         seconds=seconds,
@@ -148,27 +144,6 @@ def _check_apart(journal: CheckpointJournal, source: Backend, contents: Contents
         raise UsageError("a checkpoint cannot point into itself", where=target.url, hint="import to another URL")
 
 
-def import_in_memory(source: str, *, views: Views | None = None, only: Sequence[str] = (), skip: Sequence[str] = ()) -> str:
-    """The URL of a virtual checkpoint in the memory of this process, which lasts as long. Arguments and errors are those of
-    :func:`import_checkpoint`.
-
-    The same arguments give the same checkpoint in every process, so that each rank of a job can make its own and load from it.
-    """
-    catalog = _opened(source)
-    contents = _point(catalog, SelectOptions(views=views, only=several(only), skip=several(skip))).contents()
-    id = _id_of(contents)
-    backend = open_backend(f"inprocess://imported/{id}")
-    if read_record(backend) is None:
-        write_index(
-            CheckpointJournal(backend, id=id, previous=None),
-            contents,
-            world_size=catalog.world_size,
-            features=(VIRTUAL,),
-            lost=_lost(catalog),
-        )
-    return backend.url
-
-
 def _lost(catalog: Catalog) -> tuple[str, ...]:
     return () if catalog.record is None else catalog.record.lost
 
@@ -181,13 +156,6 @@ def _opened(source: str) -> Catalog:
         message = "the elements of a delta lie in several files, so nothing can point at them"
         raise UsageError(message, where=source, hint="make a full export of it first: `ckpt convert --to hf`")
     return catalog
-
-
-def _id_of(contents: Contents) -> str:
-    """16 characters that follow from what a checkpoint is."""
-    tensors = [(t.name, t.dtype.name, t.shape, t.logical, t.alias, t.rank, contents.extents.get(t.name)) for t in contents.tensors]
-    values = tree.text([contents.state, {str(rank): dict(values) for rank, values in contents.ranks.items()}])
-    return xxhash.xxh3_64(repr((tensors, contents.sources, values)).encode()).hexdigest()
 
 
 def _point(catalog: Catalog, choice: SelectOptions) -> References:
@@ -330,4 +298,20 @@ def translated(
         CoverageError: a tensor would have elements that no file has.
     """
     url, names = url_text(url), url_text(names)
-    return import_in_memory(url, views=views_of(url, names, convention, numbers or {}), only=only, skip=skip)
+    # The id follows from what the checkpoint is, so that each rank of a job can make its own and load from it.
+    views = views_of(url, names, convention, numbers or {})
+    catalog = _opened(url)
+    contents = _point(catalog, SelectOptions(views=views, only=several(only), skip=several(skip))).contents()
+    tensors = [(t.name, t.dtype.name, t.shape, t.logical, t.alias, t.rank, contents.extents.get(t.name)) for t in contents.tensors]
+    values = tree.text([contents.state, {str(rank): dict(values) for rank, values in contents.ranks.items()}])
+    id = xxhash.xxh3_64(repr((tensors, contents.sources, values)).encode()).hexdigest()
+    backend = open_backend(f"inprocess://imported/{id}")
+    if read_record(backend) is None:
+        write_index(
+            CheckpointJournal(backend, id=id, previous=None),
+            contents,
+            world_size=catalog.world_size,
+            features=(VIRTUAL,),
+            lost=_lost(catalog),
+        )
+    return backend.url

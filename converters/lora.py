@@ -333,7 +333,7 @@ def extract(
     options = ConvertOptions(optimizer=False, root=root)
     chosen = [target("hf").choose(open_catalog(one), options.selection) for one in (base, tuned)]
     _check_fit(chosen[0], chosen[1], (base, tuned))
-    readers = [_reader(one.catalog, threads) for one in chosen]
+    readers = [Reader(catalog=one.catalog, verify="full", threads=settings.threads(threads)) for one in chosen]
     tensors: dict[str, torch.Tensor] = {}
     ranks, errors, whole = dict[str, int](), dict[str, float](), list[str]()
     lost = total = 0.0
@@ -387,10 +387,6 @@ def _check_fit(one: OutputSet, other: OutputSet, urls: tuple[str, str]) -> None:
         if wanted.shape != other.tensors[name].shape:
             shapes = f"{list(other.tensors[name].shape)}, and {list(wanted.shape)} in the base"
             raise ShapeError(f"{name} has the shape {shapes}", where=urls[1], hint="only checkpoints of one model have a difference")
-
-
-def _reader(catalog: Catalog, threads: int | None) -> Reader:
-    return Reader(catalog=catalog, verify="full", threads=settings.threads(threads))
 
 
 def _read(reader: Reader, wanted: OutputTensor) -> torch.Tensor:

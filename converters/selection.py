@@ -146,13 +146,8 @@ class OutputSet:
         """The tensors that have bytes of their own, by name."""
         return [self.tensors[name] for name in sorted(self.tensors) if self.tensors[name].alias is None]
 
-    @property
-    def taken(self) -> set[str]:
-        """Stored tensors of ``catalog`` that something is made of."""
-        return self.taken_of(0)
-
-    def taken_of(self, number: int) -> set[str]:
-        """Stored tensors of source ``number`` that something is made of."""
+    def taken(self, number: int = 0) -> set[str]:
+        """Stored tensors of source ``number``, ``catalog`` itself by default, that something is made of."""
         views = [wanted.view for wanted in self.tensors.values() if not number]
         computed = [wanted.computed for wanted in self.tensors.values() if wanted.computed is not None]
         views += [operand.view for one in computed for operand in one.operands if operand.source == number]
@@ -198,8 +193,10 @@ def choose_weights(catalog: Catalog, choice: SelectOptions) -> OutputSet:
 
 def not_skipped(catalog: Catalog, skip: Sequence[str]) -> Mapping[str, TensorEntry]:
     """The stored tensors that fit no glob of ``skip``."""
+    if not skip:
+        return catalog.tensors
     check_globs(skip, catalog.tensors, catalog.url)
-    return {n: e for n, e in catalog.tensors.items() if not _fits(n, skip)} if skip else catalog.tensors
+    return {n: e for n, e in catalog.tensors.items() if not _fits(n, skip)}
 
 
 def wanted_views(
@@ -211,8 +208,10 @@ def wanted_views(
     shapes = {name: t.shape for name, t in entries.items() if views is not None and t.rank is None and name not in options}
     made = {name: whole(name, t.shape) for name, t in entries.items() if name not in shapes and name not in options}
     made |= views(shapes) if views is not None else {}
+    if not only:
+        return made
     check_globs(only, [*made, *also], catalog.url)
-    return {name: view for name, view in made.items() if not only or _fits(name, only)}
+    return {name: view for name, view in made.items() if _fits(name, only)}
 
 
 def check_globs(globs: Sequence[str], names: Iterable[str], url: str) -> None:
@@ -233,11 +232,18 @@ def _chosen(
     """``head`` is what the names of all entries begin with, and the new names do not."""
     here = {n[len(head) :]: e for n, e in entries.items()}
     selected = wanted_views(catalog, here, choice.views, choice.only)
-    check_globs(choice.exclude, selected, catalog.url)
-    selected = {n: _back(v, head) for n, v in selected.items() if not choice.exclude or not _fits(n, choice.exclude)}
-    wide = _dtype(choice.dtype)
+    if choice.exclude:
+        check_globs(choice.exclude, selected, catalog.url)
+        selected = {n: view for n, view in selected.items() if not _fits(n, choice.exclude)}
+    if head:
+        for n, view in selected.items():
+            pieces = tuple(ViewPiece(p.box, head + p.source, p.part, p.axes) for p in view.pieces)
+            selected[n] = LogicalTensor(shape=view.shape, pieces=pieces)
+    wide = None if choice.dtype is None else DTYPES.get(_SHORT.get(choice.dtype, choice.dtype))
+    if choice.dtype is not None and (wide is None or wide.name not in FLOATING):
+        raise UsageError(f"cannot convert to dtype {choice.dtype!r}", hint="float16, bfloat16, float32 or float64")
     tensors = {name: _wanted(catalog, name, view, head, wide, of_optimizers) for name, view in selected.items()}
-    tensors = {name: _settled(catalog, w, tensors) for name, w in tensors.items()}
+    tensors |= {name: _settled(catalog, w, w.alias, tensors) for name, w in tensors.items() if w.alias is not None}
     kept = sorted(tensors)
     if head:
         return OutputSet(catalog=catalog, tensors=tensors, state={name: {"$tensor": name} for name in kept}, ranks={})
@@ -265,16 +271,10 @@ def seams_of(catalog: Catalog, view: LogicalTensor) -> list[int]:
     return sorted(seams)
 
 
-def _back(view: LogicalTensor, head: str) -> LogicalTensor:
-    if not head:
-        return view
-    return LogicalTensor(shape=view.shape, pieces=tuple(ViewPiece(p.box, head + p.source, p.part, p.axes) for p in view.pieces))
-
-
 def _wanted(catalog: Catalog, name: str, view: LogicalTensor, head: str, wide: DType | None, of_optimizers: frozenset[str]) -> OutputTensor:
     sources = [catalog.tensors[s] for s in dict.fromkeys(p.source for p in view.pieces)]
     kinds = {e.dtype.name: e.dtype for e in sources}
-    castable = wide is not None and all(_floating(k) for k in kinds.values()) and not any(e.name in of_optimizers for e in sources)
+    castable = wide is not None and {*kinds} <= {*FLOATING} and not any(e.name in of_optimizers for e in sources)
     # The dtype of a tensor that is made of several: the requested one if all parts may be cast, else the one that all
     # parts have. A mixture without a request is an error, since either choice would lose something silently.
     if wide is not None and castable:
@@ -295,11 +295,9 @@ def _wanted(catalog: Catalog, name: str, view: LogicalTensor, head: str, wide: D
     return OutputTensor(name=name, view=view, dtype=dtype, logical=entry.logical, alias=alias, rank=entry.rank)
 
 
-def _settled(catalog: Catalog, wanted: OutputTensor, tensors: Mapping[str, OutputTensor]) -> OutputTensor:
+def _settled(catalog: Catalog, wanted: OutputTensor, alias: str, tensors: Mapping[str, OutputTensor]) -> OutputTensor:
     """An alias of a tensor that is not converted, or not under its name, stands for itself."""
-    if wanted.alias is None:
-        return wanted
-    target, stored = tensors.get(wanted.alias), wanted.view.pieces[0].source.removesuffix(wanted.name) + wanted.alias
+    target, stored = tensors.get(alias), wanted.view.pieces[0].source.removesuffix(wanted.name) + alias
     same = target is not None and target.alias is None and target.dtype == wanted.dtype and stays(target.view, stored, catalog)
     return wanted if same else replace(wanted, alias=None)
 
@@ -309,20 +307,7 @@ def stays(view: LogicalTensor, name: str, catalog: Catalog) -> bool:
     return name in catalog.tensors and view.is_all_of(catalog.tensors[name].shape) and view.pieces[0].source == name
 
 
-def _floating(dtype: DType) -> bool:
-    return dtype.name in FLOATING
-
-
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
-
-def _dtype(name: str | None) -> DType | None:
-    if name is None:
-        return None
-    kind = DTYPES.get(_SHORT.get(name, name))
-    if kind is None or not _floating(kind):
-        raise UsageError(f"cannot convert to dtype {name!r}", hint="float16, bfloat16, float32 or float64")
-    return kind
 
 
 def _root(catalog: Catalog, names: Sequence[str]) -> str:

@@ -140,7 +140,9 @@ class RankValues:
 
     def merge(self, nodes: Mapping[int, tree.Node], path: str) -> tree.Node:
         first = next(iter(nodes.values()))
-        if len({tree.text(node) for node in nodes.values()}) == 1 and not self._is_own(first):
+        if len({tree.text(node) for node in nodes.values()}) == 1 and not any(
+            leaf["$tensor"] in self._own for _, leaf in tree.leaves(first) if tree.tag_of(leaf) == "$tensor"
+        ):
             return first
         pairs = {rank: tree.pairs_of(node) for rank, node in nodes.items()}
         if all(pairs.values()):
@@ -151,10 +153,6 @@ class RankValues:
         for rank, node in nodes.items():
             self.ranks.setdefault(rank, {})[path] = node
         return {"$per_rank": True}
-
-    def _is_own(self, node: tree.Node) -> bool:
-        """Whether a tensor that belongs to one rank lies in a node: equal nodes alone do not make it everyone's."""
-        return any(leaf["$tensor"] in self._own for _, leaf in tree.leaves(node) if tree.tag_of(leaf) == "$tensor")
 
 
 FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_ranks)

@@ -261,25 +261,26 @@ class ConversionJournal(IntentJournal):
         self.digest = digest
         self._marks = marks_prefix(name, id)
 
-    def mark(self, number: int) -> str:
-        """That of a file that is durable."""
-        return self._marks + mark_name(number)
-
     def marks(self) -> set[str]:
-        """Those that are there."""
+        """Paths of those that are there, and of the claim."""
         return {e.path for e in self.backend.list_prefix(self._marks)}
+
+    def durable(self, count: int) -> set[int]:
+        """Numbers of those of the first ``count`` files that were said to be durable."""
+        marks = self.marks()
+        return {number for number in range(count) if self._marks + mark_name(number) in marks}
 
     def done(self, number: int) -> None:
         """Say that file ``number`` is durable."""
         try:
-            self.backend.put_if(self.mark(number), b"{}\n", expected=None)
+            self.backend.put_if(self._marks + mark_name(number), b"{}\n", expected=None)
         except ConflictError:
-            if self.mark(number) not in self.marks():
+            if number not in self.durable(number + 1):
                 raise
 
     def forget(self, number: int) -> None:
         """Take back that file ``number`` is durable."""
-        self.backend.delete(self.mark(number))
+        self.backend.delete(self._marks + mark_name(number))
 
     def claim(self) -> bool:
         """Whether it is for this process to finish: of all that ask, the first one."""
@@ -310,12 +311,6 @@ def ended(backend: Backend, name: str | None, digest: str) -> str | None:
     return None
 
 
-def forget_ended(backend: Backend, name: str | None) -> None:
-    """Remove the claims of conversions that have ended: what they wrote is not there any more."""
-    for folder, _ in _folders(backend, name):
-        backend.delete(folder + CLAIM)
-
-
 def _folders(backend: Backend, name: str | None) -> Iterator[tuple[str, str]]:
     """Those with the marks of conversions, and their ids."""
     starts = marks_prefix(name, "").removesuffix("/")
@@ -340,7 +335,10 @@ def find(backend: Backend, name: str | None, digest: str) -> ConversionJournal |
 
 
 def begin(backend: Backend, name: str | None, begun: ConversionRecord) -> ConversionJournal:
-    """Begin a conversion, or join the same one that another process has begun meanwhile."""
+    """Begin a conversion, or join the same one that another process has begun meanwhile. Claims of those that have ended go: what they
+    wrote is not there any more."""
+    for folder, _ in _folders(backend, name):
+        backend.delete(folder + CLAIM)
     record = ConversionJournal(backend, name, begun.id, begun.digest)
     try:
         record.begin(begun.to_bytes())

@@ -124,18 +124,14 @@ def _stored(name: str, entry: Any, base: int, where: str) -> TensorSpan:
         known = ", ".join(sorted(FROM_SAFETENSORS))
         raise FormatError(f"tensor {name} has the unknown dtype {spelled!r}", where=where, hint=f"known dtypes: {known}")
     if spelled == "F4":
-        shape = _packed(name, shape, where)
+        # The header counts values of 4 bits, and elements here are bytes with two of them
+        if not shape or shape[-1] % 2:
+            raise FormatError(f"tensor {name} has an odd number of 4-bit values in a row", where=where, hint="store them as U8")
+        shape = [*shape[:-1], shape[-1] // 2]
     span = TensorSpan(kind, tuple(shape), base + start)
     if span.length != stop - start:
         _damaged(where, f"{stop - start:,} bytes for tensor {name}, {spelled} {shape}, which takes {span.length:,}")
     return span
-
-
-def _packed(name: str, shape: list[int], where: str) -> list[int]:
-    """The header counts values of 4 bits, and elements here are bytes with two of them."""
-    if not shape or shape[-1] % 2:
-        raise FormatError(f"tensor {name} has an odd number of 4-bit values in a row", where=where, hint="store them as U8")
-    return [*shape[:-1], shape[-1] // 2]
 
 
 def _check_cover(tensors: Mapping[str, TensorSpan], base: int, size: int, where: str) -> None:

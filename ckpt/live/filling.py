@@ -215,7 +215,10 @@ def resolved(bound: Iterable[Target], catalog: LiveCatalog) -> tuple[list[Target
         view = catalog.views.get(entry.alias or entry.name) if catalog.views else None
         if view is None:
             targets.append((target, entry))
-            boxes.append(tuple([box for _, box in wanted_boxes(target, entry, padding)]))
+            if entry.shape == target.info.shape:  # all of it, without a look at each box
+                boxes.append(tuple([part.box for part in target.parts]))
+            else:
+                boxes.append(tuple([box for _, box in wanted_boxes(target, entry, padding)]))
             continue
         made = source_targets((target, entry), view, catalog, padding)
         targets += made
@@ -241,7 +244,7 @@ class Filling:
                 common = part.box.intersect(box) if part.box != box else box
                 if common is not None or not box.shape:
                     common = box if common is None else common
-                    check_not_freed(part.memory, f"tensor {target.info.name}")
+                    check_not_freed(part.memory, target.info.name)
                     _copy(part.memory[common.relative_to(part.box.offset).slices], target.view(common))
             self.copied += box.numel * entry.dtype.itemsize
             self._count(box.numel * entry.dtype.itemsize)
@@ -272,12 +275,12 @@ class Filling:
             self.placed += nbytes
 
 
-def check_not_freed(memory: torch.Tensor, where: str | None = None) -> None:
+def check_not_freed(memory: torch.Tensor, name: str | None = None) -> None:
     """Raise ConsistencyError if the storage of a tensor was freed: to read it would end the process."""
-    if memory.numel() and not memory.untyped_storage().nbytes():
+    if not memory.untyped_storage().nbytes() and memory.numel():
         message = "the memory of a tensor was freed before it was read, so its bytes are lost"
         hint = "keep the old state as it is until the call returns, and free nothing of it"
-        raise ConsistencyError(message, where=where, hint=hint)
+        raise ConsistencyError(message, where=None if name is None else f"tensor {name}", hint=hint)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -96,7 +96,8 @@ class Sink:
         check_flags(relay=relay, strict=strict, cast=cast)
         check_state(into)
         base = current_group(process_group)
-        check_layout(layout, base.ranks)
+        if layout is not None:
+            check_layout(layout, base.ranks)
         self.address = address
         split_address(address)  # before anything is done for it
         self._state = into

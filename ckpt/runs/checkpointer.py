@@ -140,7 +140,8 @@ class Checkpointer:
         self._bases = Bases(anchor)
         self._options = replace(options, trust=None if isinstance(reuse, bool) else reuse)
         self.timeout = options.timeout
-        check_layout(options.layout, self.group.ranks)
+        if options.layout is not None:
+            check_layout(options.layout, self.group.ranks)
         warn_if_others_are_missing(self.group)
         self.restored_from: RestoredFrom | None = None
         """What :meth:`restore` has loaded, and how many bytes from where."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -112,7 +112,9 @@ def divided(url: str, output: Output, *, apart: bool = False) -> Iterator[tuple[
     code = 0
     try:
         with _waiting_noticed(processes):
-            work.join(command, url, _arguments(context.params))
+            work.join(
+                command, url, {f"--{name.replace('_', '-')}": repr(value) for name, value in context.params.items() if name not in _OWN}
+            )
         yield work, replace(output, muted=not work.leads)
     except BaseException as err:
         code = _code_of(err)
@@ -157,10 +159,6 @@ def _tasked(context: click.Context) -> Iterator[DividedWork]:
             yield TaskedWork(tasks.count, tasks.run)
         except CkptError as err:
             raise _as_its_cause(err) from None
-
-
-def _arguments(parameters: Mapping[str, Any]) -> dict[str, str]:
-    return {f"--{name.replace('_', '-')}": repr(value) for name, value in parameters.items() if name not in _OWN}
 
 
 def _as_its_cause(err: BaseException) -> BaseException:

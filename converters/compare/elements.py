@@ -67,7 +67,18 @@ class Elements:
         copies = overlapping_chunks(entry.grid, box)
         for copy, extent in zip(copies, self.catalog.extents(entry, [c.chunk for c in copies]), strict=True):
             if extent.codec is None:
-                self._plain(copy, extent, box, out)
+                size = out.dtype.itemsize
+                strides = row_major_strides(copy.chunk_box.shape)
+                for part in parts_of(0, copy, extent, size, whole_chunks=False, max_gap=settings.GAP):
+                    target = out[slices_of(part.box, box)]
+                    if target.flags.c_contiguous and target.nbytes == part.length:
+                        self.catalog.backend.read_into(part.path, part.offset, target.reshape(-1).view(np.uint8).data)
+                        continue
+                    data = np.empty(part.length, dtype=np.uint8)
+                    self.catalog.backend.read_into(part.path, part.offset, data.data)
+                    first = sum((o - b) * s for o, b, s in zip(part.box.offset, copy.chunk_box.offset, strides, strict=True))
+                    at = first * size - (part.offset - extent.offset)
+                    target[...] = np.ndarray(part.box.shape, out.dtype, data.data, at, [s * size for s in strides])
             else:
                 chunk = self._decoded(entry, copy, extent, out.dtype)
                 out[slices_of(copy.box, box)] = chunk[slices_of(copy.box, copy.chunk_box)]
@@ -83,20 +94,6 @@ class Elements:
             message = f"{fault.times} stored chunks have {fault.box} of tensor {entry.name}, not one"
             raise CorruptError(message, where=self.catalog.url, hint="run `ckpt verify` to see what else is damaged")
         self._tiled.add(key)
-
-    def _plain(self, copy: Copy, extent: Extent, box: Box, out: Raw) -> None:
-        size = out.dtype.itemsize
-        strides = row_major_strides(copy.chunk_box.shape)
-        for part in parts_of(0, copy, extent, size, whole_chunks=False, max_gap=settings.GAP):
-            target = out[slices_of(part.box, box)]
-            if target.flags.c_contiguous and target.nbytes == part.length:
-                self.catalog.backend.read_into(part.path, part.offset, target.reshape(-1).view(np.uint8).data)
-                continue
-            data = np.empty(part.length, dtype=np.uint8)
-            self.catalog.backend.read_into(part.path, part.offset, data.data)
-            first = sum((o - b) * s for o, b, s in zip(part.box.offset, copy.chunk_box.offset, strides, strict=True))
-            at = first * size - (part.offset - extent.offset)
-            target[...] = np.ndarray(part.box.shape, out.dtype, data.data, at, [s * size for s in strides])
 
     def _decoded(self, entry: TensorEntry, copy: Copy, extent: Extent, kind: np.dtype[Any]) -> Raw:
         latest: tuple[Extent, Raw] | None = getattr(self._coded, "chunk", None)

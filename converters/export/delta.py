@@ -14,12 +14,10 @@ and keeps no more of it than the windows that its threads compare; changes beyon
 
 from __future__ import annotations
 
-import secrets
 import tempfile
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +25,7 @@ import xxhash
 
 from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.selection import OutputTensor
-from ckpt.errors import CkptError, MismatchError, StorageError, UsageError
+from ckpt.errors import MismatchError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base
 from ckpt.formats.deltas.chain import section_digest
 from ckpt.formats.deltas.changes import code_counts, encode_gaps, find_changes, gaps_of, mostly_changed
@@ -43,12 +41,11 @@ from ckpt.formats.deltas.manifest import (
     read_sections,
     signed,
 )
-from ckpt.formats.journal import IntentJournal, WriteJournal
-from ckpt.formats.registry import ExportRecord
-from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.formats.journal import WriteJournal
+from ckpt.io_backends.protocol import Writer
 from ckpt.plan.layout.geometry import flat_to_boxes
 
-from .transaction import Destination
+from .transaction import Destination, ExportTransaction
 
 SPILLED = 64 << 20
 """Bytes of changes that a rank keeps in memory before they go to a temporary file."""
@@ -210,55 +207,29 @@ def _stored(sections: Sequence[_Compared]) -> dict[int, WrittenTensor]:
     return stored
 
 
-class DeltaTransaction:
-    """The files of a delta on the leader, in the place of ``ExportTransaction``: they exist together, from the manifest on, or not at
-    all."""
+def begin_delta(destination: Destination, ranks: int) -> ExportTransaction:
+    """The files of a delta that so many ranks write, begun: they exist together, from the manifest on, or not at all."""
+    if destination.name is not None:
+        raise UsageError("a delta is a directory", where=destination.url, hint="a URL that does not end in .safetensors")
+    if destination.replace:
+        raise UsageError("a delta replaces nothing: others may follow what is there", where=destination.url, hint="export to a new URL")
+    transaction = ExportTransaction(destination, dict.fromkeys(delta_paths(ranks)), (MANIFEST,), last=MANIFEST)
+    transaction.show()
+    return transaction
 
-    tokens = None
-    parts = None
-    shared = None
 
-    def __init__(self, destination: Destination, base: Base, ranks: int) -> None:
-        if destination.name is not None:
-            raise UsageError("a delta is a directory", where=destination.url, hint="a URL that does not end in .safetensors")
-        if destination.replace:
-            raise UsageError("a delta replaces nothing: others may follow what is there", where=destination.url, hint="export to a new URL")
-        self.destination = destination
-        self.base = base
-        self.journal = IntentJournal(destination.backend, destination.record)
-        files = (*delta_paths(ranks), MANIFEST)
-        self.journal.begin(ExportRecord(id=secrets.token_hex(8), replaces=False, files=files).to_bytes())
-        self.journal.adopt(files)
-
-    def commit(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
-        """Make the delta exist. Small files are the anchor's."""
-        destination, base = self.destination, self.base
-        files = sorted(
-            (DeltaFile(path=r["path"], size=r["size"], head=r["head"], digest=r["digest"]) for r in receipts[0]), key=lambda file: file.path
-        )
-        for file in files:
-            if (size := destination.backend.size(file.path)) != file.size:
-                message = f"{file.path} has {size} of {file.size} bytes"
-                raise StorageError(message, where=destination.url, hint="the URL must be on storage that all ranks share")
-        _, result = read_sections(destination.backend, files, base.tensors)
-        manifest = DeltaManifest(
-            number=base.number + 1,
-            base=base.this,
-            anchor=base.anchor,
-            tensors=base.tensors,
-            files=tuple(files),
-            result=result,
-            changed=sum(r["changed"] for r in receipts[0]),
-            dense_bytes=sum(place.length for place in base.places),
-        )
-        if not self.journal.is_alone():
-            message = "another export to here has removed what this one wrote"
-            raise StorageError(message, where=destination.url, hint="let that one end, or export to another URL")
-        with self.journal.making(MANIFEST):
-            destination.put(MANIFEST, manifest.to_bytes(destination.url))
-        self.journal.commit()
-
-    def discard(self) -> None:
-        """Leave nothing of it."""
-        with suppress(CkptError):
-            self.journal.discard()
+def manifest_of(destination: Destination, base: Base, receipts: Sequence[Any]) -> bytes:
+    """The manifest of a delta whose files are there: what ``DeltaRecorder.flush`` gave for each says what they have."""
+    files = sorted((DeltaFile(path=r["path"], size=r["size"], head=r["head"], digest=r["digest"]) for r in receipts), key=lambda f: f.path)
+    _, result = read_sections(destination.backend, files, base.tensors)
+    manifest = DeltaManifest(
+        number=base.number + 1,
+        base=base.this,
+        anchor=base.anchor,
+        tensors=base.tensors,
+        files=tuple(files),
+        result=result,
+        changed=sum(r["changed"] for r in receipts),
+        dense_bytes=sum(place.length for place in base.places),
+    )
+    return manifest.to_bytes(destination.url)

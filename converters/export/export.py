@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import settings, units
 from ckpt.converters.mapping.translation import changed
-from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, split_url
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor
 from ckpt.converters.targets.hf import INDEX, TARGET, Configuration, ModelConfig, read_configuration
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
+from ckpt.formats.deltas.manifest import MANIFEST
 from ckpt.io_backends.registry import open_backend, scheme_of
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
@@ -34,7 +35,7 @@ from ckpt.state.collect import Collected, collect
 from ckpt.text import parse_json, url_text
 
 from .delivery import Delivery
-from .delta import DeltaRecorder, DeltaTransaction, check_follows, delta_paths
+from .delta import DeltaRecorder, begin_delta, check_follows, delta_paths, manifest_of
 from .plan import ExportJob, ExportOptions, ExportReport, StateCatalog, Way, WritePlan, WritePlanner
 from .transaction import Destination, ExportTransaction, RankFiles
 
@@ -109,7 +110,7 @@ def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Lay
     if layout is not None:
         layout.check_ranks(group.ranks)
     scheme_of(url)
-    root, name = split_url(url, file=TARGET.one_file(url))
+    root, name = parent_and_name(url) if TARGET.one_file(url) else (url, None)
     named = state if isinstance(state, dict) else {"model": state}
     _refuse_adapters(named.values(), url)
     return ExportShare(
@@ -149,7 +150,7 @@ class ExportLayout:
 class LeaderExport:
     """What only the leader has: it makes the files exist."""
 
-    transaction: ExportTransaction | DeltaTransaction
+    transaction: ExportTransaction
     layout: ExportLayout
     configuration: Configuration
     agreed: Row
@@ -199,7 +200,7 @@ def _begin_files(job: ExportJob, share: ExportShare, rows: Mapping[int, Row], un
     destination.backend.prepare()
     destination.clear()
     if base is not None:
-        delta = DeltaTransaction(destination, base, call.group.size)
+        delta = begin_delta(destination, call.group.size)
         undo.callback(delta.discard)
         return LeaderExport(transaction=delta, layout=layout, configuration=configuration, agreed=agreed)
     files = layout.planned.files
@@ -309,18 +310,22 @@ def publish(written: WrittenExport) -> Row:
     return call.lead(row, lambda rows: _commit(written, leader, rows))
 
 
-def _commit(written: WrittenExport, leader: LeaderExport, rows: Mapping[int, Row]) -> Row:
-    begun, layout = written.begun, leader.layout
+def _commit(export: WrittenExport, leader: LeaderExport, rows: Mapping[int, Row]) -> Row:
+    begun, layout = export.begun, leader.layout
     _check_counts(layout, [row["counted"] for row in rows.values()], begun.job.call.url)
     receipts: dict[int, list[Any]] = {}
     for row in rows.values():
         for f, receipt in row["receipts"].items():
             receipts.setdefault(int(f), []).append(receipt)
-    beside = {} if begun.share.destination.name is not None else leader.configuration.files
-    leader.transaction.commit(receipts, beside, layout.planned.finish)
-    if layout.base is None:
+    destination, base = begun.share.destination, layout.base
+    if base is None:
+        leader.transaction.commit(receipts, {} if destination.name is not None else leader.configuration.files, layout.planned.finish)
         return {"file_bytes": sum(f.size for f in layout.planned.files), "changed": 0}
-    return {"file_bytes": sum(r["size"] for r in receipts[0]), "changed": sum(r["changed"] for r in receipts[0])}
+    written = receipts[0]
+    leader.transaction.sizes = {r["path"]: r["size"] for r in written}
+    # Small files are the anchor's
+    leader.transaction.commit({}, {}, lambda backend: destination.put(MANIFEST, manifest_of(destination, base, written)))
+    return {"file_bytes": sum(r["size"] for r in written), "changed": sum(r["changed"] for r in written)}
 
 
 def _check_counts(layout: ExportLayout, counted: Sequence[Mapping[str, Mapping[str, int]]], url: str) -> None:
@@ -336,7 +341,7 @@ def _check_counts(layout: ExportLayout, counted: Sequence[Mapping[str, Mapping[s
 
 def _report(written: WrittenExport, totals: Row) -> ExportReport:
     job, layout, delivery = written.begun.job, written.begun.layout, written.delivery
-    files, base = layout.planned.files, layout.base
+    files, base, taken = layout.planned.files, layout.base, layout.chosen.taken()
     return ExportReport(
         url=job.call.url,
         files=tuple(f.path for f in files) if base is None else delta_paths(job.call.group.size),
@@ -346,7 +351,7 @@ def _report(written: WrittenExport, totals: Row) -> ExportReport:
         rank_bytes=sum(n for of in delivery.counted.values() for n in of.values()),
         sent_bytes=delivery.sent,
         writes=delivery.writes,
-        left_out=tuple(sorted(n for n in layout.catalog.tensors if n not in layout.chosen.taken)),
+        left_out=tuple(sorted(n for n in layout.catalog.tensors if n not in taken)),
         seconds=time.perf_counter() - job.began,
         since=None if base is None else base.this.url,
         changed=totals["changed"],

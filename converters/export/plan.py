@@ -142,7 +142,11 @@ class WritePlanner:
         for f, part in enumerate(parts):
             alone = self.ranks[f % len(self.ranks)] if way == "files" else None
             for start, stop, segments in self._cut(f, part or WINDOW, skipped, head=way != "ranges"):
-                sizes = self._sizes(f, segments)
+                sizes: dict[int, int] = {}
+                for segment in segments:
+                    itemsize = self.files[f].items[segment.item].itemsize
+                    for rank, _, box in self._owned(f, segment):
+                        sizes[rank] = sizes.get(rank, 0) + box.numel * itemsize
                 aggregator, round = pacer.place(stop - start, sizes, alone)
                 windows.append(WriteWindow(f, start, stop, tuple(segments), sizes, aggregator, round))
         heads = tuple(self.ranks[f % len(self.ranks)] if way == "ranges" else None for f in range(len(self.files)))
@@ -151,15 +155,6 @@ class WritePlanner:
     def moves(self, f: int, segment: FileSegment) -> Iterator[Move]:
         """Who has what of a segment of a file, in an order that is the same everywhere."""
         return (Move(rank, within(piece, box)) for rank, piece, box in self._owned(f, segment))
-
-    def _sizes(self, f: int, segments: Sequence[FileSegment]) -> dict[int, int]:
-        """Bytes of segments that each rank has."""
-        sizes: dict[int, int] = {}
-        for segment in segments:
-            itemsize = self.files[f].items[segment.item].itemsize
-            for rank, _, box in self._owned(f, segment):
-                sizes[rank] = sizes.get(rank, 0) + box.numel * itemsize
-        return sizes
 
     def _owned(self, f: int, segment: FileSegment) -> Iterator[tuple[int, ViewPiece, Box]]:
         """Rank, piece, and the box of its stored tensor that the rank has."""

@@ -63,22 +63,18 @@ class Destination:
         begun, replaces = self._begun()
         self.check_free({self.record} if replaces else {self.record, *begun})
         if self.replace and self.name is None:
-            self._check_exported()
+            # What is there has to be an export, all of which will be replaced: weights that stay would be taken for some of the new ones.
+            others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
+            if others or find_format(self.url) not in (None, FORMAT_NAME):
+                if MANIFEST in self._taken():
+                    raise _delta_is_there(self.url)
+                message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
+                raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
         for left in list(left_behind(self.backend, self.name or _STEM)):
             if self._is_ours(left.path):
                 remove_left(self.backend, left)
         for path in (*begun, self.record):
             self.backend.delete(path)
-
-    def _check_exported(self) -> None:
-        """Raise ConflictError unless what is there was an export, all of which will be replaced: weights that stay would be taken for
-        some of the new ones."""
-        others = [n for n in self._taken() if n.endswith((SUFFIX, INDEX_SUFFIX)) and n != INDEX and _WEIGHTS.fullmatch(n) is None]
-        if others or find_format(self.url) not in (None, FORMAT_NAME):
-            if MANIFEST in self._taken():
-                raise _delta_is_there(self.url)
-            message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
-            raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
 
     def check_free(self, but: Collection[str] = ()) -> None:
         """Raise ConflictError if anything is there, ``but`` for these files, that must not be replaced."""
@@ -125,11 +121,13 @@ class Destination:
 
 @dataclass(eq=False)
 class ExportTransaction:
-    """The files of one export on the leader, who has begun them. ``shared`` is None where files cannot be shared."""
+    """The files of one export on the leader, who has begun them: their sizes by path, those of a delta once it is written; and the names of
+    small ones that come with them, of which ``last`` is written last. ``shared`` is None where files cannot be shared."""
 
     destination: Destination
-    files: Sequence[OutputFile]
+    sizes: Mapping[str, int | None]
     beside: Sequence[str]
+    last: str | None
     shared: list[SharedObject] | None = None
 
     def __post_init__(self) -> None:
@@ -138,12 +136,12 @@ class ExportTransaction:
     @classmethod
     def begin(cls, destination: Destination, files: Sequence[OutputFile], beside: Sequence[str]) -> ExportTransaction:
         """Begin all files; ``beside`` are the names of small ones that come with them."""
-        transaction = cls(destination, files, beside)
+        transaction = cls(destination, {f.path: f.size for f in files}, beside, last=INDEX if INDEX in beside else None)
         first = destination.backend.create_shared(files[0].path, files[0].size) if files else None
         if first is None:
             if destination.replace:
                 raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
-            transaction.journal.adopt(transaction._begin())
+            transaction.show()
             return transaction
         transaction.shared = [first]
         try:
@@ -154,11 +152,13 @@ class ExportTransaction:
             raise
         return transaction
 
-    def _begin(self) -> tuple[str, ...]:
-        """Say that files are about to show that belong together only when the record is gone; their paths."""
-        files = (*(f.path for f in self.files), *self.beside)
+    def show(self) -> None:
+        """Say that files are about to show that belong together only when the record is gone. Where none are shared, every process makes
+        some of them, and this one removes what is left of all."""
+        files = (*self.sizes, *self.beside)
         self.journal.begin(ExportRecord(id=secrets.token_hex(8), replaces=self.destination.replace, files=files).to_bytes())
-        return files
+        if self.shared is None:
+            self.journal.adopt(files)
 
     @property
     def tokens(self) -> list[str] | None:
@@ -172,14 +172,18 @@ class ExportTransaction:
     def commit(self, receipts: Mapping[int, Sequence[Any]], small: Mapping[str, bytes], finish: Callable[[Backend], None]) -> None:
         """Make the export exist, with ``small`` files beside; ``finish`` writes what comes last."""
         if self.shared is None:
-            self._check_there()
+            for path, expected in self.sizes.items():
+                size = self.destination.backend.size(path)
+                if size != expected:
+                    message = f"{path} has {size} of {expected} bytes"
+                    raise StorageError(message, where=self.destination.url, hint="the URL must be on storage that all ranks share")
         else:
             self._show(self.shared, receipts)
         self._check_alone()
         for path, data in small.items():
             with self.journal.making(path):
                 self.destination.put(path, data)
-        with self.journal.making(INDEX) if INDEX in self.beside else nullcontext():
+        with self.journal.making(self.last) if self.last is not None else nullcontext():
             finish(self.destination.backend)
         self._check_alone()
         if self.journal.is_begun:
@@ -196,28 +200,17 @@ class ExportTransaction:
             for one in shared:
                 one.flush()  # fails if another export has removed it: then nothing of what is there may go
             destination.check_free()
-            self._begin()
+            self.show()
             if destination.replace:
-                self._remove_others()
-        for number, one in enumerate(shared):
-            with self.journal.making(self.files[number].path):
+                # Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone
+                backend = self.destination.backend
+                backend.delete(INDEX)
+                for name in backend.list_dir():
+                    if _WEIGHTS.fullmatch(name) and name not in self.sizes:
+                        backend.delete(name)
+        for number, (path, one) in enumerate(zip(self.sizes, shared, strict=True)):
+            with self.journal.making(path):
                 one.complete(receipts.get(number, []), replace=destination.replace)
-
-    def _remove_others(self) -> None:
-        """Weights of the export that is replaced: the index first, for nobody shall find shards through it that are gone."""
-        backend = self.destination.backend
-        backend.delete(INDEX)
-        new = {f.path for f in self.files}
-        for name in backend.list_dir():
-            if _WEIGHTS.fullmatch(name) and name not in new:
-                backend.delete(name)
-
-    def _check_there(self) -> None:
-        for file in self.files:
-            size = self.destination.backend.size(file.path)
-            if size != file.size:
-                message = f"{file.path} has {size} of {file.size} bytes"
-                raise StorageError(message, where=self.destination.url, hint="the URL must be on storage that all ranks share")
 
     def discard(self) -> None:
         """Leave nothing of it. What was replaced already cannot be brought back; then the mark stays, and nothing can be opened."""

@@ -15,7 +15,7 @@ from ckpt.plan.views import LogicalTensor, whole
 from ckpt.text import parse_json
 
 from .terms import Dimensions
-from .translation import NUMBERS, Direction, Translation, changed, load_translation, of_arguments, of_config
+from .translation import NUMBERS, Direction, changed, load_translation, of_arguments, of_config
 
 # What a tensor of a checkpoint is to the model: a parameter itself, or an optimizer's tensor of one. A translation is of parameters; here
 # it is applied to all that is named after them.
@@ -145,7 +145,10 @@ def model_views(translation: str, convention: str, numbers: Mapping[str, int], *
     """From the shapes of a model's tensors to the same in ``convention``; ``numbers`` are those that the translation's terms name, and go
     before those that files have ``stored_numbers``."""
     rules = load_translation(translation)
-    direction = _direction(rules, convention)
+    if convention not in (rules.left, rules.right):
+        message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {convention!r}"
+        raise UsageError(message, hint=f"the convention that you want: {rules.left} or {rules.right}")
+    direction: Direction = "rightwards" if convention == rules.right else "leftwards"
     asked = [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))]
     strange = sorted(numbers.keys() - set(asked))
     if strange:
@@ -184,10 +187,3 @@ def _config(url: str) -> bytes | None:
         return open_backend(url).read_whole(CONFIG, settings.SIDE_FILE)
     except NotFoundError:
         return None
-
-
-def _direction(rules: Translation, convention: str) -> Direction:
-    if convention not in (rules.left, rules.right):
-        message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {convention!r}"
-        raise UsageError(message, hint=f"the convention that you want: {rules.left} or {rules.right}")
-    return "rightwards" if convention == rules.right else "leftwards"

@@ -138,7 +138,16 @@ class Term:
         made = {}
         for key, names in _grouped(matched, self.over).items():
             target = name_of(self.right, dict(key))
-            rows = self._complete(target, names)
+            count = 1 + max(i for i, _ in names)
+            lost = [(i, p) for i in range(count) for p in range(len(self.left)) if (i, p) not in names]
+            if lost:
+                i, p = lost[0]
+                more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+                where = f", number {i}" if self.over else ""
+                raise UsageError(
+                    f"{target!r} needs {self.left[p]!r}{where}{more}, which is not there, beside {sorted(names.values())[0]!r}"
+                )
+            rows = [[names[i, p] for p in range(len(self.left))] for i in range(count)]
             made[target] = self._joined([[views.whole(name, shape_of(name)) for name in row] for row in rows], numbers, target)
         return made
 
@@ -152,17 +161,6 @@ class Term:
                 own = dict(at) if self.over is None else {**dict(at), self.over: i}
                 made.update({name_of(pattern, own): view for pattern, view in zip(self.left, row, strict=True)})
         return made
-
-    def _complete(self, target: str, names: Mapping[tuple[int, int], str]) -> list[list[str]]:
-        """Names by the number that a step goes over, then by pattern."""
-        count = 1 + max(i for i, _ in names)
-        lost = [(i, p) for i in range(count) for p in range(len(self.left)) if (i, p) not in names]
-        if lost:
-            i, p = lost[0]
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            where = f", number {i}" if self.over else ""
-            raise UsageError(f"{target!r} needs {self.left[p]!r}{where}{more}, which is not there, beside {sorted(names.values())[0]!r}")
-        return [[names[i, p] for p in range(len(self.left))] for i in range(count)]
 
     def _joined(self, rows: Rows, numbers: Dimensions, target: str) -> LogicalTensor:
         try:

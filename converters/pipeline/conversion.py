@@ -15,7 +15,7 @@ from ckpt.catalog import Catalog
 from ckpt.converters.selection import OutputSet
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.external.base import ExternalCatalog
-from ckpt.formats.journal import ConversionJournal, begin, ended, find, forget_ended
+from ckpt.formats.journal import ConversionJournal, begin, ended, find
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, new_id
@@ -29,7 +29,7 @@ from ckpt.settings import __version__
 from ckpt.settings import threads as default_threads
 from ckpt.telemetry.callbacks import ProgressCallback
 
-from .target import ConvertOptions, OutputFile, OutputOptions, OutputPlan, Target, split_url
+from .target import ConvertOptions, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name
 
 
 def digest_of(chosen: OutputSet, *options: object) -> str:
@@ -50,7 +50,7 @@ def check_source(chosen: OutputSet, digest: str, *options: object) -> None:
         for number, catalog in enumerate(chosen.catalogs):
             if isinstance(catalog, VirtualCatalog):
                 again = open_catalog(catalog.url)  # which looks at the sources anew
-                for name in chosen.taken_of(number):
+                for name in chosen.taken(number):
                     entry = again.tensors[name]
                     again.extents(entry, range(len(entry.grid)))
         same = digest_of(chosen, *options) == digest
@@ -96,7 +96,9 @@ class Conversion:
         self.options = options
         self.beside = beside or {}
         scheme_of(url)
-        self.root, self.name = split_url(url, file=format.one_file(url))
+        self.root: str
+        self.name: str | None
+        self.root, self.name = parent_and_name(url) if format.one_file(url) else (url, None)
         self.backend: Backend = open_backend(self.root)
         if self.name is None:
             check_no_link(self.backend)
@@ -111,7 +113,8 @@ class Conversion:
         self.record: ConversionJournal | None = None
         self.part = (0, 1)
         self._new = False
-        self._ended = False
+        self.has_ended = False
+        """Whether this very conversion had ended before it was begun again."""
         self._made_root = False
         self._previous = read_record(self.backend) if self.name is None else None
 
@@ -146,21 +149,28 @@ class Conversion:
             if part[0] and len(planned.files) <= part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
-            self.record, self._new = self._begun(ConversionRecord(id=id, digest=self.digest, files=files)), True
+            self._new = True
+            try:
+                self._check_empty()
+            except ConflictError:
+                self.record = find(self.backend, self.name, self.digest)  # another process may have begun just now
+                if self.record is None:
+                    raise
+            else:
+                self._made_root = is_file_system(self.root) and not os.path.exists(real_url(self.root))
+                self.backend.prepare()
+                self.record = begin(self.backend, self.name, ConversionRecord(id=id, digest=self.digest, files=files))
         elif self.name is None:
             resume(self.backend, id)
-        self._check_previous(self.record)
+        previous = self._previous if not self.options.overwrite else None
+        if previous is not None and CommitRecord.from_bytes(previous, self.url).id != self.record.id:  # somebody else has saved since
+            raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
         return planned if self.record.id == id else self._plan(self.record.id)
 
     def join(self, id: str, *, ended: bool) -> OutputPlan:
         """The plan of what the first of several processes has begun, or finds to have ended."""
-        self.record, self._ended = ConversionJournal(self.backend, self.name, id, self.digest), ended
+        self.record, self.has_ended = ConversionJournal(self.backend, self.name, id, self.digest), ended
         return self._plan(id)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether this very conversion had ended before it was begun again."""
-        return self._ended
 
     def _end(self) -> OutputPlan | None:
         """The plan, if this very conversion has ended: it is the commit at the destination, or has left its claim there."""
@@ -175,28 +185,8 @@ class Conversion:
         planned = self._plan(id)
         if any(_size(self.backend, f.path) != f.size for f in planned.files):
             return None
-        self.record, self._ended = ConversionJournal(self.backend, self.name, id, self.digest), True
+        self.record, self.has_ended = ConversionJournal(self.backend, self.name, id, self.digest), True
         return planned
-
-    def _begun(self, begun: ConversionRecord) -> ConversionJournal:
-        try:
-            self._check_empty()
-        except ConflictError:
-            other = find(self.backend, self.name, self.digest)  # another process may have begun just now
-            if other is None:
-                raise
-            return other
-        self._made_root = is_file_system(self.root) and not os.path.exists(real_url(self.root))
-        self.backend.prepare()
-        forget_ended(self.backend, self.name)
-        return begin(self.backend, self.name, begun)
-
-    def _check_previous(self, record: ConversionJournal) -> None:
-        """Raise ConflictError if somebody else has saved here since the conversion was begun."""
-        if self._previous is None or self.options.overwrite:
-            return
-        if CommitRecord.from_bytes(self._previous, self.url).id != record.id:
-            raise ConflictError("there is a checkpoint by now", where=self.url, hint="convert to another URL, or replace it: --overwrite")
 
     def _plan(self, id: str) -> OutputPlan:
         layout = OutputOptions(
@@ -222,7 +212,11 @@ class Conversion:
             taken = []
         else:
             ours = (".", CONVERTING, f"{MARKS}-")
-            taken = [n for n in self.backend.list_dir() if not n.startswith(ours) and not self._is_without_files(n)]
+            taken = [
+                n
+                for n in self.backend.list_dir()
+                if not n.startswith(ours) and not (n.endswith("/") and next(iter(self.backend.list_prefix(n)), None) is None)
+            ]
         if taken:
             raise ConflictError(
                 f"something is there already: {', '.join(taken[:5])}",
@@ -230,15 +224,12 @@ class Conversion:
                 hint="write to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
             )
 
-    def _is_without_files(self, name: str) -> bool:
-        """Whether this is a directory that a conversion left which was killed before it had a file."""
-        return name.endswith("/") and next(iter(self.backend.list_prefix(name)), None) is None
-
     def missing(self, planned: OutputPlan) -> list[int]:
         """Files of this process that are not there yet."""
-        if self._ended:
+        if self.has_ended:
             return []
-        mine = balanced([file.size for file in planned.files], self.part[1])[self.part[0]]
+        number, count = self.part
+        mine = list(range(len(planned.files))) if count == 1 else balanced([file.size for file in planned.files], count)[number]
         if self.record is None:
             return [] if self.part[0] else mine
         there = self._there(planned, self.record)
@@ -247,8 +238,7 @@ class Conversion:
     def _there(self, planned: OutputPlan, record: ConversionJournal) -> set[int]:
         """Files that are durable."""
         # A mark alone is not enough: a save to the same URL, or a clean-up, may have removed the file.
-        marks = record.marks()
-        marked = [i for i in range(len(planned.files)) if record.mark(i) in marks]
+        marked = record.durable(len(planned.files))
         if self.name is None:
             sizes: dict[str, int | None] = {e.path: e.size for e in self.backend.list_prefix()} if marked else {}
         else:
@@ -269,7 +259,8 @@ class Conversion:
             memory=self.options.memory,
             threads=default_threads(self.options.threads),
             verify=self.options.verify,
-            begin=lambda number: self._clear(record, planned.files[number], number),
+            # of a new conversion nothing was begun: what is there, a link that leads nowhere for example, is somebody's
+            begin=None if self._new else lambda number: self._clear(record, planned.files[number], number),
             done=record.done,
         )
         stream.write(missing, progress)
@@ -277,16 +268,14 @@ class Conversion:
 
     def _clear(self, record: ConversionJournal, file: OutputFile, number: int) -> None:
         """Remove a file that was begun and never finished. Raise ConflictError if another process is at it now."""
-        if self._new:
-            return  # none was: what is there, a link that leads nowhere for example, is somebody's
         others = find(self.backend, self.name, self.digest) is None
-        if record.mark(number) in record.marks():
+        if number in record.durable(number + 1):
             others = others or _size(self.backend, file.path) == file.size
             if not others:
                 record.forget(number)
         if not others:
             self.backend.delete(file.path)
-            others = record.mark(number) in record.marks()
+            others = number in record.durable(number + 1)
             if others:
                 record.forget(number)  # it was durable by then, and is gone now
         if others:
@@ -298,13 +287,18 @@ class Conversion:
 
         Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
         """
-        if self.record is None or self._ended:
-            return self._ended
+        if self.record is None or self.has_ended:
+            return self.has_ended
         if not self._whole(planned, self.record):
             return self._is_over(planned, self.record, alone=self.part[1] == 1)
         if not self.record.claim() and not (again and self.part[0] == 0):
             return self._is_over(planned, self.record)
-        self._check_source(planned, self.record)
+        # Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened
+        try:
+            check_source(self.chosen, self.digest, *self._options_digested)
+        except CorruptError:
+            self.discard(planned)
+            raise
         planned.finish(self.backend)
         # Processes that do not communicate are started again one by one: a task of an array that is repeated has to see what this was.
         self.record.remove(but_claim=self.part[1] > 1 and self.name is None and not self.format.replaces)
@@ -327,21 +321,13 @@ class Conversion:
         """Whether all files are durable, those of other processes too."""
         # Any process may be the one that finds all files there. ``claim`` then lets exactly one finish; ``again`` is
         # the way back if that one died in the middle.
-        if not {record.mark(i) for i in range(len(planned.files))} <= record.marks():
+        if len(record.durable(len(planned.files))) < len(planned.files):
             return False
         lost = sorted(set(range(len(planned.files))) - self._there(planned, record))
         if lost and find(self.backend, self.name, self.digest) is not None:
             message = f"a file that was durable is gone: {planned.files[lost[0]].path}"
             raise ConflictError(message, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return not lost
-
-    def _check_source(self, planned: OutputPlan, record: ConversionJournal) -> None:
-        """Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened."""
-        try:
-            check_source(self.chosen, self.digest, *self._options_digested)
-        except CorruptError:
-            self.discard(planned)
-            raise
 
     def discard(self, planned: OutputPlan) -> None:
         """Remove what this conversion has written, and its journal: what was written must not stay, and the same command begins anew."""

@@ -155,18 +155,16 @@ def _run(place: _TakenPart, extent: Extent) -> ByteRun | None:
 
 def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[ByteRun]]:
     """The runs of items in jobs of about ``JOB`` bytes. ``apart``: those of one item may be in several jobs, also long ones in parts."""
-    units = [[run] for runs_of_item in runs for run in _parts(runs_of_item)] if apart else runs
+    units = runs
+    if apart:
+        units = []
+        for run in (run for runs_of_item in runs for run in runs_of_item):
+            step = run.length if run.chunk.extent.digest is not None else JOB  # a digest asks for one part after another
+            starts = range(0, run.length, step)
+            units += [[run._replace(start=run.start + n, length=min(step, run.length - n), offset=run.offset + n)] for n in starts]
     sizes = [max(sum(run.length for run in unit), len(unit) * (JOB // MANY)) for unit in units]  # small runs take time, too
     for group in group_sizes(sizes, JOB):
         yield [run for unit in units[group.start : group.stop] for run in unit]
-
-
-def _parts(runs: Sequence[ByteRun]) -> Iterator[ByteRun]:
-    """Runs in parts of at most ``JOB`` bytes, where no digest asks for one after another."""
-    for run in runs:
-        step = run.length if run.chunk.extent.digest is not None else JOB
-        for at in range(0, run.length, step):
-            yield run._replace(start=run.start + at, length=min(step, run.length - at), offset=run.offset + at)
 
 
 def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
@@ -276,7 +274,7 @@ class FileStream:
         memory: int,
         threads: int,
         verify: bool,
-        begin: Callable[[int], None],
+        begin: Callable[[int], None] | None,
         done: Callable[[int], None],
     ) -> None:
         self.chosen = chosen if planned.tensors is None else replace(chosen, tensors=planned.tensors)
@@ -311,7 +309,8 @@ class FileStream:
         try:
             for number in numbers:
                 file = self.planned.files[number]
-                self._begin(number)
+                if self._begin is not None:
+                    self._begin(number)
                 # At most two files are open: the one being written and the one before it, which a thread makes
                 # durable.
                 opened = [*opened[-1:], _Open(file, self.backend.create(file.path, file.size), self._kind)]
@@ -362,23 +361,20 @@ class FileStream:
     def _end(self, number: int, opened: _Open) -> None:
         opened.end()
         if self.verify:
-            self._compare(opened)
+            # Read a file again, and compare each item with the digest of what was written
+            reader = DigestReader(self.backend, crc32=True)
+            try:
+                for item, digest in zip(opened.file.items, opened.digests, strict=True):
+                    extent = Extent(opened.file.path, item.offset, item.length, None)
+                    extent = extent._replace(crc32=digest) if opened.kind == "crc32" else extent._replace(digest=f"{digest:016x}")
+                    reader.reread(extent, partial(reader.verify_chunk, ChunkName(item.name, item.box, extent)))
+            except CorruptError as err:
+                self.backend.delete(opened.file.path)
+                err.hint = "the storage or the memory of this machine is faulty: convert elsewhere"
+                raise
             if opened.file.check is not None:
                 opened.file.check(self.backend, opened.file)
         self._done(number)
-
-    def _compare(self, opened: _Open) -> None:
-        """Read a file again, and compare each item with the digest of what was written."""
-        reader = DigestReader(self.backend, crc32=True)
-        try:
-            for item, digest in zip(opened.file.items, opened.digests, strict=True):
-                extent = Extent(opened.file.path, item.offset, item.length, None)
-                extent = extent._replace(crc32=digest) if opened.kind == "crc32" else extent._replace(digest=f"{digest:016x}")
-                reader.reread(extent, partial(reader.verify_chunk, ChunkName(item.name, item.box, extent)))
-        except CorruptError as err:
-            self.backend.delete(opened.file.path)
-            err.hint = "the storage or the memory of this machine is faulty: convert elsewhere"
-            raise
 
 
 class _Open:
@@ -393,7 +389,8 @@ class _Open:
 
     def take(self, item: int, start: int, data: memoryview) -> None:
         """Write the next bytes of an item; those of different items from any threads."""
-        self._update(item, data)
+        if self.kind is not None:
+            self._update(item, self.kind, data)
         self.writer.write(start, [data])
 
     def mark(self, item: int) -> _Digest | None:
@@ -420,18 +417,18 @@ class _Open:
             end = min(end, len(data))
             while segment is not None and hashed < end:
                 stop = min(end, segment.start - first + segment.length)
-                self._update(segment.item, data[hashed:stop])
+                if self.kind is not None:
+                    self._update(segment.item, self.kind, data[hashed:stop])
                 hashed = stop
                 if stop == segment.start - first + segment.length:
                     segment = next(segments, None)
             self.writer.write(first + at, [data[at:end]])
             at, end = end, end + step
 
-    def _update(self, item: int, data: memoryview) -> None:
-        if self.kind is not None:
-            if item not in self._state:
-                self._state[item] = _DIGESTS[self.kind]()
-            self._state[item].update(data)
+    def _update(self, item: int, kind: str, data: memoryview) -> None:
+        if item not in self._state:
+            self._state[item] = _DIGESTS[kind]()
+        self._state[item].update(data)
 
     def end(self) -> None:
         """Write what is not tensors, and make all durable."""

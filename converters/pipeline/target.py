@@ -276,11 +276,6 @@ def target(name: str) -> Target:
     raise UsageError(f"cannot convert to {name!r}: no such format", hint=f"one of {', '.join(_BUILTIN)}")
 
 
-def split_url(url: str, *, file: bool) -> tuple[str, str | None]:
-    """The directory that is written to, and the name of the file there if it is one file."""
-    return parent_and_name(url) if file else (url, None)
-
-
 def parent_and_name(url: str) -> tuple[str, str]:
     """The directory of a file, and its name there.
 

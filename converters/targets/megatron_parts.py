@@ -82,7 +82,10 @@ class Ranks:
         self.tied = OUTPUT not in model
         self.gated = gated_layers({n: w.shape for n, w in model.items()})
         self.padded_rows: int = arguments["padded_vocab_size"]
-        self.expert_tensor = self._expert_tensor(arguments.get("expert_tensor_parallel_size"))
+        given = arguments.get("expert_tensor_parallel_size")
+        if given not in (None, 1, self.parallel.tensor):
+            self._refuse(f"experts on {given} tensor-parallel ranks, and all else on {self.parallel.tensor}", "1, or as many as --tp")
+        self.expert_tensor = self.parallel.tensor if given is None else int(given)
         self._by_layer: dict[int, list[str]] = {}
         self._number: dict[str, int] = {}
         for name in sorted(model, key=lambda n: order_key(n, self.local_names.order)):
@@ -92,7 +95,10 @@ class Ranks:
             self._by_layer.setdefault(layer, []).append(name)
             self._number[name] = _OUTSIDE if expert is None else expert.number
         self.layers = self._count("layer", set(self._by_layer))
-        self.experts = max((self._experts_in(layer) for layer in range(self.layers)), default=0)
+        self.experts = max(
+            (self._count(f"layer {layer}: expert", {self._number[name] for name in self._by_layer[layer]}) for layer in range(self.layers)),
+            default=0,
+        )
         if self.experts % parallel.expert or self.experts < parallel.expert > 1:
             hint = "a --ep that divides them" if self.experts else "leave out --ep"
             self._refuse(f"{self.experts} experts cannot be divided among {parallel.expert} ranks", hint)
@@ -110,9 +116,6 @@ class Ranks:
             self._refuse(f"{what} {missing[0]} is missing: the numbers go to {max(indices)}", "convert all of them")
         return len(indices)
 
-    def _experts_in(self, layer: int) -> int:
-        return self._count(f"layer {layer}: expert", {self._number[name] for name in self._by_layer[layer]})
-
     def _counts(self) -> list[int]:
         """Layers of each chunk, in the pipeline's order."""
         stages, chunks = self.parallel.pipeline, self.parallel.virtual
@@ -123,12 +126,6 @@ class Ranks:
                 f"{self.layers} layers cannot be divided among {stages} pipeline stages with {chunks} chunks each",
                 "say how: --arg decoder_first_pipeline_num_layers=… or --arg pipeline_model_parallel_layout=…",
             )
-
-    def _expert_tensor(self, given: Any) -> int:
-        """Tensor-parallel ranks of experts."""
-        if given not in (None, 1, self.parallel.tensor):
-            self._refuse(f"experts on {given} tensor-parallel ranks, and all else on {self.parallel.tensor}", "1, or as many as --tp")
-        return self.parallel.tensor if given is None else int(given)
 
     # ---- what a rank has
 
@@ -181,27 +178,24 @@ class Ranks:
         if place == 0:
             yield from (self._parameter(n, n, at, first) for n in outside if n.startswith("embedding."))
         for layer in range(first, first + self.counts[place]):
-            yield from self._layer(layer, at, first)
+            joined: dict[str, list[RankParam]] = {}
+            own = self._own
+            for name in self._by_layer[layer]:
+                expert = self._number[name]
+                if name not in self.model or (expert != _OUTSIDE and expert // own != at.expert):
+                    continue
+                parameter = self._parameter(name, name, at, first)
+                if expert == _OUTSIDE or self.local_names.experts != "transposed":
+                    yield parameter
+                    continue
+                which = f"{parameter.name[: parameter.name.index('local_experts.')]}weight{1 if '.linear_fc1.' in name else 2}"
+                joined.setdefault(which, []).append(parameter)
+                if len(joined[which]) == own:
+                    yield self._transposed(which, joined[which])
         if place == last:
             yield from (self._parameter(n, n, at, first) for n in outside if not n.startswith("embedding."))
             if self.tied and place:
                 yield self._parameter(OUTPUT, EMBEDDING, at, first)
-
-    def _layer(self, layer: int, at: ModelRank, first: int) -> Iterator[RankParam]:
-        joined: dict[str, list[RankParam]] = {}
-        own = self._own
-        for name in self._by_layer[layer]:
-            expert = self._number[name]
-            if name not in self.model or (expert != _OUTSIDE and expert // own != at.expert):
-                continue
-            parameter = self._parameter(name, name, at, first)
-            if expert == _OUTSIDE or self.local_names.experts != "transposed":
-                yield parameter
-                continue
-            which = f"{parameter.name[: parameter.name.index('local_experts.')]}weight{1 if '.linear_fc1.' in name else 2}"
-            joined.setdefault(which, []).append(parameter)
-            if len(joined[which]) == own:
-                yield self._transposed(which, joined[which])
 
     def _parameter(self, name: str, source: str, at: ModelRank, first: int) -> RankParam:
         """``source`` is the parameter whose elements it has."""

@@ -320,7 +320,12 @@ def common_node(chosen: OutputSet, optimizer: Optimizer | None, *, stacked: bool
         content["non_homogeneous_layers"] = True
     if optimizer is not None:
         content["distrib_optim_sharding_type"] = RESHARDABLE
-        node["optimizer"] = _optimizer_node(optimizer)
+        # One optimizer, or where experts have groups of their own, as with expert parallelism, a chain of two
+        dense = [g for g in optimizer.groups if not g.get("is_expert_parallel")]
+        experts = [g for g in optimizer.groups if g.get("is_expert_parallel")]
+        kinds = [[dict(group) for group in own] for own in (dense, experts) if own]
+        parts = [{"optimizer": {"param_groups": own}, "param_state_sharding_type": RESHARDABLE} for own in kinds]
+        node["optimizer"] = parts[0] if len(parts) == 1 else tree.mapping_node(list(enumerate(parts)))
         if not _is_suspect(chosen, state):
             node[MARK] = __version__
     return {**node, CONTENT: content}
@@ -331,12 +336,3 @@ def _is_suspect(chosen: OutputSet, state: Mapping[str, Any]) -> bool:
     content = state.get(CONTENT)
     form = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     return chosen.catalog.suspect is not None or (form == RESHARDABLE and MARK not in state)
-
-
-def _optimizer_node(optimizer: Optimizer) -> dict[str, Any]:
-    """One optimizer, or where experts have groups of their own, as with expert parallelism, a chain of two."""
-    dense = [g for g in optimizer.groups if not g.get("is_expert_parallel")]
-    experts = [g for g in optimizer.groups if g.get("is_expert_parallel")]
-    kinds = [[dict(group) for group in own] for own in (dense, experts) if own]
-    parts = [{"optimizer": {"param_groups": own}, "param_state_sharding_type": RESHARDABLE} for own in kinds]
-    return parts[0] if len(parts) == 1 else tree.mapping_node(list(enumerate(parts)))

@@ -158,7 +158,9 @@ class _MetadataReader:
         return item
 
     def _tensor(self, name: str, fields: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
-        kind = self._dtype(fields["properties"])
+        # The dtype is the first member of the state; a dict is what older versions wrote
+        state = fields["properties"].state
+        kind = self.values.dtype_name(state["dtype"] if isinstance(state, dict) else state[0])
         shape = shape_of(fields["size"], DTYPES[kind].itemsize)
         boxes = []
         for chunk in fields["chunks"]:
@@ -169,11 +171,6 @@ class _MetadataReader:
             if 0 not in sizes:
                 boxes.append(DcpBox(offset, sizes, self._item(items, name, offset)))
         return DcpTensor(kind, shape, tuple(boxes))
-
-    def _dtype(self, properties: Made) -> str:
-        """The dtype is the first member of the state; a dict is what older versions wrote."""
-        state = properties.state
-        return self.values.dtype_name(state["dtype"] if isinstance(state, dict) else state[0])
 
     def _paths(self, planned: Any) -> dict[str, tuple[str | int, ...]]:
         """``planner_data`` of the default planner; other planners keep other things there."""
@@ -367,7 +364,13 @@ def _kind(archive: Archive, cached: Held, item: DcpItem, dtype: str, shape: tupl
         return None
     head, tail = first[1][:start], last[1][directory - last[0] :]
     head_sums = tuple(r.header + _LOCAL_SUM for r in records if r.header < start)
-    sums = _sums(tail, len(records))
+    # Where the checksums of the entries are, by the names of their records
+    count = len(records)
+    sums, at = {}, 0
+    for _ in range(count):
+        sizes = _SIZES.unpack_from(tail, at + _ENTRY_SIZES)
+        sums[tail[at + _ENTRY : at + _ENTRY + sizes[0]]] = at + _ENTRY_SUM
+        at += _ENTRY + sum(sizes)
     candidates = [r for r in records if r.header <= start < r.limit and r.size == math.prod(shape) * dtypes.dtype(dtype).itemsize]
     return _ItemTemplate(
         dtype=dtype,
@@ -380,16 +383,6 @@ def _kind(archive: Archive, cached: Held, item: DcpItem, dtype: str, shape: tupl
         tail=_without(tail, tuple(sums.values())),
         crc=sums[candidates[0].name.encode()] if candidates else None,
     )
-
-
-def _sums(directory: bytes, count: int) -> dict[bytes, int]:
-    """Where the checksums of the entries are, by the names of their records."""
-    sums, at = {}, 0
-    for _ in range(count):
-        sizes = _SIZES.unpack_from(directory, at + _ENTRY_SIZES)
-        sums[directory[at + _ENTRY : at + _ENTRY + sizes[0]]] = at + _ENTRY_SUM
-        at += _ENTRY + sum(sizes)
-    return sums
 
 
 def _without(data: bytes, sums: Sequence[int]) -> bytes:

@@ -120,7 +120,16 @@ class _Opened:
 
     def catalog(self) -> ExternalCatalog:
         for stage in self.directory.stages:
-            self._check(self.models(stage)[0])
+            file = self.models(stage)[0]
+            if any(file.root.get(key) for key in _AUTO_EXPERTS):
+                hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
+                raise FormatError("layers with automatic expert parallelism (AutoEP) are not known here", where=file.where, hint=hint)
+            degrees = file.meaning(file.root.get("checkpoint_parallel_dimensions"))
+            several = len(self.directory.stages) > 1 and file.root.get("module") is not None
+            self.sliced = self.sliced or several or (isinstance(degrees, dict) and degrees.get("tp_degree") not in (None, 1))
+            if self.sliced and not self.directory.universal:
+                hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
+                raise FormatError("weights are cut for tensor parallelism, and DeepSpeed does not say how", where=file.where, hint=hint)
         for stage in self.directory.stages:
             self._module(stage)
         for number, path in self.directory.layers.items():
@@ -154,17 +163,6 @@ class _Opened:
         )
 
     # ---- weights
-
-    def _check(self, file: PickledFile) -> None:
-        if any(file.root.get(key) for key in _AUTO_EXPERTS):
-            hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
-            raise FormatError("layers with automatic expert parallelism (AutoEP) are not known here", where=file.where, hint=hint)
-        degrees = file.meaning(file.root.get("checkpoint_parallel_dimensions"))
-        several = len(self.directory.stages) > 1 and file.root.get("module") is not None
-        self.sliced = self.sliced or several or (isinstance(degrees, dict) and degrees.get("tp_degree") not in (None, 1))
-        if self.sliced and not self.directory.universal:
-            hint = "make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that"
-            raise FormatError("weights are cut for tensor parallelism, and DeepSpeed does not say how", where=file.where, hint=hint)
 
     def _module(self, stage: int) -> None:
         """The weights of a stage."""
@@ -274,7 +272,10 @@ class _Opened:
         for (stage, rank), path in sorted(self.directory.models.items()):
             number, alone = stage * self.per_stage + rank, len(self.directory.models) == 1
             nodes[number] = self._values_of(self.by_path[path], None if alone else number)
-        self._check_steps(nodes)
+        steps = sorted({tree.text(node["global_steps"]) for node in nodes.values() if "global_steps" in node})
+        if len(steps) > 1:
+            hint = "a process did not save, or files were not copied: get those of one step"
+            raise CorruptError(f"the files of ranks are of different steps: {', '.join(steps)}", where=self.backend.url, hint=hint)
         own = {name for name, entry in self.table.entries.items() if entry.rank is not None}
         values = RankValues(own)
         state = dict(values.merge(nodes, ""))
@@ -285,13 +286,6 @@ class _Opened:
         if self.others is not None:
             state[_OTHERS] = self.others
         return state, values.ranks
-
-    def _check_steps(self, nodes: Mapping[int, Mapping[str, tree.Node]]) -> None:
-        """What ranks say that they saved must be the same step."""
-        steps = sorted({tree.text(node["global_steps"]) for node in nodes.values() if "global_steps" in node})
-        if len(steps) > 1:
-            hint = "a process did not save, or files were not copied: get those of one step"
-            raise CorruptError(f"the files of ranks are of different steps: {', '.join(steps)}", where=self.backend.url, hint=hint)
 
     def _values_of(self, file: PickledFile, rank: int | None) -> dict[str, tree.Node]:
         """Everything in a model's file that is neither weights nor about them."""

@@ -107,7 +107,9 @@ def read_directory(names: Iterable[str], where: str) -> Directory:
     experts = []
     names = list(names)
     for name in names:
-        _refuse_others(name, where)
+        for pattern, what in _NOT_READ.items():
+            if pattern.fullmatch(name):
+                raise FormatError(f"{what} are not read ({name})", where=where, hint="load it with DeepSpeed and save it with ckpt")
         if match := _MODEL.fullmatch(name):
             key = (int(match[2]), int(match[1] or 0))
             if key in models:
@@ -120,29 +122,19 @@ def read_directory(names: Iterable[str], where: str) -> Directory:
             states[key] = name
         elif match := _LAYER.fullmatch(name):
             if match[2] or int(match[1]) in layers:
-                _tensor_parallel(name, where)
+                raise FormatError(
+                    f"{name} is a layer that was cut for tensor parallelism, and DeepSpeed does not say how",
+                    where=where,
+                    hint="make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that",
+                )
             layers[int(match[1])] = name
         elif match := _EXPERT.fullmatch(name):
             experts.append(name)
     return Directory(models=models, states=states, layers=layers, experts=tuple(sorted(experts)), universal=UNIVERSAL in names)
 
 
-def _refuse_others(name: str, where: str) -> None:
-    for pattern, what in _NOT_READ.items():
-        if pattern.fullmatch(name):
-            raise FormatError(f"{what} are not read ({name})", where=where, hint="load it with DeepSpeed and save it with ckpt")
-
-
 def _two_saves(one: str, other: str, where: str) -> NoReturn:
     raise CorruptError(f"{one} and {other} are of different saves", where=where, hint="remove the files of one of them")
-
-
-def _tensor_parallel(name: str, where: str) -> NoReturn:
-    raise FormatError(
-        f"{name} is a layer that was cut for tensor parallelism, and DeepSpeed does not say how",
-        where=where,
-        hint="make a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal) and open that",
-    )
 
 
 # The object in one file of DeepSpeed, with checks on what is taken out of it.

@@ -122,7 +122,10 @@ def _links(backend: Backend, allowed: Sequence[str] | None) -> list[Link]:
         links.append(Link(url=backend.url, backend=backend, manifest=manifest, sections=sections))
         base = manifest.base
         for export in (base, manifest.anchor):
-            _check_allowed(export.url, allowed, backend.url)
+            place = real_url(export.url)
+            if allowed is not None and not any(place == root or place.startswith(f"{root.rstrip('/')}/") for root in allowed):
+                message = f"this delta follows {export.url}, which is not among the sources that may be read"
+                raise AccessError(message, where=backend.url, hint="if you trust it, name its root in sources= or CKPT_SOURCES")
         if real_url(base.url) in seen:
             _damaged(f"the chain closes on itself: {base.url} follows what follows it", backend.url)
         seen.add(real_url(base.url))
@@ -140,13 +143,6 @@ def _links(backend: Backend, allowed: Sequence[str] | None) -> list[Link]:
             _damaged(f"this delta follows version {base.id} of {base.url}, but {manifest.id} is there", above)
         if (manifest.number, manifest.anchor.id, manifest.tensors) != (after.number - 1, after.anchor.id, after.tensors):
             _damaged(f"{base.url} is no delta of the same chain", above)
-
-
-def _check_allowed(url: str, allowed: Sequence[str] | None, where: str) -> None:
-    place = real_url(url)
-    if allowed is not None and not any(place == root or place.startswith(f"{root.rstrip('/')}/") for root in allowed):
-        message = f"this delta follows {url}, which is not among the sources that may be read"
-        raise AccessError(message, where=where, hint="if you trust it, name its root in sources= or CKPT_SOURCES")
 
 
 def _read_manifest(backend: Backend) -> DeltaManifest:

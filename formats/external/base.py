@@ -20,7 +20,6 @@ from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, U
 from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 from ckpt.io_backends.registry import open_backend
-from ckpt.plan.layout.geometry import IntArray
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.text import parse_json
 
@@ -284,19 +283,6 @@ def grid_of(name: str, shape: Sequence[int], boxes: Boxes, files: Sequence[int],
     boxes. ``files`` has the row of the file of each."""
     offsets = np.array([o for o, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
     shapes = np.array([s for _, s in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
-    _check_volume(name, shape, shapes, where)
-    rows = np.asarray(files, dtype=np.int32)
-    order = np.lexsort(offsets.T[::-1]) if offsets.shape[1] else np.arange(len(offsets))
-    offsets, shapes, rows = offsets[order], shapes[order], rows[order]
-    if (offsets >= 0).all() and (shapes >= 0).all():
-        cuts = tuple((*np.unique(offsets[:, d]).tolist(), int(n)) for d, n in enumerate(shape))
-        grid = Grid(cuts=cuts, files=rows)
-        if len(grid) == len(offsets) and _same((offsets, shapes), grid.all_boxes()):
-            return grid, order.tolist()
-    return Grid(boxes=(offsets, shapes), files=rows), order.tolist()
-
-
-def _check_volume(name: str, shape: Sequence[int], shapes: IntArray, where: str) -> None:
     wanted = math.prod(shape)
     roughly = float(shapes.prod(axis=1, dtype=np.float64).sum())
     volume = int(shapes.prod(axis=1).sum()) if roughly < 2.0**62 else -1
@@ -307,10 +293,15 @@ def _check_volume(name: str, shape: Sequence[int], shapes: IntArray, where: str)
             where=where,
             hint="files are missing, or are of different saves: copy the checkpoint again",
         )
-
-
-def _same(one: tuple[IntArray, IntArray], other: tuple[IntArray, IntArray]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    rows = np.asarray(files, dtype=np.int32)
+    order = np.lexsort(offsets.T[::-1]) if offsets.shape[1] else np.arange(len(offsets))
+    offsets, shapes, rows = offsets[order], shapes[order], rows[order]
+    if (offsets >= 0).all() and (shapes >= 0).all():
+        cuts = tuple((*np.unique(offsets[:, d]).tolist(), int(n)) for d, n in enumerate(shape))
+        grid = Grid(cuts=cuts, files=rows)
+        if len(grid) == len(offsets) and all(np.array_equal(a, b) for a, b in zip((offsets, shapes), grid.all_boxes(), strict=True)):
+            return grid, order.tolist()
+    return Grid(boxes=(offsets, shapes), files=rows), order.tolist()
 
 
 # The index of a Hugging Face directory: which file has which tensor. The same for safetensors and for ``.bin`` shards. And many small

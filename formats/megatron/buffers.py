@@ -66,13 +66,9 @@ class BufferLayout(NamedTuple):
         """Elements without the padding of buckets."""
         return sum(b.used for b in self.buckets)
 
-    def padding_before(self, bucket: int) -> int:
-        """Elements of padding of all buckets before this one."""
-        return sum(b.numel - b.used for b in self.buckets[:bucket])
-
     def compact(self, slot: Slot) -> int:
         """Where a parameter lies once the padding of buckets is left out, as files have it."""
-        return slot.start - self.padding_before(slot.bucket)
+        return slot.start - sum(b.numel - b.used for b in self.buckets[: slot.bucket])
 
 
 def buffer_layout(

@@ -125,7 +125,12 @@ class _Legacy:
         self.table = PieceTable(backend, files, archives, range(len(files)))
         self.ranks = [self._rank(n, d, optimizers.get(d)) for n, d in enumerate(directories)]
         self.arguments = self.ranks[0].arguments
-        self._place()
+        # A single number after that of tensor parallelism is a stage, or a group of experts.
+        for rank in self.ranks:
+            first, *others = (int(number) for number in rank.directory.rstrip("/").removeprefix("mp_rank_").split("_"))
+            if len(others) == 1 and self._second_is_expert():
+                others = [0, *others]
+            rank.at = FileRank(first, *others, *[0] * (2 - len(others)))
         self.sizes = FileRank(*(1 + max(r.at[i] for r in self.ranks) for i in range(3)))
         self._check_sizes()
 
@@ -157,15 +162,6 @@ class _Legacy:
         return views
 
     # ---- who wrote which file
-
-    def _place(self) -> None:
-        """Give every file its coordinates."""
-        # A single number after that of tensor parallelism is a stage, or a group of experts.
-        for rank in self.ranks:
-            first, *others = (int(number) for number in rank.directory.rstrip("/").removeprefix("mp_rank_").split("_"))
-            if len(others) == 1 and self._second_is_expert():
-                others = [0, *others]
-            rank.at = FileRank(first, *others, *[0] * (2 - len(others)))
 
     def _second_is_expert(self) -> bool:
         stages, groups = (self.arguments.get(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
@@ -225,7 +221,13 @@ class _Legacy:
         shapes: dict[str, tuple[int, ...]] = {}
         for rank, chunks in local:
             for one in (one for chunk in chunks for one in chunk):
-                self._collect(rank, one, pieces, shapes)
+                source = InArchive(rank.number, one.view)
+                for block in one.param.blocks:
+                    shape = one.shapes[block.name]
+                    if shapes.setdefault(block.name, shape) != shape:
+                        what = f"{block.name} would be {list(shape)} and {list(shapes[block.name])}"
+                        raise CorruptError(what, where=rank.archive.where, hint="the files are of different saves")
+                    pieces.setdefault(block.name, []).append(SourcePiece(block.offset, block.shape, source, block.start, block.strides))
         for name, own in pieces.items():
             logical = logical_shape(name, shapes[name], self.arguments)
             self.table.add(f"{MODEL}{name}", own[0].source.dtype, shapes[name], own, logical)
@@ -269,15 +271,6 @@ class _Legacy:
             )
             chunks.append(local_params(chunk, names, rank.archive.where))
         return chunks
-
-    def _collect(self, rank: RankFile, one: Local, pieces: dict[str, list[SourcePiece]], shapes: dict[str, tuple[int, ...]]) -> None:
-        source = InArchive(rank.number, one.view)
-        for block in one.param.blocks:
-            shape = one.shapes[block.name]
-            if shapes.setdefault(block.name, shape) != shape:
-                what = f"{block.name} would be {list(shape)} and {list(shapes[block.name])}"
-                raise CorruptError(what, where=rank.archive.where, hint="the files are of different saves")
-            pieces.setdefault(block.name, []).append(SourcePiece(block.offset, block.shape, source, block.start, block.strides))
 
     def _add_optimizer(self, local: Sequence[tuple[RankFile, list[list[Local]]]]) -> PlainStates:
         states = FlatStates(self.table)

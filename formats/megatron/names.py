@@ -86,11 +86,6 @@ def tensor_parallel_axis(name: str, *, cut_latent: bool = False) -> int | None:
     raise KeyError(name)
 
 
-def is_gated_part(name: str) -> bool:
-    """Whether a parameter may have two halves, gate and up, of which every rank has a part each."""
-    return name.endswith((".linear_fc1.weight", ".linear_fc1.bias"))
-
-
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to one routed expert."""
     return ".mlp.experts.local_experts." in name
@@ -337,7 +332,7 @@ def cut_of(name: str, local: tuple[int, ...], rank: int, ranks: int, *, gated: b
     if axis is None or axis >= len(local):
         return ParamPart(local, (ParamBlock(name, 0, local, zeros),))
     shape = (*local[:axis], local[axis] * ranks, *local[axis + 1 :])
-    if not gated or not is_gated_part(name):
+    if not gated or not name.endswith((".linear_fc1.weight", ".linear_fc1.bias")):
         return ParamPart(shape, (ParamBlock(name, 0, local, (*zeros[:axis], rank * local[axis], *zeros[axis + 1 :])),))
     half = (local[0] // 2, *local[1:])
     gate = ParamBlock(name, 0, half, (rank * half[0], *zeros[1:]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpt.catalog import Extent, Grid, Replica, TensorEntry
+from ckpt.catalog import Extent, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.container import DcpBox, DcpItem, Places
@@ -111,7 +111,10 @@ class PieceTable:
             grid, order = one_chunk_grid(shape, self._row(own[0].source)), [0]
         else:
             grid, order = grid_of(name, shape, [p[:2] for p in own], [self._row(p.source) for p in own], self.backend.url)
-        self._check_tiling(name, shape, grid)
+        fault = grid.fault(shape)
+        if fault is not None:
+            what = f"{name}{fault.box} is stored {fault.times} times by parts that are no replicas"
+            raise CorruptError(what, where=self.backend.url, hint="files are missing, or are of different saves")
         self.entries[name] = TensorEntry(name=name, dtype=dtype(kind), shape=shape, grid=grid, logical=logical)
         self._pieces[name] = [own[i] for i in order]
         if copies:
@@ -125,12 +128,6 @@ class PieceTable:
             raise CorruptError(f"there is {what}", where=self.backend.url, hint="the files are of different saves, or one is damaged")
         if isinstance(piece.source, InArchive) and span:
             self.archives[piece.source.archive].check(piece.source.view.storage)
-
-    def _check_tiling(self, name: str, shape: tuple[int, ...], grid: Grid) -> None:
-        fault = grid.fault(shape)
-        if fault is not None:
-            what = f"{name}{fault.box} is stored {fault.times} times by parts that are no replicas"
-            raise CorruptError(what, where=self.backend.url, hint="files are missing, or are of different saves")
 
     def _row(self, source: Source) -> int:
         if isinstance(source, InArchive):

@@ -60,7 +60,13 @@ class NodeMaker:
             return self.node(meant, path, depth)
         kind = type(meant)
         if kind in _CONTAINERS:
-            return self._container(meant, path, depth)
+            if isinstance(meant, dict):
+                return self._mapping(meant, path, depth)
+            if isinstance(meant, (set, frozenset)):
+                elements = sorted((self._plain(v, path, depth + 1) for v in meant), key=tree.text)
+                return {f"${type(meant).__name__}": elements}
+            items = [self.node(v, child_path(path, i), depth + 1) for i, v in enumerate(meant)]
+            return items if type(meant) is list else {"$tuple": items}
         if kind in (StoredView, StoredPart):
             return self._tensor(meant, path)
         if kind in (Persistent, StoredStorage):
@@ -78,15 +84,6 @@ class NodeMaker:
                 return self.place(tensor, "tensor")
             self.values.damaged("a tensor whose name is too long, or has a NUL,")
         return self.place(tensor, path)
-
-    def _container(self, value: Any, path: str, depth: int) -> Node:
-        if isinstance(value, dict):
-            return self._mapping(value, path, depth)
-        if isinstance(value, (set, frozenset)):
-            elements = sorted((self._plain(v, path, depth + 1) for v in value), key=tree.text)
-            return {f"${type(value).__name__}": elements}
-        items = [self.node(v, child_path(path, i), depth + 1) for i, v in enumerate(value)]
-        return items if type(value) is list else {"$tuple": items}
 
     def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Node:
         pairs, named = [], True
@@ -114,39 +111,32 @@ class NodeMaker:
         if type(value) is bytearray:
             return self.node(bytes(value), path, depth)
         if type(value) is Array:
-            return self._array(value)
+            self._charge(len(value.data))
+            data = tree.encode(value.data, "", _unknown)["$bytes"]
+            if value.shape is None:
+                return {"$scalar": [value.dtype, data]}
+            return {"$array": [value.dtype, list(value.shape), data]}
         if type(value) is GlobalName:
             if self.values.is_dtype(value):
                 return {"$dtype": value.name}
             self._tell(path, str(value))
             return {"__global__": str(value)}
         assert type(value) is Made
-        return self._opaque(value, path, depth)
+        # Tensors in it are tensors of the checkpoint too.
+        of, args = value.of, value.args
+        if value.name == "copyreg._reconstructor" and args and type(args[0]) is GlobalName:
+            of, args = args[0], ()
+        fields: dict[str, Any] = {"__class__": str(of) if type(of) is GlobalName else of}
+        self._tell(path, str(of) if type(of) is GlobalName else "what another object made")
+        parts = {"__args__": list(args), "__kwargs__": value.kwargs, "__state__": value.state}
+        parts |= {"__items__": value.items, "__pairs__": None if value.pairs is None else [list(p) for p in value.pairs]}
+        fields |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
+        return self._mapping(fields, path, depth + 1)
 
     def _tell(self, path: str, of: str) -> None:
         """Note that what lies at ``path`` has no known meaning."""
         self._charge(len(path) + len(of) >> 4)
         self.opaque[path] = of
-
-    def _array(self, array: Array) -> Node:
-        self._charge(len(array.data))
-        data = tree.encode(array.data, "", _unknown)["$bytes"]
-        if array.shape is None:
-            return {"$scalar": [array.dtype, data]}
-        return {"$array": [array.dtype, list(array.shape), data]}
-
-    def _opaque(self, made: Made, path: str, depth: int) -> Node:
-        """An object of a class that is not known: what was pickled of it."""
-        # Tensors in it are tensors of the checkpoint too.
-        of, args = made.of, made.args
-        if made.name == "copyreg._reconstructor" and args and type(args[0]) is GlobalName:
-            of, args = args[0], ()
-        fields: dict[str, Any] = {"__class__": str(of) if type(of) is GlobalName else of}
-        self._tell(path, str(of) if type(of) is GlobalName else "what another object made")
-        parts = {"__args__": list(args), "__kwargs__": made.kwargs, "__state__": made.state}
-        parts |= {"__items__": made.items, "__pairs__": None if made.pairs is None else [list(p) for p in made.pairs]}
-        fields |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
-        return self._mapping(fields, path, depth + 1)
 
 
 def _no_tensor(tensor: object, path: str) -> Node:

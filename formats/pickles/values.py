@@ -62,7 +62,11 @@ def dtensor(v: Meanings, made: Made) -> StoredPart:
     spec = state["_spec"].attributes()
     shape, where = shape_of(made.args[2], 16), _coordinate(v, spec["mesh"])
     mesh = _mesh_shape(v, spec["mesh"])
-    _check_order(v, spec.get("shard_order"))
+    # Mesh dimensions that cut the same dimension have to do so one after another, as ``_part`` is applied
+    for entry in spec.get("shard_order") or ():
+        _, dims = entry.args if isinstance(entry, Made) else entry
+        if list(counts(dims)) != sorted(counts(dims)):
+            v.refuse(f"a DTensor whose dimensions were cut over the mesh dimensions {list(dims)} in that order")
     intervals: list[tuple[Interval, ...]] = [((0, n),) if n else () for n in shape]
     for placement, parts, at in zip(spec["placements"], mesh, where, strict=True):
         kind = placement.name.rpartition(".")[2]
@@ -79,14 +83,6 @@ def dtensor(v: Meanings, made: Made) -> StoredPart:
             v.refuse(f"a DTensor that is cut in {groups:,} groups")
         intervals[dim] = _part(intervals[dim], groups, parts, at)
     return StoredPart(dtype=v.dtype_name(made.args[1]), shape=shape, boxes=_boxes(v, state["_local_tensor"], intervals))
-
-
-def _check_order(v: Meanings, order: Any) -> None:
-    """Mesh dimensions that cut the same dimension have to do so one after another, as ``_part`` is applied."""
-    for entry in order or ():
-        _, dims = entry.args if isinstance(entry, Made) else entry
-        if list(counts(dims)) != sorted(counts(dims)):
-            v.refuse(f"a DTensor whose dimensions were cut over the mesh dimensions {list(dims)} in that order")
 
 
 def _part(intervals: tuple[Interval, ...], groups: int, parts: int, at: int) -> tuple[Interval, ...]:
@@ -258,7 +254,11 @@ def _from_type(v: PickleValues, made: Made) -> Any:
     func, kind, args, state = made.args
     inner = Made(func, args, state=state)
     if inner.name == "torch._utils._rebuild_wrapper_subclass":
-        return _of_subclass(v, kind, inner)
+        name = _class(inner.args[0] if type(inner.args[0]) is GlobalName else kind)
+        reader = {"DTensor": dtensor, "ShardedTensor": sharded_tensor}.get(name.rpartition(".")[2])
+        if reader is None:
+            v.refuse(f"a tensor of the class {name}")
+        return reader(v, inner)
     if _class(kind) not in _PLAIN_TENSORS:
         v.refuse(f"a tensor of the class {_class(kind)}")
     return v.meaning(inner)
@@ -266,14 +266,6 @@ def _from_type(v: PickleValues, made: Made) -> Any:
 
 def _class(kind: Any) -> str:
     return str(kind) if type(kind) is GlobalName else f"a {type(kind).__name__}"
-
-
-def _of_subclass(v: PickleValues, kind: Any, made: Made) -> Any:
-    name = _class(made.args[0] if type(made.args[0]) is GlobalName else kind)
-    reader = {"DTensor": dtensor, "ShardedTensor": sharded_tensor}.get(name.rpartition(".")[2])
-    if reader is None:
-        v.refuse(f"a tensor of the class {name}")
-    return reader(v, made)
 
 
 def _mapping(v: PickleValues, made: Made) -> dict[Any, Any]:

@@ -170,7 +170,13 @@ def _records(window: FileRange, data: bytes, count: int, end: int) -> dict[str, 
         stop = at + _ENTRY.size + name_len + extra_len + note_len
         if magic != b"PK\1\2" or stop > len(data):
             _damaged(window, "a directory that is not one")
-        name = _name(window, data[at + _ENTRY.size : at + _ENTRY.size + name_len])
+        raw = data[at + _ENTRY.size : at + _ENTRY.size + name_len]
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            _damaged(window, f"a record called {raw[:40]!r}")
+        if path_problem(name) is not None:
+            _damaged(window, f"a record called {name[:80]!r}")
         extra = data[at + _ENTRY.size + name_len : stop - note_len]
         size, packed, header = _long_sizes(window, extra, size, packed, header)
         if method or flags & 0x41 or size != packed:
@@ -179,16 +185,6 @@ def _records(window: FileRange, data: bytes, count: int, end: int) -> dict[str, 
         records.append(ZipRecord(name, header, size, 0, crc))
         at = stop
     return _checked(window, records, end)
-
-
-def _name(window: FileRange, raw: bytes) -> str:
-    try:
-        name = raw.decode()
-    except UnicodeDecodeError:
-        _damaged(window, f"a record called {raw[:40]!r}")
-    if path_problem(name) is not None:
-        _damaged(window, f"a record called {name[:80]!r}")
-    return name
 
 
 def _long_sizes(window: FileRange, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:

@@ -284,10 +284,6 @@ def open_torch(backend: Backend) -> ExternalCatalog:
         return _open_shards(backend, index)
     (path,) = candidates(backend, names, SUFFIXES)
     check_all_there(backend, [path])
-    return _open_file(backend, path)
-
-
-def _open_file(backend: Backend, path: str) -> ExternalCatalog:
     archive = open_archive(backend, path)
     files = [ExternalFile(path, backend.size(path))]
     table = TensorTable([archive], files)

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckpt
 from ckpt.engine.digest_reader import DigestReader
-from ckpt.engine.load import sweep
+from ckpt.engine.load import chunk_scan, reader
 from ckpt.errors import NamesError, ShapeError, StateError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter
 
@@ -87,7 +87,8 @@ def test_a_load_does_what_its_dry_run_said(url: str, chunks_of: Callable[[int], 
 @pytest.mark.parametrize("ahead", [0, 256])
 def test_tensors_that_are_filled_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """Memory in another order than the stored one, planned file by file or all at once."""
-    monkeypatch.setattr(sweep, "AHEAD", ahead)
+    monkeypatch.setattr(reader, "MANY", 0)
+    monkeypatch.setattr(chunk_scan, "AHEAD", ahead)
     url = str(tmp_path / "a")
     full = torch.arange(6000 * 128, dtype=torch.float32).view(6000, 128)
     ckpt.save(url, {"w": full, "b": torch.ones(5)})

@@ -13,7 +13,7 @@ import torch
 
 from ckpt import settings as sizes
 from ckpt.catalog import Catalog
-from ckpt.engine.load import reader, sweep, whole_chunks
+from ckpt.engine.load import chunk_scan, reader, whole_chunks
 from ckpt.engine.load.reader import Reader, TensorLoad, Verify
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.tensor_layout import TensorLayout
@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, int]] = {"as they are": {}, "tiny": TINY}
 @contextmanager
 def limits(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, value) in product((sizes, whole_chunks, sweep, reader), SIZES[kind].items()):
+        for module, (name, value) in product((sizes, whole_chunks, chunk_scan, reader), SIZES[kind].items()):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
         yield

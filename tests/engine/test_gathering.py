@@ -16,8 +16,8 @@ import xxhash
 from benchmarks.flat_files import FlatFiles
 from benchmarks.scale_load import FlatCheckpoint, flat, in_eighths
 from ckpt.dtypes import dtype
+from ckpt.engine.load.chunk_scan import ChunkScan
 from ckpt.engine.load.reader import Reader, TensorLoad
-from ckpt.engine.load.sweep import Sweep
 from ckpt.errors import CorruptError
 from ckpt.formats.native import header_layout
 from ckpt.plan.ownership import TensorSpec, assign
@@ -45,10 +45,10 @@ class Load:
     def reader(self) -> Reader:
         return Reader(catalog=self.catalog, verify="full", threads=1)
 
-    def sweep(self) -> Sweep:
-        sweep = self.reader().plan(self.jobs).sweep
-        assert sweep is not None
-        return sweep
+    def scan(self) -> ChunkScan:
+        scan = self.reader().plan(self.jobs).scan
+        assert scan is not None
+        return scan
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_what_is_read_is_what_is_wanted(load_of: Callable[[int], Load], monkeypa
 def test_the_box_of_each_key_is_compared_in_each_file(load_of: Callable[[int], Load]) -> None:
     """What another rank wrote, under this one's number, is not taken, though all but the boxes is the same."""
     load = load_of(FEW)
-    sweep, (files, place, row) = load.sweep(), (load.files, load.catalog.url, load.catalog.rows[12])
-    sweep.look_up(11)
+    scan, (files, place, row) = load.scan(), (load.files, load.catalog.url, load.catalog.rows[12])
+    scan.look_up(11)
     header, other = files.header(13)
     moved = header.replace(b'rank":"13"', b'rank":"12"')
     assert (other.size, other.header) == (row.size, row.header)
@@ -115,7 +115,7 @@ def test_the_box_of_each_key_is_compared_in_each_file(load_of: Callable[[int], L
         with open(os.path.join(place, row.path), "r+b") as file:
             file.write(moved)
         with pytest.raises(CorruptError, match="index and data files are of different saves"):
-            sweep.look_up(12)
+            scan.look_up(12)
     finally:
         load.catalog.write(12)
         load.catalog.drop(12)
@@ -126,10 +126,10 @@ def test_seconds_grow_with_the_files_at_most(load_of: Callable[[int], Load]) -> 
         load = load_of(ranks)
         header_layout.forget()
         began = time.process_time()
-        sweep = load.sweep()
-        assert len(sweep.files) == ranks
-        for number in sweep.files:
-            sweep.runs(sweep.look_up(number).stored.alike)
+        scan = load.scan()
+        assert len(scan.files) == ranks
+        for number in scan.files:
+            scan.runs(scan.look_up(number).stored.alike)
         return time.process_time() - began
 
     (few, many) = (min(cost(ranks) for _ in range(2)) for ranks in (FEW, MANY))
@@ -143,9 +143,9 @@ def test_what_is_kept_of_a_file_is_little(load_of: Callable[[int], Load]) -> Non
         header_layout.forget()
         tracemalloc.start()
         try:
-            sweep = load.sweep()
-            for number in sweep.files[:LOOKED_INTO]:
-                sweep.runs(sweep.look_up(number).stored.alike)
+            scan = load.scan()
+            for number in scan.files[:LOOKED_INTO]:
+                scan.runs(scan.look_up(number).stored.alike)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

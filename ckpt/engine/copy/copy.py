@@ -191,7 +191,13 @@ class Transfer:
         self.replaced: bytes | None = None
         """The commit record that gives way."""
         self.committed_before = self._check_target(replace)
-        self.index = self._index()
+        # The small files, whole; those whose digests the record has are compared with them
+        record = self.catalog.record
+        index = {file.path: read_index_file(self.source, record, name) for name, file in record.index.items()}
+        spans = index_path(self.record.id, SPANS)
+        with suppress(NotFoundError):  # not every save keeps them
+            index[spans] = self.source.read(spans)
+        self.index = index
         if own is not None:
             self.index[own.record.index[FILES].path] = own.rows
         self.sizes = {f.path: f.size for f in self.files} | {path: len(data) for path, data in self.index.items()}
@@ -231,15 +237,6 @@ class Transfer:
                 hint="copy to another URL, or remove that checkpoint first",
             )
         return True
-
-    def _index(self) -> dict[str, bytes]:
-        """The small files, whole; those whose digests the record has are compared with them."""
-        record = self.catalog.record
-        index = {file.path: read_index_file(self.source, record, name) for name, file in record.index.items()}
-        spans = index_path(self.record.id, SPANS)
-        with suppress(NotFoundError):  # not every save keeps them
-            index[spans] = self.source.read(spans)
-        return index
 
     # ---- what is there
 

@@ -4,7 +4,7 @@ takes at the rates of the run so far.
 A dry run goes through the phases of a load as far as the plan (``engine/load``). Here each part of the plan is asked for its reads:
 
     whole chunks    small neighbours together, large ones in stretches        (``whole_chunks.tasks_of``)
-    sweep           rows of a file that follow one another                    (``Sweep.runs``)
+    scan           rows of a file that follow one another                    (``ChunkScan.runs``)
     parts           groups of neighbours, or stretches and pieces of one      (``Reader.read``)
     shared reads    slices                                                    (``ReadExchange._read``)
 
@@ -27,10 +27,10 @@ from ckpt import settings
 from ckpt.catalog import Extent
 from ckpt.concurrency import run_tasks
 from ckpt.engine.digest_reader import PAGE, SPARE, DigestReader
+from ckpt.engine.load.chunk_scan import ChunkScan, FilePlan
 from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.reader import CopyStep, Reader, ReadPlan, same_chunk, steps_of
 from ckpt.engine.load.shared_reads import SharedRead, SharedReads
-from ckpt.engine.load.sweep import FilePlan, Sweep
 from ckpt.engine.load.whole_chunks import TensorLoad, WholeChunks, small_and_large
 from ckpt.errors import CkptError
 from ckpt.formats.native.catalog import read_record
@@ -136,10 +136,10 @@ def _planned(reader: Reader, plan: ReadPlan, exchange: ReadExchange | None) -> I
     yield from _whole(fetch, plan.exact)
     for read in plan.reads:
         yield from _grouped(reader, read, plan.parts, plan.steps)
-    if plan.sweep is None:
+    if plan.scan is None:
         return
-    for file in plan.files or map(plan.sweep.look_up, plan.sweep.files):
-        yield from _rows(fetch, plan.sweep, file)
+    for file in plan.files or map(plan.scan.look_up, plan.scan.files):
+        yield from _rows(fetch, plan.scan, file)
         if not plan.files:
             parts, reads = reader.reads(steps := steps_of(file))
             for read in reads:
@@ -155,9 +155,9 @@ def _whole(fetch: DigestReader, exact: WholeChunks) -> Iterator[PlannedRead]:
         yield from _stretches(fetch, exact.extents[i])
 
 
-def _rows(fetch: DigestReader, sweep: Sweep, file: FilePlan) -> Iterator[PlannedRead]:
+def _rows(fetch: DigestReader, scan: ChunkScan, file: FilePlan) -> Iterator[PlannedRead]:
     alike = file.stored.alike
-    for first, last, stop in sweep.runs(alike):
+    for first, last, stop in scan.runs(alike):
         start = int(alike.offsets[first])
         rows = set(zip(alike.offsets[first:last].tolist(), alike.lengths[first:last].tolist(), strict=True))
         verified = 0 if fetch.verify == "off" else sum(length for _, length in rows)

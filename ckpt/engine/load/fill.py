@@ -37,8 +37,8 @@ from ckpt.state.walk import take_all
 from ckpt.telemetry.callbacks import ProgressCallback, reported
 from ckpt.telemetry.spans import Spans
 
-from .fitting import row_of_match
 from .reader import Reader, note_writes
+from .validate import row_of_match
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,12 +165,12 @@ def match(
     *,
     decide: Callable[[dict[int, Row]], Row],
     ranks: tuple[int, ...] | None = None,
-    beside: Callable[[Binding], Row] = lambda binding: {},
+    beside: Callable[[Binding], Row] | None = None,
 ) -> Matched:
     """Bind this rank's state to a catalog, and see with all other ranks whether it fits everywhere. Within a phase.
 
     ``ranks``: those that have a state, where not all do: the others get an empty binding. ``shards``: what is known of the state's tensors.
-    ``decide`` is what the leader makes of all rows, with ``fitting.verdict_of``; ``beside`` gives what else it is to know, and may add
+    ``decide`` is what the leader makes of all rows, with ``validate.verdict_of``; ``beside`` gives what else it is to know, and may add
     misfits.
     """
     call, options = job.call, job.options
@@ -188,7 +188,7 @@ def match(
                 cast=options.cast,
                 shards=shards,
             )
-    row = beside(binding)
+    row = {} if beside is None else beside(binding)
     if has_state:
         row |= row_of_match(call, catalog, binding)
     return Matched(job=job, catalog=catalog, binding=binding, verdict=job.agree(row, decide))
@@ -215,7 +215,9 @@ def fill(matched: Matched, plan: Callable[[Collection[torch.device]], ByteTransf
     for create in binding.create:
         create()
     targets = [local for local, _ in binding.targets.values()]
-    devices = settle_devices(targets, job.call.url)
+    devices = {part.memory.device for local in targets for part in local.parts if part.memory.is_cuda}
+    if devices:
+        settle_devices(targets, job.call.url)
     transfer = plan(devices)
     job.begun = True
     for memory in transfer.padding:

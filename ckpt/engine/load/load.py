@@ -39,10 +39,10 @@ from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
 from .fill import ByteTransfer, LoadJob, LoadOptions, LoadReport, Matched, accept, fill, match, nothing, set_all
-from .fitting import verdict_of
 from .read_exchange import ReadExchange
 from .reader import Reader, note_writes
 from .shared_reads import SharedReads, row_of_sharing, what_is_shared, what_is_worth
+from .validate import verdict_of
 from .whole_chunks import TensorLoad, as_if_created
 
 log = logging.getLogger("ckpt")
@@ -162,9 +162,7 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
             created = {id(local): device for local, device in binding.without_memory}
             jobs = {name: TensorLoad(*pair) for name, pair in binding.targets.items()}
             binding.targets |= {n: as_if_created(one, created[id(one.target)]) for n, one in jobs.items() if id(one.target) in created}
-        if len(known.known) > 4 * len(binding.targets) + 1000:
-            known.known.clear()  # of states that are not loaded any more
-        row: Row = {"id": identity(catalog)} if call.group.size > 1 else {}
+        row: Row = {"id": identity(catalog)}
         if shares:
             loads, piece = map(TensorLoad._make, binding.targets.values()), catalog.backend.io_hints.read_size
             sharing = SharedReads.of(loads, call.group.rank, parts=options.exchange == "parts", piece=piece)
@@ -177,8 +175,12 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
         verdict = verdict_of(call, catalog, rows, options.selection, strict=options.strict)
         return verdict | what_is_shared(call, rows) if all("shares" in row for row in rows.values()) else verdict
 
+    alone = call.group.size == 1 and not options.dry_run
     with replacement_noticed(catalog):
-        return match(job, catalog, state, known, beside=beside, decide=decide), sharing
+        matched = match(job, catalog, state, known, beside=None if alone else beside, decide=decide)
+    if len(known.known) > 4 * len(matched.binding.targets) + 1000:
+        known.known.clear()  # of states that are not loaded any more
+    return matched, sharing
 
 
 # ---- fill: who reads which chunk for whom, and every tensor gets its bytes

@@ -25,8 +25,8 @@ from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, ov
 from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise, writable_bytes
 from ckpt.telemetry.spans import Spans
 
+from .chunk_scan import ByFile, ChunkScan, FilePlan, cohorts_of
 from .read_exchange import ReadExchange
-from .sweep import ByFile, FilePlan, Sweep, cohorts_of
 from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of, wanted_boxes
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
@@ -68,7 +68,7 @@ class ReadPlan:
     padding: Sequence[torch.Tensor]
     coded: int
     """The most scratch memory that one coded chunk takes, in bytes."""
-    sweep: Sweep | None = None
+    scan: ChunkScan | None = None
     """What goes file by file; ``files`` were looked up already, if they are few."""
     files: Sequence[FilePlan] = ()
 
@@ -109,9 +109,9 @@ class Reader:
         tasks = [] if exchange is None else exchange.tasks(self.catalog)
         tasks += tasks_of(plan.exact, self.fetch)
         tasks += [partial(self.read, read, plan.parts, plan.steps) for read in plan.reads]
-        if plan.sweep is not None:
-            tasks += [task for file in plan.files for task in plan.sweep.tasks(file)]
-            tasks += [] if plan.files else [partial(self.read_file, plan.sweep, file) for file in plan.sweep.files]
+        if plan.scan is not None:
+            tasks += [task for file in plan.files for task in plan.scan.tasks(file)]
+            tasks += [] if plan.files else [partial(self.read_file, plan.scan, file) for file in plan.scan.files]
         if exchange is None:
             run_tasks(tasks, self._threads(tasks, plan.coded), "ckpt-read")
         else:
@@ -145,10 +145,10 @@ class Reader:
         for job in rest:
             self.check_tiling(job.entry)
         wanted = [(job, wanted_boxes(job.target, job.entry, padding)) for job in rest]
-        sweep, files, steps = None, list[FilePlan](), list[CopyStep]()
-        if self.verify == "full" and sum(job.entry.grid.count for job in rest) > MANY and hasattr(self.catalog, "extents_in"):
-            sweep = Sweep(cast(ByFile, self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
-            files = [sweep.look_up(file) for file in sweep.files] if sweep.ahead else []
+        scan, files, steps = None, list[FilePlan](), list[CopyStep]()
+        if rest and self.verify == "full" and sum(job.entry.grid.count for job in rest) > MANY and hasattr(self.catalog, "extents_in"):
+            scan = ChunkScan(cast(ByFile, self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
+            files = [scan.look_up(file) for file in scan.files] if scan.ahead else []
             steps = [step for file in files for step in steps_of(file)]
             self.bytes_needed += sum(file.needed for file in files)
         else:
@@ -157,20 +157,20 @@ class Reader:
                 self.beat()
             self.bytes_needed += sum(step.copy.box.numel * step.job.entry.dtype.itemsize for step in steps)
         coded = max((s.extent.decoding_bytes(s.nbytes) for s in steps if s.extent.codec is not None), default=0)
-        if sweep is not None and not files and sweep.catalog.coded:
+        if scan is not None and not files and scan.catalog.coded:
             coded = max(coded, 4 * CHUNK_LIMIT)  # a difference takes its anchor besides
         parts, reads = self.reads(steps) if steps else ([], [])
-        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, coded=coded, sweep=sweep, files=files)
+        return ReadPlan(exact=exact, steps=steps, parts=parts, reads=reads, padding=padding, coded=coded, scan=scan, files=files)
 
     def reads(self, steps: Sequence[CopyStep]) -> tuple[list[Part], list[RangeGroup]]:
         """What to read for these copies."""
         parts = [part for i, step in enumerate(steps) for part in self.parts(i, step)]
         return parts, group_ranges(parts, max_gap=self.max_gap if self.verify != "full" else 0, max_bytes=self.max_read)
 
-    def read_file(self, sweep: Sweep, number: int) -> None:
+    def read_file(self, scan: ChunkScan, number: int) -> None:
         """Look one file up, and read what is wanted of it."""
-        file = sweep.look_up(number)
-        for task in sweep.tasks(file):
+        file = scan.look_up(number)
+        for task in scan.tasks(file):
             task()
         parts, reads = self.reads(steps := steps_of(file))
         for read in reads:

@@ -210,9 +210,7 @@ class Layout:
 
 
 def check_layout(layout: object, ranks: Sequence[int]) -> None:
-    """What a call is given as its layout."""
-    if layout is None:
-        return
+    """What a call is given as its layout, if it is."""
     if not isinstance(layout, Layout):
         raise UsageError(f"layout must be a ckpt.Layout, not {type(layout).__name__}", hint="see docs/layouts.md")
     layout.check_ranks(ranks)

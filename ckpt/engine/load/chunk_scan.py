@@ -183,7 +183,7 @@ class FilePlan:
 
 
 @dataclass(eq=False)
-class Sweep:
+class ChunkScan:
     """Looks up and reads what ``cohorts`` want. Rows of up to ``most`` bytes are read together."""
 
     catalog: ByFile
