@@ -13,7 +13,8 @@ from contextvars import ContextVar, copy_context
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import finalize
 
 # Runs tasks on a few threads that live as long as the tasks.
 #
@@ -73,6 +74,14 @@ class _Run:
             except BaseException as err:  # noqa: BLE001  run() raises it
                 with self.lock:
                     self.error = self.error or err
+
+
+def when_dropped(owner: object, close: Callable[..., object], *arguments: Any) -> finalize[..., Any]:
+    """Call ``close`` once: when ``owner`` is dropped, or what this gives is called. Not when the program ends, as saves go on in threads
+    then: whoever is left holds files and sockets that the system closes."""
+    closing = finalize(owner, close, *arguments)
+    closing.atexit = False
+    return closing
 
 
 def program_ends() -> bool:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import finalize
 
 from ckpt import settings
+from ckpt.concurrency import when_dropped
 from ckpt.errors import (
     AccessError,
     CkptError,
@@ -137,7 +137,7 @@ class ControlClient:
             left = max(1.0, end - time.monotonic())
             self._channel = dial(reached_at, secret, left, peer=peer, purpose=PURPOSE, alive=alive, patient=patient)
         self._channel.timeout = timeout
-        self._close = finalize(self, self._channel.close)
+        self._close = when_dropped(self, self._channel.close)
 
     def ask(self, question: Row, alive: Callable[[], None] = lambda: None) -> tuple[Row, bytes]:
         """What it answers. ``alive`` is called while it does not. The connection is closed if there is no answer."""

@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ckpt import settings
-from ckpt.concurrency import run_tasks
+from ckpt.concurrency import run_tasks, when_dropped
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.net.endpoints import EXHAUSTED, exhausted
 from ckpt.net.shared_memory import end_lease, is_unread, make_file, protect, whole_pages
@@ -131,7 +130,8 @@ class MemorySegment:
         except (OSError, OverflowError, ValueError) as err:
             os.close(self._file)
             raise _no_memory(size, err) from err
-        self._close = finalize(self, os.close, self._file)  # a publication that fails forgets its segment: the open file is all the memory
+        # A publication that fails forgets its segment: the open file is all the memory.
+        self._close = when_dropped(self, os.close, self._file)
         mapped = np.frombuffer(self._memory, dtype=np.uint8)
         self._address = mapped.ctypes.data
         self._whole = mapped

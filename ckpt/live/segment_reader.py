@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from weakref import ReferenceType, finalize, ref
+from weakref import ReferenceType, ref
 
 import numpy as np
 
-from ckpt.concurrency import run_tasks
+from ckpt.concurrency import run_tasks, when_dropped
 from ckpt.engine.load.whole_chunks import Stored, copy_box
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.net.channel import Row
@@ -70,7 +70,7 @@ class SegmentMapping:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as err:
             raise _gone(path) from err
-        finalize(self, os.close, self._file).atexit = False  # what is mapped keeps a lease that is not released
+        when_dropped(self, os.close, self._file)  # what is mapped keeps a lease that is not released
         self.nbytes = at.nbytes
         self._inode = os.fstat(self._file).st_ino
         self.lease()

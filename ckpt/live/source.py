@@ -18,10 +18,9 @@ from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import finalize
 
 from ckpt import settings
-from ckpt.concurrency import Pending
+from ckpt.concurrency import Pending, when_dropped
 from ckpt.engine.save.options import check_capture
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.net.call import Call
@@ -324,7 +323,7 @@ class Source:
         rank = self._group.rank
         with call.phase("seal"):
             published = seal_image(prepared, call, self._threads)
-            finalize(published, self._pool.give, prepared.segment).atexit = False
+            when_dropped(published, self._pool.give, prepared.segment)
             address = prepared.segment.address()
             row: Row = {
                 "step": step,

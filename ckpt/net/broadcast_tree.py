@@ -21,10 +21,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import xxhash
 
+from ckpt.concurrency import when_dropped
 from ckpt.errors import CkptError, DeadlineError
 from ckpt.plan.machines import ancestors, has_descendants, numbers_of
 from ckpt.text import parse_json
@@ -138,7 +138,7 @@ class BroadcastTree:
                 addresses = [port.getsockname()[:2] for port in ports]
                 serve = partial(_serve, self._values)  # not this tree: it ends with its group
                 server = ConnectionServer(ports, secret, PATIENCE, purpose=_PURPOSE, name="ckpt-broadcast", serve=serve)
-                finalize(self, server.close).atexit = False
+                when_dropped(self, server.close)
             except (CkptError, OSError) as err:  # those below ask the next one
                 log.warning("rank %d hands on nothing to other ranks: %s", self._ranks[self._position], err)
             where = {"addresses": addresses, "network": network(), "secret": secret.hex()}

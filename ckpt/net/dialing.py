@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
-from weakref import finalize
 
+from ckpt.concurrency import when_dropped
 from ckpt.text import address_text
 
 from .endpoints import EXHAUSTED, prepare
@@ -166,7 +166,7 @@ class IdleConnections(Generic[C]):
         self._most = most
         self._lock = threading.Lock()
         self._idle: list[C] = []
-        finalize(self, _close_all, self._idle)
+        when_dropped(self, _close_all, self._idle)
 
     def take(self, connect: Callable[[], C]) -> C:
         """One that is open, else what ``connect`` makes."""

@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 import xxhash
 
 from ckpt import settings
+from ckpt.concurrency import when_dropped
 from ckpt.errors import CkptError, DeadlineError, GroupError, UsageError
 from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json
@@ -61,7 +62,7 @@ class Peers:
         self._port = Port(group.rank, group.size, timeout, secret, self._look, network())
         if self._store is not None:
             self._port.listener = listener = Listener(listen(self._store.host), partial(Greeting, secret=secret), timeout)
-            finalize(self, listener.close)
+            when_dropped(self, listener.close)
             self._publish({"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
 
     def exchange(self, outgoing: Pieces, incoming: Pieces, *, alive: Callable[[], None] | None = None) -> None:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
 from ckpt import settings
+from ckpt.concurrency import when_dropped
 from ckpt.errors import DeadlineError
 
 MOST = 4 << 20
@@ -276,7 +277,7 @@ class Connection:
         arguments = self._requests, self._put_off, connect, self._sockets
         self._thread = threading.Thread(target=_serve, args=arguments, name="ckpt-store", daemon=True)
         self._thread.start()
-        finalize(self, _end, self._requests, self._put_off, self._thread).atexit = False  # programs may save when they end
+        when_dropped(self, _end, self._requests, self._put_off, self._thread)  # programs may save when they end
         _connections.add(self)
 
     def put_off(self, call: Callable[[KeyValues], object]) -> None:

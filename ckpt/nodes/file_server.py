@@ -7,7 +7,6 @@ import os
 import select
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ckpt.concurrency import when_dropped
 from ckpt.errors import (
     AccessError,
     BusyError,
@@ -441,7 +441,7 @@ class RemoteWriter(WriterBase):
         self._turn = threading.Lock()
         with connections.translated():
             self._channel = connections.dial()
-        self._closes = weakref.finalize(self, self._channel.close)  # also for a Writer that was dropped
+        self._closes = when_dropped(self, self._channel.close)  # also for a Writer that was dropped
         try:
             self._ask({"op": "begin", "path": key, "size": size})
         except BaseException:

@@ -13,12 +13,11 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
-from ckpt.concurrency import map_tasks
+from ckpt.concurrency import map_tasks, when_dropped
 from ckpt.settings import Direct
 
 from .files import start_writeback, write_all
@@ -326,7 +325,7 @@ class DirectFile:
         except OSError as err:
             log.debug("%s: cannot be opened for direct writes: %s", self._file, err)
             return False
-        self._close = weakref.finalize(self, os.close, direct)  # closes once, also when the file was dropped
+        self._close = when_dropped(self, os.close, direct)  # closes once, also when the file was dropped
         try:
             if not os.path.samestat(os.fstat(direct), os.fstat(self._fd)):  # somebody removed the file and made another one
                 return False

@@ -12,12 +12,12 @@ import re
 import secrets
 import struct
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ckpt.concurrency import when_dropped
 from ckpt.errors import CkptError, StorageError
 from ckpt.io_backends.checks import byte_views
 from ckpt.io_backends.protocol import CopySource
@@ -93,7 +93,7 @@ class PosixWriter(WriterBase):
         self._fd = fd
         self._made = made
         self._status = os.fstat(fd)
-        self._closes = [weakref.finalize(self, os.close, fd)]  # each closes once, also for a Writer that was dropped
+        self._closes = [when_dropped(self, os.close, fd)]  # each closes once, also for a Writer that was dropped
         self._direct: DirectFile | None = None
         if hasattr(os, "O_DIRECT") and (direct == "on" or (direct == "auto" and size >= LARGE_FILE)):
             self._direct = DirectFile(file=file, fd=fd, size=size, mode=direct)
@@ -188,7 +188,7 @@ class PosixWriter(WriterBase):
                 self._reopened = True
                 failed = refused.retire()
                 fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
-                self._closes.append(weakref.finalize(self, os.close, fd))
+                self._closes.append(when_dropped(self, os.close, fd))
                 if not os.path.samestat(os.fstat(fd), self._status):
                     raise StorageError("the file was removed while it was written", where=self._file, hint=_OTHERS)
                 with self._turn:

@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt import settings
+from ckpt.concurrency import when_dropped
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 from ckpt.net.dialing import IdleConnections
 from ckpt.net.shared_memory import protect, whole_pages
@@ -126,7 +126,7 @@ class Loan:
         self._ended = False
         """The daemon has said that nothing is lent over the connection any more."""
         self._file = files[0]
-        self._close = finalize(self, _end, connection, self._file)
+        self._close = when_dropped(self, _end, connection, self._file)
         self.mapping: FileMapping | None = None
         try:
             self.mapping = mappings.open(self._file, int(answer["capacity"]), fresh=bool(answer["fresh"]))
@@ -261,7 +261,7 @@ class MappedObject:
     def __init__(self, known: MemoryObject, file: int) -> None:
         self.known = known
         self.file = file
-        self._close = finalize(self, os.close, file)
+        self._close = when_dropped(self, os.close, file)
 
     def close(self) -> None:
         self._close()

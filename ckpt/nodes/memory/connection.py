@@ -24,10 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import finalize
 
 from ckpt import settings
-from ckpt.concurrency import patience
+from ckpt.concurrency import patience, when_dropped
 from ckpt.errors import AccessError, CkptError, FormatError, StorageError, UsageError, error_from_json
 from ckpt.net.endpoints import EXHAUSTED, close_when_forked, exhausted
 from ckpt.net.wire import is_count, is_seconds
@@ -272,7 +271,7 @@ class DaemonConnection:
         self._sock = sock
         self._folder = folder
         self._seconds = seconds
-        self._close = finalize(self, sock.close)
+        self._close = when_dropped(self, sock.close)
         answer, files = self.ask({"ask": "hello", "protocol": PROTOCOL})
         self._seconds = TIMEOUT
         if answer.get("protocol") != PROTOCOL or not files:
