@@ -65,18 +65,23 @@ def storage_errors(where: str, doing: str, *, reading: bool = False) -> Iterator
     except OSError as err:
         # From Python 3.12 on this generator's frame leads to that of __exit__, which has err: a circle, with the states of all callers.
         err.__traceback__ = err.__traceback__ and err.__traceback__.tb_next
-        code = err.errno or 0
-        kind: type[NotFoundError | StorageError] = StorageError
-        hint = _HINTS.get(code, "check the mount, and the system log for errors of the device or server")
-        if code in _NO_SPACE:
-            kind, hint = NoSpaceError, "free some space or raise the quota, or use another file system"
-        elif code in _NO_ACCESS:
-            kind, hint = AccessError, "check owner and mode of the directories and whether the file system is mounted read-only"
-        elif reading and code in _NOT_THERE:
-            kind, hint = NotFoundError, "check the URL; `ckpt ls` shows what is there"
-        mapped = kind(f"cannot {doing}: {err.strerror or err}", where=where, hint=hint)
-        mapped.errno = code
-        raise mapped from err
+        raise _mapped(err, where, doing, reading=reading) from err
+
+
+def _mapped(err: OSError, where: str, doing: str, *, reading: bool) -> CkptError:
+    """A function of its own: who raises an error that it has a name for makes a circle of the error, its traceback and its frame."""
+    code = err.errno or 0
+    kind: type[NotFoundError | StorageError] = StorageError
+    hint = _HINTS.get(code, "check the mount, and the system log for errors of the device or server")
+    if code in _NO_SPACE:
+        kind, hint = NoSpaceError, "free some space or raise the quota, or use another file system"
+    elif code in _NO_ACCESS:
+        kind, hint = AccessError, "check owner and mode of the directories and whether the file system is mounted read-only"
+    elif reading and code in _NOT_THERE:
+        kind, hint = NotFoundError, "check the URL; `ckpt ls` shows what is there"
+    mapped = kind(f"cannot {doing}: {err.strerror or err}", where=where, hint=hint)
+    mapped.errno = code
+    return mapped
 
 
 def regular_size(status: os.stat_result, file: str) -> int:

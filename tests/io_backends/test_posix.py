@@ -9,6 +9,7 @@ import random
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -399,3 +400,16 @@ def test_read_only_file_system(small_disk: Path) -> None:
         with pytest.raises(AccessError):
             call(backend)
     assert backend.read("a") == b"x"
+
+
+def test_a_file_that_is_written_when_the_program_ends_stays_open(tmp_path: Path) -> None:
+    """A thread that still writes it would meet a closed descriptor, or one that is another file by now."""
+    code = (
+        "import atexit, os, sys; from ckpt.io_backends import open_backend\n"
+        "kept = []\n"
+        "def end(): kept[0].write(0, [b'x' * 9]); kept[0].commit()\n"
+        "atexit.register(end)\n"  # before the descriptor is there: it runs after what would close that
+        "kept.append(open_backend(sys.argv[1]).create('a', 9))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "a").read_bytes() == b"x" * 9
