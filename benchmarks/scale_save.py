@@ -163,7 +163,7 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
     for save in range(2):
         InProcessBackend.reset()
         storage = Storage("inprocess://scale")
-        leader = Leader(call=followers.call, backend=storage, options=SaveOptions.of(), known=known)
+        leader = Leader(call=followers.call, backend=storage, options=SaveOptions.of({}), known=known)
         with gc_paused():  # as a save does
             began = cpu_seconds()
             leader.open(followers.begun)

@@ -299,7 +299,7 @@ def test_another_number_drops_nothing_and_repeats_nothing(ranks: Ranks, tmp_path
 def test_a_state_that_cannot_be_split_is_refused(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     url = str(tmp_path / "c")
     ranks.run(2, session, kind, url, {"dp": 2}, 3, True)
-    text = "a method reshard" if kind == "counting" else r"saved by 2 data-parallel ranks, loaded by 3(.|\n)*ckpt\.data\.Batches"
+    text = "a method reshard" if kind == "counting" else r"saved by 2 data-parallel ranks, loaded by 3(.|\n)*ckpt\.training\.Batches"
     with pytest.raises(RanksFailedError, match=text):
         ranks.run(3, session, kind, url, {"dp": 3}, None, False)
 

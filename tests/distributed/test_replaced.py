@@ -105,14 +105,14 @@ def test_a_step_that_goes_while_it_is_restored_leads_to_the_one_that_came(tmp_pa
         ckpt.save(f"{root}/step-{n:08d}", {"n": n})
     load_nearest = restore_order.load_nearest
 
-    def meanwhile(tiers: Any, group: Any, timeout: float, load: Any, step: Any) -> Any:
+    def meanwhile(tiers: Any, group: Any, timeout: float, load: Any, step: Any, id: Any = None) -> Any:
         def hooked(url: str) -> Any:
             if url.endswith("50"):
                 ckpt.save(f"{root}/step-{51:08d}", {"n": 51})
                 remove_checkpoint(open_backend(url))
             return load(url)
 
-        return load_nearest(tiers, group, timeout, hooked, step)
+        return load_nearest(tiers, group, timeout, hooked, step, id)
 
     monkeypatch.setattr("ckpt.runs.checkpointer.load_nearest", meanwhile)
     state = {"n": 0}

@@ -50,17 +50,17 @@ def test_damage_stays_damage(url: str) -> None:
         view["model.w"].read()
 
 
-@pytest.mark.parametrize("moment", ["match", "read"])
+@pytest.mark.parametrize("moment", ["match", "fill"])
 def test_a_load_begins_anew(url: str, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """As long as nothing in the state was changed."""
     work, saves = getattr(loading, moment), []
 
-    def replaced_then(*args: Any) -> Any:
-        row = work(*args) if moment == "match" else None
+    def replaced_then(*args: Any, **options: Any) -> Any:
+        matched = work(*args, **options) if moment == "match" else None
         if not saves:
             saves.append(2)
             ckpt.save(url, state(2))
-        return row if moment == "match" else work(*args)
+        return matched if moment == "match" else work(*args, **options)
 
     monkeypatch.setattr(loading, moment, replaced_then)
     assert stored(url) == 2 and saves == [2]

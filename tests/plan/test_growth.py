@@ -491,18 +491,19 @@ OPERATIONS = [
 CONSTANT = {
     "no work: values, types, reports and errors": (
         *("__version__", "PerRank", "Layout", "Mesh", "Shard", "Replicate", "Flat", "Interleaved", "Padded", "Uneven", "GlobalShape"),
-        *("Stage", "OnMesh", "Numbered", "pipeline", "experts", "MegatronParallel", "ExportReport", "BeginFrom", "CkptError"),
+        *("Stage", "OnMesh", "Numbered", "pipeline", "experts", "MegatronParallel", "ExportReport", "BeginFrom", "CkptError", "MemberChanges"),
         *("errors", "policies", "formats", "io_backends", "converters", "Checkpointer.url", "Checkpointer.preempted"),
         *("live.SourceStatus", "live.VersionStatus", "live.SinkStatus"),
     ),
     "modules whose operations are in the table, or are those of one rank on its own state": (
-        *("live", "integrations", "monitors", "data", "ema", "rng"),
+        *("live", "integrations", "monitors", "training"),
     ),
     "names of another convention, computed for each tensor as in load": ("translated",),
     "a setting of this process": ("configure_storage",),
     "ends what goes on: the waits are those of the rows": ("Checkpointer.close", "Checkpointer.unpublished"),
     "asks one leader for as many rows as it keeps versions": ("Source.report", "ckpt live"),
     "one record of one step": ("ckpt tag", "ckpt rm"),
+    "one object, which the leading rank of each job asks for": ("Checkpointer.requested",),
     "one machine's daemon": ("ckpt memory",),
     "a report of at most --last saves": ("ckpt advise",),
     "text that does not depend on a checkpoint": ("ckpt completion",),

@@ -43,7 +43,8 @@ class SaveCache:
     plans: Plans = field(default_factory=Plans)
     tables: list[Tables] = field(default_factory=list)
     arena: Arena = field(default_factory=Arena)
-    seen: SeenVersions = field(default_factory=SeenVersions)
+    seen: tuple[str, SeenVersions] | None = None
+    """Of the run that the last save referred to: another run may have other tensors by these names."""
     bases: list[RememberedBase] = field(default_factory=list)
     """Saves that later ones may refer to without reading anything, the last one that was used last."""
 
@@ -51,6 +52,12 @@ class SaveCache:
         """Take a save that is committed; ``base`` is what it referred to."""
         others = [b for b in self.bases if (b.run, b.name) != (saved.run, saved.name)]
         self.bases = [*sorted(others, key=lambda b: b is base), saved][-REMEMBERED:]
+
+    def seen_in(self, run: str) -> SeenVersions:
+        """What is remembered of the tensors since saves of this run refer to earlier ones."""
+        if self.seen is None or self.seen[0] != run:
+            self.seen = run, SeenVersions()
+        return self.seen[1]
 
     def forget(self, url: str) -> None:
         """A save was committed at ``url`` that no later one may refer to."""

@@ -124,7 +124,8 @@ class Incremental(Extension):
 
 def find_reuse(job: SaveJob, backend: Backend, shard_table: ShardTable, source: ChunkSource) -> Reuse:
     """What of the plan of ``source`` is in the base."""
-    plan, base, seen, threads = source.plan, job.options.base, job.cache.seen, job.options.threads
+    plan, base, threads = source.plan, job.options.base, job.options.threads
+    seen = job.cache.seen_in(real_url(split_url(backend)[0]))
     asked = seen.candidates(shard_table)
     settle_devices((shard_table.tensors[name] for name in asked), job.call.url)
     trust = None
