@@ -9,9 +9,6 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.save.candidates import SeenVersions
-from ckpt.engine.save.job import save_cache
-from ckpt.net.group import current_group
 
 SHAPE = (40, 25)
 
@@ -19,7 +16,6 @@ SHAPE = (40, 25)
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Step 2 refers to step 1 for all but ``c``."""
-    save_cache(current_group()).seen = SeenVersions()
     torch.manual_seed(0)
     state = {name: torch.randn(SHAPE) for name in "abc"}
     ckpt.save(tmp_path / "run" / "step-1", {"model": state}, reusable=True)

@@ -15,8 +15,6 @@ import torch
 
 import ckpt
 from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.save.candidates import SeenVersions
-from ckpt.engine.save.job import save_cache
 from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.verify.verify import verify
@@ -54,7 +52,6 @@ class History:
         self.saved: dict[int, Tensors] = {}
         self.log: list[str] = []
         self.referring = self.anchored = self.crashed = 0
-        save_cache(current_group()).seen = SeenVersions()
 
     def url(self, step: int) -> str:
         return str(self.root / f"step-{step}")

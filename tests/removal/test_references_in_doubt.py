@@ -16,13 +16,10 @@ import xxhash
 import ckpt
 from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.save.candidates import SeenVersions
-from ckpt.engine.save.job import save_cache
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend
-from ckpt.net.group import current_group
 from ckpt.policies import Latest, retention
 from ckpt.runs.orphans import find_orphans, remove_orphans
 from ckpt.runs.removal import infos, remove_at, remove_steps
@@ -34,7 +31,6 @@ STATE = {"a": torch.arange(100.0), "b": torch.arange(50.0)}
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Step 1 has all bytes, step 2 refers to them; step 3 is another one."""
-    save_cache(current_group()).seen = SeenVersions()
     root = tmp_path / "run"
     ckpt.save(root / "step-1", STATE, reusable=True)
     ckpt.save(root / "step-2", STATE, base=root / "step-1")

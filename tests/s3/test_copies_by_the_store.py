@@ -15,13 +15,10 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.save.candidates import SeenVersions
-from ckpt.engine.save.job import save_cache
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.net.group import current_group
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.s3.meddling import Seen, answer, watch
 from tests.s3.stores import ObjectStore
@@ -83,7 +80,6 @@ def test_one_request_copies_a_file_of_middle_size(s3_url: str, monkeypatch: pyte
 
 
 def test_what_is_referred_to_is_copied_by_the_store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_cache(current_group()).seen = SeenVersions()
     state: dict[str, Any] = {f"frozen{i}": torch.randn(LARGE // 4) for i in range(6)}
     state["frozen3"] += 1
     ckpt.save(f"{s3_url}/run/step-1", state, reusable=True)
