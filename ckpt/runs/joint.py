@@ -272,10 +272,10 @@ class JointRun:
             self._begun = max(self._waiting, default=-1)
 
     def prepared(
-        self, n: int, id: str, ranks: int, nbytes: int, ended: Callable[[str | None], object] = lambda given_up: None
+        self, n: int, id: str, ranks: int, nbytes: int, ended: Callable[[JointOutcome | BaseException], object] = lambda end: None
     ) -> Future[JointOutcome]:
         """This member has committed its checkpoint ``id`` of step ``n``, of so many ranks and bytes of tensors. Gives what becomes of the
-        joint step; does not wait for it. ``ended`` hears before why it does not exist, or None if it does."""
+        joint step; does not wait for it. ``ended`` hears it before, or the error for which nobody knows."""
         generation, future = self.check_present(), Future[JointOutcome]()
         with self._lock:
             self._waiting[n] = future
@@ -283,10 +283,10 @@ class JointRun:
         def finish() -> None:
             try:
                 outcome = self._outcome(n, Mark(self.member, id, ranks, nbytes), generation)
-                ended(outcome.given_up)
+                ended(outcome)
                 future.set_result(outcome)
             except BaseException as err:  # noqa: BLE001  whoever asks for the result gets it
-                ended(f"this member cannot tell: {err}")
+                ended(err)
                 future.set_exception(err)
 
         threading.Thread(target=finish, name="ckpt-joint", daemon=True).start()

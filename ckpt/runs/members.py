@@ -164,7 +164,7 @@ def copy_joint(source: str, target: str, copy: Callable[[str, str], T], *, commi
     if record is None:
         return []
     run, _, name = target.rstrip("/").rpartition("/")
-    if not run or f"{name}/".strip("/") != source.rstrip("/").rpartition("/")[2]:
+    if not run or name != source.rstrip("/").rpartition("/")[2]:
         raise UsageError("a step of several jobs keeps its name", where=target, hint="end the target in /: the directory of the other run")
     reports = [copy(part, join_url(run, record.members[member].path)) for member, part in member_urls(source).items()]
     data = read_record(open_backend(source))

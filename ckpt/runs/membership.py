@@ -15,7 +15,7 @@ from ckpt.net.group import Group
 from ckpt.policies import KeepPolicy
 
 from .joint import JointRun
-from .members import Generation, MemberChanges, check_members
+from .members import Generation, JointOutcome, MemberChanges, check_members
 from .reporter import Reporter
 from .step_listing import Step, list_steps
 
@@ -65,6 +65,7 @@ class Membership:
         """Load what all members go on from. ``load`` gets the step, and the URL and the id of this member's checkpoint of it: None of a
         step that this member has no part in, and of a run without steps. Collective, and so is ``load``."""
         self._run.start_over()
+        self._saved, self._asked, self._given_up = -1, None, set()
         loaded: tuple[int | None, str | None] | None = None
         result: int | None = None
         while True:
@@ -132,11 +133,14 @@ class Membership:
         n: int | None = self._call("requested", look)
         return n
 
-    def _ended(self, n: int, given_up: str | None) -> None:
+    def _ended(self, n: int, end: JointOutcome | BaseException) -> None:
+        given_up = f"nobody knows whether it exists: {end}" if isinstance(end, BaseException) else end.given_up
         if given_up is not None:
-            log.warning("step %d of %s does not exist: %s", n, self.root, given_up)
+            log.warning("step %d of %s cannot be relied on: %s", n, self.root, given_up)
         if self.reporter is not None:
             self.reporter.joint(n, given_up)
+        if isinstance(end, BaseException):
+            return  # what it has saved stays: the step may exist
         if given_up is not None:
             self._given_up.add(n)
         else:

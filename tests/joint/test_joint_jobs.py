@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ckpt.errors import ConflictError, CorruptError, UsageError
 from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
+from tests.api.checked import empty_directory
 
 NAMES = ("trainer", "buffer", "rollouts")
 PRELOAD = ["torch", "pyarrow.ipc", "safetensors.torch", "ckpt.api", "ckpt.runs.checkpointer", "ckpt.engine.load.load"]
@@ -63,6 +65,12 @@ class Job:
         self.process.join(240)
         assert self.process.exitcode in (0, -9)
         return [json.loads(line) for line in self.out.read_text().splitlines()]
+
+
+@pytest.fixture
+def root() -> Iterator[str]:
+    with empty_directory() as path:
+        yield path
 
 
 def restored(printed: dict[str, list[dict[str, Any]]]) -> set[int]:
@@ -130,6 +138,19 @@ def test_a_checkpointer_of_a_joint_run_restores_what_is_joint_alone(root: str) -
         with pytest.raises(UsageError, match="step 1 is not after the one that the members of this run went on from"):
             c.save(1, state)
     assert [s.number for s in list_steps(f"{root}/trainer")] == [1], "what belongs to no joint step is removed"
+
+
+def test_a_member_that_restores_again_is_asked_for_lower_steps_too(root: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with one_member(root) as c:
+        c.restore(state)
+        for n in (1, 9):
+            c.save(n, state)
+            c.wait()
+        assert c.restore(state, step=1) == 1
+        assert c._joint is not None
+        c._joint._run.request(2)
+        assert c.requested() == 2
 
 
 def test_data_that_a_member_finds_damaged_moves_it_to_the_step_before(root: str) -> None:
