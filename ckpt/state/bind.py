@@ -111,8 +111,8 @@ class _BindWalk(Binder):
 
     def value(self, target: object, node: Node, path: str, put: Setter) -> None:
         """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
-        if type(target) not in PLAIN and is_wrapper(target):
-            self.wrapper(path, target, node)  # type: ignore[arg-type]  # a wrapper is a tensor
+        if isinstance(target, torch.Tensor) and type(target) not in PLAIN and is_wrapper(target):
+            self.wrapper(path, target, node)
         elif isinstance(target, (torch.Tensor, Sharded)):  # a ShardedTensor too
             self.tensor(path, target)
         elif isinstance(target, PerRank):
