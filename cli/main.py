@@ -125,12 +125,26 @@ class _ReaderGone(Exception):
     """Whoever read standard output has exited."""
 
 
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001  click's
+    if not wanted or ctx.resilient_parsing:
+        return
+    from ckpt.needs import installed_plugins, other_owners
+
+    click.echo(f"ckpt {__version__}")
+    for owner, added in installed_plugins().items():
+        click.echo(printable(f"  {owner}: {', '.join(added)}"))
+    for other in other_owners():
+        message = f"warning: {other} has a module or command ckpt, too: one hides the other\n  try: pip uninstall {other}"
+        click.echo(printable(message), err=True)
+    ctx.exit()
+
+
 @click.group(
     "ckpt",
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(__version__, prog_name="ckpt", message="%(prog)s %(version)s")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and plug-ins.")
 def cli() -> None:
     """Inspect, check, convert and copy checkpoints of distributed training.
 
