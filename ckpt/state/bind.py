@@ -7,6 +7,7 @@ tensors are filled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckpt.plan.tree_decoding import Node
 from .bind_optimizers import OptimizerBinder
 from .fsdp1 import reshard
 from .modules import copies_of, frozen_beside, is_frozen, is_offloaded, tensors_of
+from .named import NamedValues, is_named, merge, place, same_boxes
 from .optimizers import ParamNames, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import Sharded
@@ -89,6 +91,8 @@ def bind(
         walk = _BindWalk(catalog, shard_table, selection.followed_by(renames), names, cast=cast)
         walk.binding.renames = renames
         walk.value(state, catalog.state, "", _no_setter)
+        if walk.named is not None:
+            walk.bind_named(walk.named)
         walk.settle()
         shard_table.shards.known.update(shard_table.anew)
     del walk.optimizers  # a circle: all that the walk knows would wait for the collector
@@ -103,6 +107,7 @@ class _BindWalk(Binder):
     def __init__(self, catalog: Catalog, shard_table: ShardTable, selection: Selection, names: ParamNames, *, cast: bool) -> None:
         super().__init__(catalog, shard_table, selection, cast=cast)
         self.optimizers = OptimizerBinder(self, names)
+        self.named: NamedValues | None = None
         self._own: dict[str, torch.Tensor] = {}
         self._left = 0  # mappings of the checkpoint that dicts of plain values did not take
 
@@ -120,6 +125,10 @@ class _BindWalk(Binder):
             self.module(target, node, path)
         elif isinstance(target, Optimizer):
             self.optimizers.bind(target, node, path)
+        elif is_named(target):
+            self.named = self.named or NamedValues()
+            self.named.add(target)
+            self.binding.values.append(path)  # of a list that has plain values too: a save left its place empty
         elif is_stateful(target):
             self.stateful(target, node, path)
         elif isinstance(target, dict) and ((live := not path or _has_live(target)) or self.nodes.children(node) is not None):
@@ -202,6 +211,25 @@ class _BindWalk(Binder):
             self.binding.apply.append(lambda: put(tuple(loaded)))
 
     # ---- objects
+
+    def bind_named(self, named: NamedValues) -> None:
+        """Bind what says its name itself, wherever it lies in the state."""
+        for name, values in named.boxes.items():
+            if not self.selection.wants(name):
+                continue
+            again = list(same_boxes(values))
+            twice = {id(value) for _, value in again}
+            local = self.shard_table.add(name, place(name, [v for v in values if id(v) not in twice], self.shard_table.rank))
+            entry, shape = self.entries.get(name), local.info.shape
+            if values[0].allow_shape_mismatch and entry is not None and len(entry.shape) == len(shape):
+                stored = entry.logical or entry.shape  # what both have is loaded, and the rest of the state's zeroed
+                local.info = replace(local.info, shape=tuple(map(max, entry.shape, shape)), logical=stored)
+            self.target(name, local)
+            self.binding.apply += [partial(second.data.detach().copy_, first.data.detach()) for first, second in again]
+        for name, objects in named.objects.items():
+            for each in objects if self.selection.wants(name) else ():
+                self.decoded(self.nodes.child(self.catalog.state, name, name), name, partial(setattr, each, "data"), template=each.data)
+        self.binding.apply += [partial(merge, factory, built) for factory, built in named.factories]
 
     def module(self, module: torch.nn.Module, node: Node, path: str) -> None:
         parts = tensors_of(module)
@@ -343,7 +371,8 @@ def _has_live(value: object) -> bool:
         return any(_has_live(v) for v in value.values() if type(v) not in tree.SCALARS)
     if isinstance(value, (list, tuple)):
         return any(_has_live(v) for v in value if type(v) not in tree.SCALARS)
-    return isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
+    live = isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer))
+    return live or is_named(value) or is_stateful(value)
 
 
 def _tensor_names(node: Node) -> list[str]:

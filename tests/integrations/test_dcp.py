@@ -165,7 +165,6 @@ def refused(path: str) -> list[str]:
         lambda: dcp.save({"x": object()}, storage_writer=CkptWriter(f"{path}/object")),
         lambda: dcp.save({"x": (1, tensor)}, storage_writer=CkptWriter(f"{path}/tuple")),
         lambda: [dcp.save({"x": tensor}, storage_writer=CkptWriter(f"{path}/cached0", overwrite=False)) for _ in range(2)],
-        lambda: dcp.save({"x": io.BytesIO(b"a")}, storage_writer=CkptWriter(f"{path}/object")),
         lambda: dcp.save(
             {"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, storage_writer=CkptWriter(f"{path}/hole"), planner=Forgets()
         ),
@@ -186,7 +185,6 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) ->
         "StateError.*object",
         "StateError.*tuple",
         "ConflictError.*already",
-        r"StateError(?s:.*)value\.getvalue\(\)",
         "CoverageError.*2:4",
         "ShapeError.*float64",
         "no checkpoint",
