@@ -131,15 +131,16 @@ class _BindWalk(Binder):
             self.binding.values.append(path)  # of a list that has plain values too: a save left its place empty
         elif is_stateful(target):
             self.stateful(target, node, path)
-        elif isinstance(target, dict) and ((live := not path or _has_live(target)) or self.nodes.children(node) is not None):
+        elif isinstance(target, dict) and ((live := _has_live(target) if path else _LIVE) or self.nodes.children(node) is not None):
             self.mapping(target, node, path, live=live)
         elif isinstance(target, (list, tuple)) and _has_live(target):
             self.sequence(target, node, path, put)
         elif self.selection.wants(path):
             self.plain(node, path, lambda value: put(restore_in_place(target, value)))
 
-    def mapping(self, target: dict[Any, Any], node: Node, path: str, *, live: bool) -> None:
-        """Bind each key of a dict. One that holds plain values only, and is not ``live``, also takes the keys that just the checkpoint has.
+    def mapping(self, target: dict[Any, Any], node: Node, path: str, *, live: int) -> None:
+        """Bind each key of a dict. ``live`` is what it holds (``_has_live``). If that is plain values, or what says its name itself, it
+        also takes the keys that just the checkpoint has; in the latter case tensors, too: a sharded state dict may not have all yet.
 
         A state may have millions of plain values. Where nothing is selected or renamed, those of one dict that stand for themselves are
         taken together, and if all that is stored there is taken, the path of the dict stands for theirs.
@@ -159,7 +160,7 @@ class _BindWalk(Binder):
                 tensor(at, value)
             else:
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
-        runs = [alike] if live else [alike, *self.added(target, children, path, everything=everything)]
+        runs = [alike] if live == _LIVE else [alike, *self.added(target, children, path, everything=everything, tensors=live == _NAMED)]
         if not live and not children and self.selection.wants(path):
             self.binding.values.append(path)
         if any(runs):
@@ -167,7 +168,9 @@ class _BindWalk(Binder):
             self.binding.values += [path] if complete else [join(path, key) for run in runs for key in run]
             self.binding.apply += [partial(_take, target, run, children) for run in runs[:1] if run]
 
-    def added(self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool) -> Iterator[list[Any]]:
+    def added(
+        self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool, tensors: bool
+    ) -> Iterator[list[Any]]:
         """Take the keys that just the checkpoint has, in its order. Gives those whose values stand for themselves, as they are taken."""
         run: list[Any] = []
         for key, child in children.items():
@@ -182,8 +185,8 @@ class _BindWalk(Binder):
                 yield run
                 run = []
             at = join(path, key)
-            if self.selection.wants(at) and self.selection.renamed(at) == at and not tree.refers(child):
-                self.plain(child, at, _item_setter(target, key))
+            if self.selection.wants(at) and self.selection.renamed(at) == at and (tensors or not tree.refers(child)):
+                (self.decoded if tensors else self.plain)(child, at, _item_setter(target, key))
             else:
                 self._left += 1
         if run:
@@ -311,7 +314,7 @@ class _BindWalk(Binder):
 
     def compound(self, target: Compound, node: Node, path: str) -> None:
         slots, before = target.slots(), len(self.binding.apply)
-        self.mapping(slots, node, path, live=not path or _has_live(slots))
+        self.mapping(slots, node, path, live=_has_live(slots) if path else _LIVE)
         if len(self.binding.apply) > before:
             self.binding.apply.append(lambda: target.loaded(slots))
 
@@ -363,16 +366,21 @@ def _is_below(taken: Set[str], at: str, where: str) -> bool:
     return any(p in taken for p in (at, *(f"{at}.{where[:i]}" for i, c in enumerate(f"{where}.") if c == "." and i)))
 
 
-def _has_live(value: object) -> bool:
-    """Whether a container holds anything that is loaded in place."""
+_NAMED, _LIVE = 1, 2
+
+
+def _has_live(value: object) -> int:
+    """Whether a container holds anything that is loaded in place: ``_LIVE``, or ``_NAMED`` if all of it says its name itself."""
     if type(value) in tree.SCALARS:
-        return False
-    if isinstance(value, dict):
-        return any(_has_live(v) for v in value.values() if type(v) not in tree.SCALARS)
-    if isinstance(value, (list, tuple)):
-        return any(_has_live(v) for v in value if type(v) not in tree.SCALARS)
+        return 0
+    if isinstance(value, (dict, list, tuple)):
+        most = 0
+        for child in value.values() if isinstance(value, dict) else value:  # until the first that is live: there may be many thousand
+            if type(child) not in tree.SCALARS and (most := max(most, _has_live(child))) == _LIVE:
+                break
+        return most
     live = isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer))
-    return live or is_named(value) or is_stateful(value)
+    return _LIVE if live else _NAMED if is_named(value) else _LIVE if is_stateful(value) else 0
 
 
 def _tensor_names(node: Node) -> list[str]:

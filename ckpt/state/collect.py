@@ -24,7 +24,7 @@ from ckpt.plan.values import StatePart
 from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
 from .modules import LEFT_OUT, ModuleTensors, PartTaker, added_by, copies_of, frozen_beside, is_frozen, tensors_of
-from .named import NamedValues, is_named, place
+from .named import NamedValues, is_main, is_named, place
 from .optimizers import ParamNames, check_keys, inline, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, StateOf
 from .sharded import Sharded
@@ -118,7 +118,7 @@ def collect(
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
         node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
         if walk.named is not None:
-            node = walk.with_named(node, walk.named.main())
+            node = walk.with_named(node, walk.named)
         if taker is not None:
             node, collected.idle, collected.trains = taker.labelled(node), taker.idle(), taker.trains
         collected.state = _rehomed(node, "", walk.renumbered)[0] if walk.renumbered else node
@@ -291,12 +291,14 @@ class _CollectWalk:
         beside: dict[str, Node] = {}
         for name, boxes in named.boxes.items():
             if taker.wants(name, boxes[0].data):
-                beside[name] = {"$tensor": table.add(name, place(name, boxes, table.rank)).info.name}
-        for name, (first, *more) in named.objects.items():
-            if more:
+                # Replicas, too, say that there is such a tensor, of which somebody has to save every box.
+                beside[name] = {"$tensor": table.add(name, place(name, boxes, table.rank, main=True)).info.name}
+        for name, objects in named.objects.items():
+            saved = [*filter(is_main, objects)]
+            if len(saved) > 1:
                 raise StateError("two objects of the state have this name", where=name, hint="give all but one of them a replica_id")
-            if taker.wants(name):
-                beside[name] = taker.decided(encode(first.data, name, self.object_leaf))
+            if taker.wants(name) and saved:
+                beside[name] = taker.decided(encode(saved[0].data, name, self.object_leaf))
         left = pairs_of(taker.left(state)) or []
         taken = next((key for key, _ in left if key in beside), None)
         if taken is not None:

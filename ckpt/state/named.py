@@ -62,11 +62,6 @@ class NamedValues:
         elif type(value).__name__ != _LOCAL:
             self.objects.setdefault(stored_name(value), []).append(value)
 
-    def main(self) -> NamedValues:
-        """What this rank saves of them."""
-        boxes = {name: main for name, each in self.boxes.items() if (main := [*filter(_is_main, each)])}
-        return NamedValues(boxes, {name: main for name, each in self.objects.items() if (main := [*filter(_is_main, each)])})
-
 
 def stored_name(value: Any) -> str:
     """The name of an object, as Megatron-Core's own checkpoints have it."""
@@ -74,7 +69,8 @@ def stored_name(value: Any) -> str:
     return f"{value.key}/shard_{offset}_{shape}"
 
 
-def _is_main(value: Any) -> bool:
+def is_main(value: Any) -> bool:
+    """Whether this rank saves it."""
     replica = value.replica_id
     return not (replica if isinstance(replica, int) else any(replica))
 
@@ -87,8 +83,8 @@ def _named_in(value: Any) -> Iterator[Any]:
             yield from _named_in(child)
 
 
-def place(name: str, values: Sequence[Any], rank: int) -> Sharded:
-    """The place of the boxes that this rank has of one tensor."""
+def place(name: str, values: Sequence[Any], rank: int, *, main: bool = False) -> Sharded:
+    """The place of the boxes that this rank has of one tensor; or only of those that it saves."""
     shape, parts = tuple(values[0].global_shape), list[Part]()
     for value in values:
         if not isinstance(value.data, torch.Tensor) or value.data.is_meta:
@@ -97,7 +93,7 @@ def place(name: str, values: Sequence[Any], rank: int) -> Sharded:
         if (value.data.dtype, tuple(value.global_shape)) != (values[0].data.dtype, shape):
             text = f"this rank gives it dtype {values[0].data.dtype} and shape {shape}, and {value.data.dtype} and {value.global_shape}"
             raise StateError(text, where=f"tensor {name}", hint="each key is the name of one tensor")
-        parts += _parts(value)
+        parts += _parts(value) if is_main(value) or not main else ()
     return of_boxes(name, shape, parts, rank, tensors=[value.data for value in values])
 
 

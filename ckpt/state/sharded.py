@@ -99,7 +99,7 @@ def of_boxes(name: str, shape: tuple[int, ...], parts: Sequence[Part], rank: int
     """The place of boxes that only this rank knows of, in memory of ``tensors``."""
     _check_boxes(shape, parts, name)
     parts = [(box, memory) for box, memory in parts if memory.numel() or not shape]
-    layout = _alone([box for box, _ in parts], rank)
+    layout = _alone([box for box, _ in parts], rank if parts else 0)  # ranks that have none say the same
     return Sharded(tensors[0].detach(), shape, layout, tuple(memory for _, memory in parts), tuple(tensors[1:]))
 
 

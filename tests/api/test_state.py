@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import datetime
 import enum
-import io
 import math
 import random
 import threading
