@@ -22,9 +22,10 @@ from statistics import median
 from types import FrameType
 from typing import Any, Protocol
 
-from ckpt.errors import UsageError
+from ckpt.errors import UsageError, storage_failed
 from ckpt.net.group import Due, Group, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
+from ckpt.policies.save import check_whole
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import Stall
 
@@ -84,6 +85,11 @@ class CostMeter:
         """Whether it cannot be said yet what the last save costs, or what the next one will: a save is going on, or no step beside none
         has come after it. Else a job that saves again and again would never learn what a step usually takes."""
         return self._save is not None or not self._fresh or len(self._usual) < _FEWEST
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step usually takes beside no save; 0 if none was seen."""
+        return median(self._usual) if self._usual else 0.0
 
     def enter(self, now: float, *, step: bool) -> None:
         """A call of the training loop begins; ``step``: a step of training is over."""
@@ -176,7 +182,7 @@ class Preemption:
 
 
 class SaveSchedule:
-    """One rank's end. ``answered``: the save that a notice of preemption asked for is durable."""
+    """One rank's end. ``answered``: the job's last save is durable, which a notice of preemption or a deadline asked for."""
 
     def __init__(self, policy: SavePolicy, group: Group, timeout: float, signals: Sequence[int]) -> None:
         self.costs = CostMeter()
@@ -228,6 +234,9 @@ class SaveSchedule:
             last_saved_at=self._last_at,
             preempted=preempted,
             measuring=self.costs.measuring,
+            time=time.time(),
+            step_seconds=self.costs.step_seconds if self._leader_part is not None else 0.0,
+            ended=self.answered,
             saves=self.costs.saves,
         )
         reason = self._rank_part.due(moment) if self._rank_part is not None else None
@@ -235,11 +244,11 @@ class SaveSchedule:
             return Due(reason=reason) if reason is not None else None
         if self._agreement is None:
             reason = reason or self._leader_part.due(moment)
-            return Due(reason=reason, final=preempted) if reason is not None else None
+            return Due(reason=reason, final=self._leader_part.ends(moment)) if reason is not None else None
         if self._group.rank == self._group.leader and not self._agreement.pending:
             of_leader = self._leader_part.due(moment)
             if of_leader is not None:
-                self._agreement.propose(n, Due(reason=of_leader, final=preempted))
+                self._agreement.propose(n, Due(reason=of_leader, final=self._leader_part.ends(moment)))
         # Whether it is the last save follows from what was agreed, not from what this rank has heard of meanwhile.
         return self._agreement.due(n) or (Due(reason=reason) if reason is not None else None)
 
@@ -267,6 +276,32 @@ class SaveSchedule:
         self._preemption.restore()
         if self._agreement is not None:
             self._agreement.stop()
+
+
+class FailedSaves:
+    """How many saves in a row the storage has failed, and whether training goes on all the same. The ranks of a job count the same saves,
+    and each save ends alike on all of them, so they come to one answer without a message."""
+
+    def __init__(self, limit: int, *, leads: bool) -> None:
+        check_whole(limit, "Checkpointer(give_up_after)", 1)
+        self.passed_over: BaseException | None = None
+        """What the last save failed with, if training went on."""
+        self._limit, self._leads = limit, leads
+        self._count = 0
+
+    def tolerates(self, error: BaseException) -> bool:
+        """Whether training goes on if the next save ends with this."""
+        return self._count + 1 < self._limit and storage_failed(error)
+
+    def count(self, what: str, error: BaseException | None) -> BaseException | None:
+        """A save has ended; gives what is to be raised."""
+        goes_on = error is not None and self.tolerates(error)
+        self._count = self._count + 1 if error is not None else 0
+        self.passed_over = error if goes_on else None
+        if goes_on and self._leads:
+            message = "%s, and training goes on (failure %d in a row; %d end it): %s"
+            log.warning(message, what, self._count, self._limit, error)
+        return None if goes_on else error
 
 
 def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
