@@ -78,14 +78,14 @@ def environment(work: Path, python: str, name: str, *packages: str | Path, cwd: 
     """The interpreter of a new virtual environment with these packages, which pip finds consistent."""
     run(python, "-m", "venv", work / name, cwd=work)
     own = work / name / "bin" / "python"
-    run(own, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages, cwd=cwd or work)
+    if packages:
+        run(own, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages, cwd=cwd or work)
     return own
 
 
 def check_without_torch(work: Path, python: str, wheel: Path, source: Path) -> None:
     """The command needs no torch to look at checkpoints."""
-    name = f"bare-{Path(python).name}"
-    own = environment(work, python, name)
+    own = environment(work, python, f"bare{len(list(work.iterdir()))}")
     listed = run(own, "-c", f"import zipfile; print(zipfile.ZipFile({str(wheel)!r}).read({metadata_name(wheel)!r}).decode())", cwd=work)
     needed = [line.partition(": ")[2] for line in listed.splitlines() if line.startswith("Requires-Dist: ") and "extra ==" not in line]
     run(own, "-m", "pip", "install", "-q", *(n for n in needed if not n.startswith("torch")), cwd=work)
@@ -105,11 +105,11 @@ def metadata_name(wheel: Path) -> str:
 
 def check_with_torch(work: Path, python: str, wheel: Path, source: Path, dependencies: str) -> None:
     """A user's first minutes, with warnings as errors."""
-    own = environment(work, python, f"full-{Path(python).name}-{dependencies}", *SETS[dependencies], wheel, cwd=source)
+    own = environment(work, python, f"full-{dependencies}", *SETS[dependencies], wheel, cwd=source)
     run(own, "-m", "pip", "check", cwd=work)
     block = re.search(r"```python\n(.*?)```", (source / "README.md").read_text(), re.DOTALL)
     assert block is not None
-    folder = work / f"example-{Path(python).name}-{dependencies}"
+    folder = work / f"example-{dependencies}"
     folder.mkdir()
     (folder / "example.py").write_text(EXAMPLE + block[1] + "\nassert handle.result().url.endswith('step-00000200')\n")
     # torch itself warns where numpy is older or newer than the one it was built with
