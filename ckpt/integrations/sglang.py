@@ -22,6 +22,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ckpt.errors import UsageError
 from ckpt.needs import warn_if_untried
+from ckpt.text import parse_object
 
 from .engines import EngineCheckpoint, EngineSink
 from .reading import take_step
@@ -59,7 +60,7 @@ def take_weights(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
     """
     if [name for name, _ in named_tensors] != ["ckpt"]:
         raise UsageError("these tensors are no request for ckpt", hint="give ckpt.integrations.sglang.update_request(address)")
-    given = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
+    given = parse_object(bytes(named_tensors[0][1].cpu().numpy()))
     step, progress = given.pop("step", None), bool(given.pop("progress", False))
     options, sink = _sinks.get(model, ({}, None))
     if sink is None or options != given:
@@ -72,8 +73,8 @@ def take_weights(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
     post_load_weights(model)
 
 
-class CkptModelLoader(DefaultModelLoader):
-    """A loader for SGLang: ``load_format=CkptModelLoader`` of its offline engine, or by the key ``ckpt`` of ``model_loader_extra_config``,
+class CkptLoader(DefaultModelLoader):
+    """A loader for SGLang: ``load_format=CkptLoader`` of its offline engine, or by the key ``ckpt`` of ``model_loader_extra_config``,
     a dict with the ``url`` of the checkpoint, by default the model's directory, and what :class:`EngineCheckpoint` takes."""
 
     def __init__(self, load_config: Any) -> None:
@@ -101,7 +102,7 @@ class CkptModelLoader(DefaultModelLoader):
 
 def _chosen(original: Any, load_config: Any, model_config: Any = None) -> Any:
     ours = "ckpt" in (load_config.model_loader_extra_config or {})
-    return CkptModelLoader(load_config) if ours else original(load_config, model_config)
+    return CkptLoader(load_config) if ours else original(load_config, model_config)
 
 
 @cache
