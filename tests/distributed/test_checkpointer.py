@@ -16,7 +16,7 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, Latest, OnPreemption
+from ckpt.policies import AtSteps, Before, EveryBudget, EveryMinutes, EverySteps, Latest, OnPreemption
 from ckpt.runs.events import Event
 from ckpt.runs.rebuild import rebuild_checkpoint
 from tests.distributed.ranks import Ranks
@@ -28,7 +28,7 @@ def notice_on_one_rank(root: str, who: int, lockstep: bool, stride: int) -> tupl
     saved = []
     n = 0
     with ckpt.Checkpointer(root, save=EverySteps(10**6) | OnPreemption(), timeout=30) as c:
-        for turn in range(1, 400):
+        for turn in range(1, 4000):
             n = turn * stride
             if lockstep:
                 dist.all_reduce(torch.ones(1))
@@ -70,16 +70,39 @@ def test_a_clock_of_the_leader(ranks: Ranks, tmp_path: Path) -> None:
     assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == found[0]
 
 
+def until_a_deadline(root: str) -> tuple[list[int], bool]:
+    """Only the leader's deadline counts: the ranks' clocks may differ."""
+    deadline = time.time() + (1.5 if dist.get_rank() == 0 else 1e6)
+    saved = []
+    with ckpt.Checkpointer(root, save=EverySteps(30) | Before(deadline, reserve=0.7), timeout=30) as c:
+        for n in range(1, 4000):
+            time.sleep(0.01 + 0.005 * dist.get_rank())
+            if c.step(n, {"x": torch.full((3,), float(n))}):
+                saved.append(n)
+            if c.preempted:
+                break
+    return saved, c.preempted
+
+
+def test_a_deadline_is_agreed_on(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(2, until_a_deadline, str(tmp_path))
+    (saved, ended), other = results
+    assert ended and other == (saved, True)
+    assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved
+
+
 def by_what_saves_cost(root: str) -> tuple[list[int], list[str]]:
     """Gives the steps saved, and the kinds of events told on this rank."""
     saved: list[int] = []
     told: list[str] = []
     with ckpt.Checkpointer(root, save=EveryBudget(25.0, least_seconds=0.3), timeout=30, on_event=lambda e: told.append(e.kind)) as c:
-        for n in range(1, 120):
+        for n in range(1, 2000):
             time.sleep(0.02 + 0.005 * dist.get_rank())
             dist.all_reduce(torch.ones(1))
             if c.step(n, {"x": torch.full((3,), float(n)), "own": ckpt.PerRank(dist.get_rank())}):
                 saved.append(n)
+            if n >= 30 and len(saved) > 1:  # on all ranks after the same step
+                break
     return saved, told
 
 
@@ -150,7 +173,7 @@ def noticed_where_a_save_is_due_anyway(root: str, every: int, who: int) -> tuple
     saved = []
     n = 0
     with ckpt.Checkpointer(root, save=EverySteps(every) | OnPreemption(), timeout=30) as c:
-        for n in range(1, 40):
+        for n in range(1, 2000):
             dist.all_reduce(torch.ones(1))  # hangs if a rank has left
             if n == 5 and rank == who:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -165,10 +188,10 @@ def noticed_where_a_save_is_due_anyway(root: str, every: int, who: int) -> tuple
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("every", [1, 5])
 def test_a_notice_at_a_step_that_is_saved_anyway(ranks: Ranks, tmp_path: Path, every: int, who: int) -> None:
-    found = ranks.run(2, noticed_where_a_save_is_due_anyway, str(tmp_path), every, who, timeout=20)
+    found = ranks.run(2, noticed_where_a_save_is_due_anyway, str(tmp_path), every, who)
     assert found[0] == found[1]
     saved, n = found[0]
-    assert saved[-1] == n and 5 <= n < 39
+    assert saved[-1] == n and 5 <= n < 1999
     assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved
 
 
@@ -226,7 +249,7 @@ def final_save_that_fails(root: str) -> tuple[list[int], list[int], int]:
     raised, saved = [], []
     n = 0
     with wrap_backends(process.wrap), ckpt.Checkpointer(root, save=OnPreemption(), timeout=20) as c:
-        for n in range(1, 200):
+        for n in range(1, 4000):
             dist.all_reduce(torch.ones(1))
             if n == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -451,7 +451,7 @@ OPERATIONS = [
         for name, covers, ask, sizes in (
             ("retention", ("Checkpointer",), Run.retention, SIZES),
             ("gc", ("ckpt gc",), Run.gc, FEW),
-            ("ls", ("ckpt ls", "list_steps", "Checkpointer.steps", "Checkpointer.latest", "Checkpointer.best"), Run.ls, FEW),
+            ("ls", ("ckpt ls", "latest", "list_steps", "Checkpointer.steps", "Checkpointer.latest", "Checkpointer.best"), Run.ls, FEW),
             ("restore: what is there", ("Checkpointer.restore",), Run.restore, SIZES),
         )
     ),
@@ -505,6 +505,7 @@ CONSTANT = {
     "one record of one step": ("ckpt tag", "ckpt rm"),
     "one object, which the leading rank of each job asks for": ("Checkpointer.requested",),
     "one machine's daemon": ("ckpt memory",),
+    "runs a job on the ranks of one machine": ("testing", "ckpt prove"),
     "a report of at most --last saves": ("ckpt advise",),
     "text that does not depend on a checkpoint": ("ckpt completion",),
     "tensors by the pipeline of convert": ("export", "ckpt lora"),
