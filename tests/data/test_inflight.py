@@ -219,6 +219,7 @@ def test_two_jobs_that_are_killed_use_each_prompt_as_often(tmp_path: Path) -> No
         if victim.exitcode is None:
             kills += 1
             victim.kill()
+            victim.join()
         for job in jobs:
             job.join(1.0 if victim.exitcode == -signal.SIGKILL else 300)
             job.kill()
