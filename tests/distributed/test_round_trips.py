@@ -34,7 +34,7 @@ MOST = {"save": 12, "load": 12, "load, exchange": 18}
 
 
 def save_and_load(folder: str, port: int, most: int) -> dict[str, list[float]]:
-    """Round trips of each call, on this rank: until those of all are few enough, which a machine with much to do lets happen now and then."""
+    """Round trips of each call, on this rank: until those of all are few enough: a busy machine adds to them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     groups._groups[dist.group.WORLD] = Group(rank, tuple(range(world)), group_store(store, "far", rank), store)
