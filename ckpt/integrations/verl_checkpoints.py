@@ -14,16 +14,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch.distributed as dist
 import verl.utils.checkpoint.fsdp_checkpoint_manager as own
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
 from ckpt.api import load, save_async
+from ckpt.concurrency import Pending
 from ckpt.errors import UsageError
 from ckpt.formats.fsdp import FORMAT_NAME
 from ckpt.formats.registry import find_format
@@ -49,12 +48,13 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
     ``checkpoint.async_save=True`` saves in the background: then the tracker file is written when the checkpoint is committed.
     """
 
+    checkpoint_save_contents: Any
     root: ClassVar[str | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._handle: SaveHandle | None = None
+        self._pending: Pending[None] | None = None
 
     def url(self, local_path: str) -> str:
         """Where the checkpoint lies that verl calls ``local_path``."""
@@ -77,7 +77,7 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
         return part | ({"trainable": True} if self.should_save_lora_only and self._has_lora() else {})
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+        self, local_path: str | None, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
         """As verl calls it. Raises also what an earlier save failed with."""
         if local_path is None:
@@ -85,24 +85,26 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
         if hdfs_path is not None:
             raise UsageError("default_hdfs_dir is not used", where=hdfs_path, hint='use(root="s3://bucket/run")')
         self.wait()
-        contents, self.checkpoint_save_contents = self.checkpoint_save_contents, ["hf_model"] if self.should_save_hf_model else []
+        contents = self.checkpoint_save_contents
+        self.checkpoint_save_contents = ["hf_model"] if self.should_save_hf_model else []
         try:
             super().save_checkpoint(local_path, None, global_step, None)
         finally:
             self.checkpoint_save_contents = contents
         # Eager: verl may move the parameters to the host when this returns.
-        self._handle = save_async(self.url(local_path), self.state(), capture="eager", **{**self._part(contents), **self.options})
+        handle = save_async(self.url(local_path), self.state(), **{"capture": "eager", **self._part(contents), **self.options})
         background = bool(self.checkpoint_config and self.checkpoint_config.get("async_save", False))
-        if self.rank == 0:
-            self._handle.durable.add_done_callback(partial(self._saved, local_path, max_ckpt_to_keep, global_step if background else None))
+        tracked = global_step if background else None
+        self._pending = Pending(partial(self._finish, handle, local_path, max_ckpt_to_keep, tracked), "ckpt-verl")
         if not background:
             self.wait()
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None) -> None:
         """Verl calls it before the checkpoint is committed: too early."""
 
-    def _saved(self, path: str, keep: int | None, tracked: int | None, durable: Future[Any]) -> None:
-        if durable.exception() is not None:
+    def _finish(self, handle: SaveHandle, path: str, keep: int | None, tracked: int | None) -> None:
+        handle.durable.result()
+        if self.rank != 0:
             return
         run = _STEP.fullmatch(path)
         if tracked is not None and run is not None:  # verl leaves it to the manager then
@@ -119,16 +121,16 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
         super().remove_previous_save_local_path(path)
 
     def wait(self) -> None:
-        """Until the last save is committed.
+        """Until the last save is committed, and older checkpoints are removed.
 
         Raises:
             CkptError: it failed.
         """
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            handle.durable.result()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
 
-    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:  # noqa: FBT001
+    def load_checkpoint(self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:  # noqa: FBT001
         """As verl calls it. Files that verl has written are read as well, on any number of ranks, without the random numbers."""
         if local_path is None:
             return
@@ -142,7 +144,6 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
         load(url, self.state(), **{k: v for k, v in self.options.items() if k in ("timeout", "threads")}, **part)
         if self.rank == 0 and local_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(local_path)
-        dist.barrier()
 
 
 def use(root: str | os.PathLike[str] | None = None, **options: Any) -> None:
@@ -154,6 +155,6 @@ def use(root: str | os.PathLike[str] | None = None, **options: Any) -> None:
         options: of :func:`ckpt.save_async`: ``codec``, ``timeout``, ``threads``...
     """
     CkptCheckpointManager.root, CkptCheckpointManager.options = None if root is None else os.fspath(root), options
-    for module in list(sys.modules.values()):
-        if getattr(module, "FSDPCheckpointManager", None) is _OWN:
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "verl" and vars(module).get("FSDPCheckpointManager") is _OWN:
             module.FSDPCheckpointManager = CkptCheckpointManager  # type: ignore[attr-defined]
