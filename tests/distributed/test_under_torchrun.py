@@ -26,12 +26,12 @@ def told_to_stop(run: Path, log: Path, number: int, *, launcher: bool) -> int:
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(JOB.parents[2])}
     with log.open("wb") as out, subprocess.Popen(command, env=env, stdout=out, stderr=out) as job:
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 120
             while "training" not in log.read_text():
                 assert job.poll() is None and time.monotonic() < end, log.read_text()
                 time.sleep(0.05)
             os.kill(job.pid if launcher else children(job.pid)[-1], number)
-            return job.wait(60)
+            return job.wait(120)
         finally:
             for pid in [*children(job.pid), job.pid] if job.poll() is None else []:
                 os.kill(pid, signal.SIGKILL)

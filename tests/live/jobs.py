@@ -143,7 +143,7 @@ class Job:
 
 def until(what: Callable[[], Any]) -> Any:
     """What it gives, as soon as that is something."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (value := what()):
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.02)

@@ -16,7 +16,7 @@ from ckpt.errors import CkptError, CorruptError, TornError
 from ckpt.live import Sink, Source
 from tests.distributed.ranks import Lost, Ranks
 from tests.live import jobs
-from tests.live.jobs import Job, fsdp_state, leave, replicated_state, step_of, tp_state, wait_for
+from tests.live.jobs import Job, fsdp_state, leave, replicated_state, step_of, tp_state, until, wait_for
 
 TIMEOUT = 3.0
 
@@ -279,27 +279,31 @@ def slow_engine(folder: Path) -> None:
 
     module.switch_take = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
     with Sink(wait_for(folder / "address"), tp_state(), timeout=TIMEOUT) as sink:
-        leave(folder / "taking", "")
+        leave(folder / "taking", str(os.getpid()))
         sink.take()
 
 
 def test_a_sink_that_hangs_holds_up_nobody(ranks: Ranks, tmp_path: Path) -> None:
     state = {name: jobs.full(name, 1) for name in jobs.SHAPES}
-    with Source("tcp://127.0.0.1:0/actor", state, keep=1, timeout=TIMEOUT) as source:
+    patience = 30.0  # which nobody needs
+    with Source("tcp://127.0.0.1:0/actor", state, keep=1, timeout=patience) as source:
         leave(tmp_path / "address", source.address)
         source.publish(1).result()
-        hanging = Job(ranks, 1, slow_engine, tmp_path, allow_death=True, timeout=12)
-        wait_for(tmp_path / "taking")
-        time.sleep(1)
+        hanging = Job(ranks, 1, slow_engine, tmp_path, allow_death=True, timeout=3 * patience)
+        pid = int(wait_for(tmp_path / "taking"))
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T"))
+        began = time.monotonic()
         for step in range(2, 6):
             for name, tensor in state.items():
                 tensor.copy_(jobs.full(name, step))
-            assert source.publish(step).result(TIMEOUT).step == step
+            assert source.publish(step).result(patience).step == step
             into = {name: torch.full_like(t, -1) for name, t in state.items()}
-            with Sink(source.address, into, timeout=TIMEOUT) as sink:
+            with Sink(source.address, into, timeout=patience) as sink:
                 assert sink.take().step == step and step_of(into) == step
+        assert time.monotonic() - began < patience
         (seen, *_) = source.report().sinks
         assert seen.state == "taking" and seen.late
+        os.kill(pid, signal.SIGKILL)
     assert isinstance(hanging.result()[0], Lost)
 
 
