@@ -29,7 +29,7 @@ FLOORS = (
     ("plan",),
     ("formats", "net", "state"),
     ("engine", "monitors", "runs.step_listing"),
-    ("nodes", "runs.reporter", "training"),
+    ("nodes", "runs.members", "runs.reporter", "training"),
     ("api", "converters", "testing"),
     ("live", "runs"),
     ("cli", "integrations"),
