@@ -127,6 +127,13 @@ def raised(err: BaseException, *kinds: type[CkptError]) -> bool:
     return isinstance(err, kinds) or any(issubclass(globals()[name], kinds) for name in names if name in __all__)
 
 
+def storage_failed(err: BaseException) -> bool:
+    """Whether the storage failed, here or on other ranks, and nothing else did. Of a conflict the storage is not the cause."""
+    names = err.causes if isinstance(err, RankFailedError) else (type(err).__name__,)
+    kinds = [globals()[name] if name in __all__ else CkptError for name in names]
+    return bool(kinds) and all(issubclass(kind, StorageError) and kind is not ConflictError for kind in kinds)
+
+
 class UsageError(CkptError, ValueError):
     """The caller asked for something that cannot be."""
 

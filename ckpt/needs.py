@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import UsageError
+from .settings import __version__
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -42,8 +47,93 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
     return get
 
 
-def entry_points(group: str) -> dict[str, EntryPoint]:
-    """The entry points of installed distributions in this group, by name."""
+# What other distributions bring. One rule for all groups: a plug-in is found by its entry point and imported when somebody asks for its
+# name, so that a broken one hurts nobody who does not use it.
+
+PLUGINS = {
+    "ckpt.storage": ("storage backend", "ckpt.io_backends.registry:OWN"),
+    "ckpt.formats": ("format", ""),
+    "ckpt.targets": ("target", "ckpt.converters.pipeline.target:OWN"),
+    "ckpt.codecs": ("codec", "ckpt.formats.native.codecs:CODECS"),
+    "ckpt.placements": ("placement", "ckpt.plan.layout.placements:SPLITS"),
+    "ckpt.integrations": ("integration", "ckpt.integrations:OWN"),
+}
+"""Group of entry points → what each of its entries is, and where the names of ckpt's own are, which come first."""
+_DISTRIBUTION = "ckpt-toolkit"
+
+
+def plugin_names(group: str) -> list[str]:
+    """What installed distributions have in a group, sorted. Imports none of it."""
+    return sorted({point.name for point in _points(group)})
+
+
+def plugin(group: str, name: str, kind: type[T]) -> T | None:
+    """The plug-in of this name, a ``kind``; None if no installed distribution has one.
+
+    Raises:
+        UsageError: several distributions have it, or it cannot be used: it was made for another version of ckpt, cannot be imported, or is
+            something else. The message names the distribution.
+    """
+    points = [point for point in _points(group) if point.name == name]
+    if not points:
+        return None
+    what, owners = f"the {PLUGINS[group][0]} {name!r}", [_owner(point) for point in points]
+    if len(points) > 1:
+        raise UsageError(f"several distributions have {what}: {', '.join(sorted(owners))}", hint="uninstall all of them but one")
+    point, owner = points[0], owners[0]
+    if (wanted := _wanted_version(point)) is not None:
+        hint = "install a release of it that was made for this version"
+        raise UsageError(f"{what} of {owner} is for {_DISTRIBUTION}{wanted}; this is {__version__}", hint=hint)
+    try:
+        value = point.load()
+    except Exception as err:  # whatever its module does when it is imported
+        message = f"{what} of {owner} cannot be imported: {type(err).__name__}: {err}"
+        raise UsageError(message, hint=f"uninstall or repair {owner.partition(' ')[0]}") from err
+    if not isinstance(value, kind):
+        message = f"{what} of {owner} is no {kind.__name__}: {point.value} is a {type(value).__name__}"
+        raise UsageError(message, hint=f"CONTRIBUTING.md says what an entry of the group {group} is")
+    return value
+
+
+def installed_plugins() -> dict[str, list[str]]:
+    """Distribution and version → what it adds, and what of it cannot be used since another one has its name. Imports none of it."""
+    added: dict[str, list[str]] = {}
+    for group, (what, own) in PLUGINS.items():
+        points = _points(group)
+        taken = [*(attribute(own) if points and own else ()), *(point.name for point in points)]
+        for point in points:
+            hidden = " (not usable: the name is taken)" if taken.count(point.name) > 1 else ""
+            added.setdefault(_owner(point), []).append(f"{what} {point.name}{hidden}")
+    return dict(sorted(added.items()))
+
+
+def other_owners() -> list[str]:
+    """Other installed distributions that have a module or a command ``ckpt``, so that one hides the other."""
+    from importlib import metadata
+
+    modules = metadata.packages_distributions().get("ckpt", [])
+    commands = [point.dist.name for point in metadata.entry_points(group="console_scripts", name="ckpt") if point.dist is not None]
+    return sorted({*modules, *commands} - {_DISTRIBUTION})
+
+
+def _points(group: str) -> list[EntryPoint]:
     from importlib import metadata  # slow to import, and seldom needed
 
-    return {point.name: point for point in sorted(metadata.entry_points(group=group), key=lambda point: point.name)}
+    return sorted(metadata.entry_points(group=group), key=lambda point: point.name)
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.value if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def _wanted_version(point: EntryPoint) -> str | None:
+    """Which versions of ckpt its distribution requires, if this is none of them."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    for requirement in map(Requirement, (None if point.dist is None else point.dist.requires) or ()):
+        counts = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        fits = canonicalize_name(requirement.name) != _DISTRIBUTION or requirement.specifier.contains(__version__, prereleases=True)
+        if counts and not fits:
+            return str(requirement.specifier)
+    return None

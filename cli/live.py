@@ -6,16 +6,26 @@ from dataclasses import asdict
 
 import click
 
-from ckpt.cli.console.output import OneOf, Output, options
+from ckpt.cli.console.groups import CommandGroup
+from ckpt.cli.console.output import Output, options
 from ckpt.errors import UsageError
 
 
-@click.command("live", short_help="Show the versions of a live state and who takes them.")
-@click.argument("what", type=OneOf(("status",)), metavar="status")
+@click.group("live", cls=CommandGroup, short_help="Show the versions of a live state and who takes them.")
+def command() -> None:
+    """Look at a live state.
+
+    \b
+    Example:
+      ckpt live status tcp://trainer0:7010/actor
+    """
+
+
+@command.command("status")
 @click.argument("address", metavar="ADDRESS")
 @click.option("--timeout", default="10s", metavar="TIME", show_default=True, help="Give up if nothing answers for TIME.")
 @options
-def command(what: str, address: str, *, timeout: str, as_json: bool, quiet: bool) -> None:
+def status(address: str, *, timeout: str, as_json: bool, quiet: bool) -> None:
     """Show which versions the source at ADDRESS keeps, which sink has which, from whom it took it, and who is late.
 
     The source's secret is CKPT_LIVE_SECRET, or is found by itself on the machine of its leader, in its account. With -q, print the step of
@@ -34,28 +44,28 @@ def command(what: str, address: str, *, timeout: str, as_json: bool, quiet: bool
     patience = units.seconds(timeout)
     if not patience:
         raise UsageError(f"{timeout!r} is not a time with a unit", where="--timeout", hint="10s, 2min")
-    status = ask_status(address, SinkSecret(None, address)(), patience)
+    answer = ask_status(address, SinkSecret(None, address)(), patience)
     if as_json:
-        output.document(asdict(status))
+        output.document(asdict(answer))
         return
     if quiet:
-        for version in status.versions[-1:]:
+        for version in answer.versions[-1:]:
             output.line(str(version.step))
         return
-    versions, sinks = len(status.versions), len(status.sinks)
-    output.line(f"run {status.run}, {versions} version{'s' * (versions != 1)}, {sinks} sink{'s' * (sinks != 1)}")
-    if status.lost_ranks:
-        output.line(f"{ranks_text(status.lost_ranks)} of the source died: it publishes nothing any more")
+    versions, sinks = len(answer.versions), len(answer.sinks)
+    output.line(f"run {answer.run}, {versions} version{'s' * (versions != 1)}, {sinks} sink{'s' * (sinks != 1)}")
+    if answer.lost_ranks:
+        output.line(f"{ranks_text(answer.lost_ranks)} of the source died: it publishes nothing any more")
     output.table(
         (">STEP", ">SIZE", ">RANKS", ">AGE", ">TAKEN BY"),
-        [(str(v.step), units.size(v.bytes), str(v.ranks), units.duration(v.age), str(len(v.taken_by))) for v in reversed(status.versions)],
+        [(str(v.step), units.size(v.bytes), str(v.ranks), units.duration(v.age), str(len(v.taken_by))) for v in reversed(answer.versions)],
     )
-    if not status.sinks:
+    if not answer.sinks:
         return
     output.line()
-    newest = {v.digest: v.step for v in status.versions}
+    newest = {v.digest: v.step for v in answer.versions}
     rows = []
-    for sink in status.sinks:
+    for sink in answer.sinks:
         doing = f"taking for {units.duration(sink.seconds)}" if sink.state == "taking" and sink.seconds is not None else sink.state
         if sink.lost_ranks:
             doing += f" ({ranks_text(sink.lost_ranks)})"

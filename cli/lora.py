@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ckpt import units
-from ckpt.cli.console.dividing import divided, divisible, refuse_executor
+from ckpt.cli.console.dividing import divided, divisible
+from ckpt.cli.console.groups import CommandGroup
 from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.options import INTERRUPTED, config_options, grouped, parse_size, part_of_job
 from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
@@ -19,8 +19,22 @@ from ckpt.errors import UsageError
 _TARGETS = ("hf", "native", "torch", "dcp")
 
 
-@click.command("lora", cls=GroupedCommand, short_help="Merge or extract a LoRA adapter.")
-@click.argument("action", metavar="merge|extract", type=click.Choice(["merge", "extract"]))
+@click.group("lora", cls=CommandGroup, short_help="Merge or extract a LoRA adapter.")
+def command() -> None:
+    """Merge an adapter of PEFT into its base model, or extract one from a tuned model.
+
+    \b
+    Example:
+      ckpt lora merge hf/Llama-3-8B adapter/ merged/
+      ckpt lora extract hf/Llama-3-8B tuned/ adapter/ --rank 16
+    """
+
+
+_root = grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one]")
+_threads = grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+
+
+@command.command("merge", cls=GroupedCommand)
 @click.argument("base", metavar="BASE", type=URL)
 @click.argument("adapter", metavar="ADAPTER", type=URL)
 @click.argument("target", metavar="OUT", type=URL)
@@ -30,29 +44,14 @@ _TARGETS = ("hf", "native", "torch", "dcp")
 @grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
 @grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
 @grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
-@grouped("Extract", "--rank", type=click.IntRange(min=1), metavar="R", help="Rank of the adapter that is extracted.")
-@grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one]")
+@_root
 @grouped("Source", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
 @grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
-@grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
+@_threads
 @divisible
 @options
-def command(
-    action: str,
-    base: str,
-    adapter: str,
-    target: str,
-    *,
-    rank: int | None,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-    **chosen: Any,
-) -> None:
+def merge_(base: str, adapter: str, target: str, *, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Write the model at BASE, in any format, to OUT with the LoRA adapter of PEFT in the directory ADAPTER merged into its weights.
-
-    With extract, ADAPTER is a tuned model, and OUT becomes the adapter of rank R that comes nearest to the difference. Only --rank, --root
-    and --threads apply. It says how much of the difference the adapter lacks.
 
     Products are computed in float32, added and cast to the dtype of the weight. Memory use stays below --memory at any size. After an
     interruption the same command resumes. Under torchrun or srun the processes share the files among them.
@@ -61,20 +60,12 @@ def command(
     Example:
       ckpt lora merge hf/Llama-3-8B adapter/ merged/
       ckpt lora merge runs/base/step-100 adapter/ merged/ --config hf/Llama-3-8B
-      ckpt lora extract hf/Llama-3-8B tuned/ adapter/ --rank 16
     """
     require_torch("`ckpt lora`")
     from ckpt.converters.lora import merge
 
-    if action == "extract":
-        refuse_executor("only valid with merge")
-        given = (base, adapter, target)
-        _extract(given, rank, Output(json=as_json, quiet=quiet), root=chosen["root"], threads=chosen["threads"])
-        return
-    if rank is not None:
-        raise UsageError("--rank is only valid with extract", hint="ckpt lora extract BASE TUNED OUT --rank 16")
     with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
-        with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress(f"lora {action}", output) as update:
+        with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("lora merge", output) as update:
             report = merge(base, adapter, target, part=part_of_job(work), dry_run=dry_run, progress=update, **chosen)
         written = report.written
         if output.json:
@@ -88,20 +79,30 @@ def command(
                 output.talk(note)
 
 
-def _extract(urls: tuple[str, str, str], rank: int | None, output: Output, *, root: str | None, threads: int | None) -> None:
+@command.command("extract", cls=GroupedCommand)
+@click.argument("base", metavar="BASE", type=URL)
+@click.argument("tuned", metavar="TUNED", type=URL)
+@click.argument("target", metavar="OUT", type=URL)
+@grouped("Output", "--rank", type=click.IntRange(min=1), metavar="R", required=True, help="Rank of the adapter.")
+@_root
+@_threads
+@options
+def extract_(base: str, tuned: str, target: str, *, rank: int, root: str | None, threads: int | None, as_json: bool, quiet: bool) -> None:
+    """Write the adapter of rank R that comes nearest to the difference between the models at TUNED and BASE to the directory OUT. It says
+    how much of the difference the adapter lacks.
+
+    \b
+    Example:
+      ckpt lora extract hf/Llama-3-8B tuned/ adapter/ --rank 16
+    """
+    require_torch("`ckpt lora`")
     from ckpt.converters.lora import extract
 
-    context = click.get_current_context()
-    given = [p for p in context.command.params if context.get_parameter_source(p.name or "") is ParameterSource.COMMANDLINE]
-    odd = [p for p in given if p.name not in ("action", "base", "adapter", "target", "rank", "root", "threads", "as_json", "quiet")]
-    if odd:
-        raise UsageError(f"{odd[0].opts[0]} is only valid with merge", hint="extract takes --rank, --root and --threads")
-    if rank is None:
-        raise UsageError("extract needs --rank", hint="--rank 16")
+    output = Output(json=as_json, quiet=quiet)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("extract is work of one process", hint="start it without torchrun")
     with when_interrupted("nothing was written"), progress("lora extract", output) as update:
-        report = extract(*urls, rank=rank, root=root, threads=threads, progress=update)
+        report = extract(base, tuned, target, rank=rank, root=root, threads=threads, progress=update)
     if output.json:
         output.document(asdict(report))
     elif not output.quiet:

@@ -19,11 +19,12 @@ from typing import Any
 import click
 
 from ckpt.cli.console.dividing import ARGUMENTS
+from ckpt.cli.console.groups import CommandGroup, options_behind_name
 from ckpt.cli.console.interrupts import INTERRUPTED, quit_at_once
-from ckpt.cli.console.output import Output, logging_to_stderr, near_url, unwritable, verbose
+from ckpt.cli.console.output import Output, logging_to_stderr, near_url, unwritable
 from ckpt.errors import CkptError, StorageError
 from ckpt.settings import __version__
-from ckpt.text import did_you_mean, printable
+from ckpt.text import printable
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",
@@ -58,12 +59,12 @@ Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 checkpoints differ (di
 141 the reader of the output has gone."""
 _PIPE_CLOSED = 141
 """What a shell says of a program that SIGPIPE ended."""
-_ANYWHERE = {"--json", "-q", "--quiet"}
-"""Options of every command that may stand before its name too, as ``-v`` may."""
-_GENERAL = "A URL is a path or scheme://… . Every command takes --json, -q and -v, also before its name."
+_GENERAL = """\
+A URL is a path or scheme://… . Every command takes --json, -q, -v and --color, also before its name.
+`ckpt help COMMAND` shows its options."""
 
 
-class Commands(click.Group):
+class Commands(CommandGroup):
     """A group that imports a command only to run it, and that ends with the exit codes of docs/cli.md."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -77,16 +78,10 @@ class Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise _UnknownName(f"no command {args[0]!r}", ctx, did_you_mean(args[0], COMMANDS))
-        return super().resolve_command(ctx, args)
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = next((i for i, arg in enumerate(args) if not arg.startswith("-")), len(args))
-        early = [arg for arg in args[:at] if arg in _ANYWHERE]
-        if early and at < len(args):
-            args = [*(arg for arg in args[:at] if arg not in _ANYWHERE), args[at], *early, *args[at + 1 :]]
+        args = options_behind_name(args)
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         ctx.meta[ARGUMENTS] = tuple(args)
         return super().parse_args(ctx, args)
 
@@ -130,12 +125,18 @@ class _ReaderGone(Exception):
     """Whoever read standard output has exited."""
 
 
-class _UnknownName(click.UsageError):
-    """A name on the command line that does not exist, with the names that are close to it."""
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001  click's
+    if not wanted or ctx.resilient_parsing:
+        return
+    from ckpt.needs import installed_plugins, other_owners
 
-    def __init__(self, message: str, ctx: click.Context, suggestion: str | None) -> None:
-        super().__init__(message, ctx)
-        self.suggestion = suggestion
+    click.echo(f"ckpt {__version__}")
+    for owner, added in installed_plugins().items():
+        click.echo(printable(f"  {owner}: {', '.join(added)}"))
+    for other in other_owners():
+        message = f"warning: {other} has a module or command ckpt, too: one hides the other\n  try: pip uninstall {other}"
+        click.echo(printable(message), err=True)
+    ctx.exit()
 
 
 @click.group(
@@ -143,8 +144,7 @@ class _UnknownName(click.UsageError):
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@verbose
-@click.version_option(__version__, prog_name="ckpt", message="%(prog)s %(version)s")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and plug-ins.")
 def cli() -> None:
     """Inspect, check, convert and copy checkpoints of distributed training.
 

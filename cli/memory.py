@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import URL, OneOf, Output, options
+from ckpt.cli.console.groups import CommandGroup
+from ckpt.cli.console.options import parse_size
+from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import address_text
 
@@ -26,32 +28,13 @@ _KINDS = {
     "spare": "spare, to be filled again",
     "freeing": "being freed",
 }
-_OPTIONS = {"--budget": ("serve",), "--listen": ("status",), "--all": ("drop", "stop")}
-"""Options, and what each is for."""
 
 
-@click.command("memory", short_help="Run, show or end the daemon that holds checkpoints in memory.")
-@click.argument("what", type=OneOf(("serve", "status", "drop", "stop")), metavar="serve|status|drop|stop")
-@click.argument("url", type=URL, required=False)
-@click.option("--budget", metavar="SIZE", help="serve: hold at most so much, e.g. 64GiB. [default: half of what is available]")
-@click.option("--listen", is_flag=True, help="status: listen for other machines, if it does not yet, and show the address.")
-@click.option("--all", "everything", is_flag=True, help="drop: everything; stop: even if it holds runs, which are lost.")
-@options
-def command(
-    what: str,
-    url: str | None,
-    *,
-    budget: str | None,
-    listen: bool,
-    everything: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+@click.group("memory", cls=CommandGroup, short_help="Run, show or end the daemon that holds checkpoints in memory.")
+def command() -> None:
     """Run, show or end the daemon that holds the checkpoints of memory:// on this machine, for this account.
 
-    It starts by itself with the first save to memory://. serve runs it in the foreground, as a sidecar or a service. status shows what it
-    holds: the size of each checkpoint, and whether its copies on other machines are complete. drop deletes what lies below URL. stop ends
-    the daemon; if it holds runs, it names them and needs --all, since they may be those of other jobs. CKPT_MEMORY_DIR chooses the daemon.
+    It starts by itself with the first save to memory://. CKPT_MEMORY_DIR chooses the daemon.
 
     \b
     Example:
@@ -59,37 +42,40 @@ def command(
       ckpt memory drop memory://runs/a/step-00000100
       ckpt memory serve --budget 64GiB
     """
-    output = Output(json=as_json, quiet=quiet)
-    if (url is not None) != (what == "drop" and not everything):
-        raise UsageError("drop takes a URL or --all, the others no URL", hint="ckpt memory drop memory://runs/a")
-    given = {"--budget": budget is not None, "--listen": listen, "--all": everything}
-    for option, of in _OPTIONS.items():
-        if given[option] and what not in of:
-            raise UsageError(f"{option} is an option of ckpt memory {' and '.join(of)}, not of {what}", hint="ckpt memory --help")
-    if what == "serve":
-        _serve(output, None if budget is None else units.parse_size(budget))
-    elif what == "status":
-        _status(output, listen=listen)
-    elif what == "drop":
-        _drop(output, url)
-    else:
-        _stop(output, everything=everything)
 
 
-def _serve(output: Output, budget: int | None) -> None:
+@command.command("serve")
+@click.option("--budget", callback=parse_size, metavar="SIZE", help="Hold at most SIZE, e.g. 64GiB. [default: half of what is available]")
+@options
+def serve_(*, budget: int | None, as_json: bool, quiet: bool) -> None:
+    """Run the daemon in the foreground, as a sidecar or a service.
+
+    \b
+    Example:
+      ckpt memory serve --budget 64GiB
+    """
     from ckpt.nodes.memory import connection
     from ckpt.nodes.memory.daemon import serve
 
     folder = connection.folder()
-    output.talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")
+    Output(json=as_json, quiet=quiet).talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")
     serve(folder, budget)
 
 
-def _status(output: Output, *, listen: bool) -> None:
+@command.command("status")
+@click.option("--listen", is_flag=True, help="Listen for other machines, if it does not yet, and show the address.")
+@options
+def status_(*, listen: bool, as_json: bool, quiet: bool) -> None:
+    """Show what the daemon holds: the size of each checkpoint, and whether its copies on other machines are complete.
+
+    \b
+    Example:
+      ckpt memory status
+    """
     from ckpt.nodes.copies import copies_seen
     from ckpt.nodes.memory import client
 
-    daemon = client.connect(start=False)
+    output, daemon = Output(json=as_json, quiet=quiet), client.connect(start=False)
     if listen:
         daemon.address()
     status = daemon.status()
@@ -114,11 +100,23 @@ def _status(output: Output, *, listen: bool) -> None:
         output.table((">SIZE", "COPIES", "WHAT"), rows)
 
 
-def _drop(output: Output, url: str | None) -> None:
+@command.command("drop")
+@click.argument("url", type=URL, required=False)
+@click.option("--all", "everything", is_flag=True, help="Delete everything.")
+@options
+def drop(url: str | None, *, everything: bool, as_json: bool, quiet: bool) -> None:
+    """Delete the checkpoints below URL.
+
+    \b
+    Example:
+      ckpt memory drop memory://runs/a/step-00000100
+    """
     from ckpt.nodes.memory import client
     from ckpt.nodes.memory.backend import MemoryBackend
     from ckpt.nodes.memory.remote import is_remote
 
+    if (url is None) != everything:
+        raise UsageError("give either a URL or --all", hint="ckpt memory drop memory://runs/a")
     if url is not None and is_remote(url):
         raise UsageError("this is the memory of another machine", where=url, hint="run `ckpt memory drop` there")
     prefix = "" if url is None else MemoryBackend(url).url.removeprefix("memory://")
@@ -132,6 +130,7 @@ def _drop(output: Output, url: str | None) -> None:
             hint="drop these first, or the run with all its steps; `ckpt cp` makes copies of them that need no other",
         )
     freed = daemon.drop(prefix)
+    output = Output(json=as_json, quiet=quiet)
     if output.json:
         output.document({"dropped": f"memory://{prefix}", "bytes": freed})
     else:
@@ -154,9 +153,19 @@ def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:
     )
 
 
-def _stop(output: Output, *, everything: bool) -> None:
+@command.command("stop")
+@click.option("--all", "everything", is_flag=True, help="Even if it holds runs, which are lost.")
+@options
+def stop(*, everything: bool, as_json: bool, quiet: bool) -> None:
+    """End the daemon. If it holds runs, they may be those of other jobs: the error names them, and --all ends it all the same.
+
+    \b
+    Example:
+      ckpt memory stop
+    """
     from ckpt.nodes.memory import client, connection
 
+    output = Output(json=as_json, quiet=quiet)
     try:
         daemon = client.connect(start=False)
     except FormatError:
@@ -192,6 +201,3 @@ def _runs(objects: Iterable[MemoryObject]) -> list[tuple[str, int, float]]:
         sizes[run] += each.size
         ages[run] = min(ages.get(run, math.inf), max(0.0, now - each.modified))
     return [(run, sizes[run], age) for run, age in sorted(ages.items(), key=lambda item: item[1])]
-
-
-__all__ = ["command"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command("report", short_help="Draw saves as one HTML file.")
 @click.argument("urls", metavar="URL...", nargs=-1, required=True, type=URL)
-@click.option("-o", "--out", metavar="FILE", required=True, help="File to write; - is stdout.")
+@click.option("-o", "--out", metavar="FILE", default="report.html", show_default=True, help="File to write; - is stdout.")
 @click.option("--price", metavar="NUMBER", help="Price of one rank for an hour, e.g. 2.50 or €2.50.")
 @click.option("--ranks-per-host", type=click.IntRange(1), metavar="N", help="Consecutive ranks that share a host.")
 @click.option("--mesh", metavar="NAME=SIZE,...", help="Parallel dimensions, the fastest-varying last, e.g. pp=4,dp=8,tp=8.")
@@ -36,8 +36,8 @@ def command(
 
     \b
     Example:
-      ckpt report runs/a -o report.html
-      ckpt report runs/a/step-1000 -o report.html --price 2.50
+      ckpt report runs/a
+      ckpt report runs/a/step-1000 -o step.html --price 2.50
       ckpt report runs/a/step-1000 runs/b/step-1000 -o both.html
     """
     from ckpt.runs.report.content import Setting, build_report

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ MODULES = (
 )
 """Page, title, module, names in it."""
 COMMANDS_PAGE = "commands.md"
-_GENERAL = {"--json", "--quiet", "--verbose", "--help"}
+_GENERAL = {"--json", "--quiet", "--verbose", "--color", "--help"}
 """Options of every command."""
 
 
@@ -91,16 +92,23 @@ def _module(title: str, module: Any, names: tuple[str, ...]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def leaf_commands() -> Iterator[tuple[str, click.Command]]:
+    """Every command that runs, by its whole name: ``ls``, ``lora merge``."""
+    for name in COMMANDS:
+        command = cli.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        commands = command.commands if isinstance(command, click.Group) else {"": command}
+        yield from ((f"{name} {below}".rstrip(), each) for below, each in commands.items())
+
+
 def _commands() -> str:
     lines = [
         "# Options of all commands",
         "",
-        "`ckpt COMMAND --help` prints the same. Every command also takes `--json`, `-q`, `-v` and `--help`.",
+        "`ckpt COMMAND --help` prints the same. Every command also takes `--json`, `-q`, `-v`, `--color` and `--help`.",
         "",
     ]
-    for name in COMMANDS:
-        command = cli.get_command(None, name)  # type: ignore[arg-type]
-        assert command is not None
+    for name, command in leaf_commands():
         context = click.Context(command, info_name=f"ckpt {name}")
         text, _, example = inspect.cleandoc(command.help or "").partition("\b\nExample:\n")
         usage = " ".join(command.collect_usage_pieces(context))

@@ -17,11 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
-from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
+from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.checks import path_problem, read_checked
-from ckpt.needs import attribute, entry_points
+from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.text import parse_json, url_text
 
 from .protocol import Format
@@ -136,13 +136,21 @@ _SHOWN = 8
 _EVICTED = 1024
 
 
-def formats() -> Iterator[Format]:
-    """All formats that can be read: ours, then those of other distributions by name. Loaded one at a time, as the caller goes on."""
+def formats(unusable: list[str] | None = None) -> Iterator[Format]:
+    """All formats that can be read: ours, then those of other distributions by name. Loaded one at a time, as the caller goes on; why one
+    cannot be is added to ``unusable``."""
     for reference in _BUILTIN:
         builtin: Format = attribute(reference)
         yield builtin
-    for point in entry_points(ENTRY_POINTS).values():
-        yield point.load()
+    for name in plugin_names(ENTRY_POINTS):
+        try:
+            given = plugin(ENTRY_POINTS, name, Format)
+        except UsageError as err:
+            if unusable is not None:
+                unusable.append(err.message)
+        else:
+            if given is not None:
+                yield given
 
 
 def open_catalog(
@@ -199,8 +207,8 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
         message = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
     _check_no_data(url, backend, names)
-    known = []
-    for candidate in formats():
+    known, unusable = list[str](), list[str]()
+    for candidate in formats(unusable):
         if candidate.recognises(backend, names):
             return candidate.open(backend) if candidate.open_within is None else candidate.open_within(backend, settings.sources(sources))
         known.append(candidate.name)
@@ -211,7 +219,9 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
         hint = f"name one of them, such as {below}; `ckpt ls` lists them"
         raise FormatError("this directory holds checkpoints, but is not one itself", where=url, hint=hint)
     raise FormatError(
-        f"this is not a checkpoint of a known format ({', '.join(known)}); found {_some(names)}", where=url, hint=_hint(names)
+        "; ".join([f"this is not a checkpoint of a known format ({', '.join(known)})", *unusable, f"found {_some(names)}"]),
+        where=url,
+        hint=_hint(names),
     )
 
 

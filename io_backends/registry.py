@@ -1,6 +1,6 @@
 """From a URL to the backend that serves it, and what a program has configured for the storage below a URL.
 
-Backends outside this package are found by the entry-point group ``ckpt.io_backends``: the name of an entry point is a URL scheme, its
+Backends outside this package are found by the entry-point group ``ckpt.storage``: the name of an entry point is a URL scheme, its
 object is called with the URL, and with ``storage_options=`` where a program has configured some, and gives a Backend. Schemes that neither
 has are served through fsspec, if it knows them; so is ``s3://`` with options that only s3fs can honour, and every URL with a file system.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from ckpt import settings
 from ckpt.errors import UsageError
 from ckpt.io_backends.posix.backend import PosixBackend
-from ckpt.needs import entry_points
+from ckpt.needs import plugin, plugin_names
 from ckpt.text import parse_json, url_text
 
 from .checks import check_path
@@ -179,7 +179,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 log = logging.getLogger("ckpt")
 
-_GROUP = "ckpt.io_backends"
+_GROUP = "ckpt.storage"
 
 
 def _s3(url: str, options: Mapping[str, Any]) -> Backend:
@@ -205,6 +205,7 @@ def _memory(url: str) -> Backend:
 
 
 _BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "inprocess": InProcessBackend, "memory": _memory}
+OWN = (*_BUILT_IN, "s3")
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _MEMORIES = "write memory:// for the memory of this machine, which a daemon keeps, or inprocess:// for that of this process alone"
 _wrappers: list[Callable[[Backend], Backend]] = []
@@ -247,15 +248,15 @@ def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
         return FsspecBackend(url, filesystem=configured.filesystem)
     if scheme == "s3":
         return _s3(url, configured.options)
-    points = entry_points(_GROUP)
-    if scheme in points:
-        return _of_another_package(points[scheme], url, configured)
+    factory: Any = plugin(_GROUP, scheme, object)
+    if factory is not None:
+        return _made_by(factory, scheme, url, configured)
     from ckpt.io_backends.fsspec.backend import FsspecBackend
     from ckpt.io_backends.fsspec.filesystem import known_to_fsspec
 
     if known_to_fsspec(scheme):
         return FsspecBackend(url, configured.options)
-    known = ", ".join(sorted({*_BUILT_IN, "s3", *points} - {""}))
+    known = ", ".join(sorted({*OWN, *plugin_names(_GROUP)} - {""}))
     hint = _MEMORIES if scheme == "mem" else _EXTRAS
     raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=hint)
 
@@ -328,14 +329,10 @@ def scheme_of(url: str) -> str:
     return ""
 
 
-def _of_another_package(point: Any, url: str, configured: Configured) -> Backend:
-    try:
-        factory: Callable[..., Backend] = point.load()
-    except ImportError as err:
-        raise UsageError(f"the storage backend for {point.name}:// cannot be imported: {err}", hint=_EXTRAS) from err
+def _made_by(factory: Callable[..., Backend], scheme: str, url: str, configured: Configured) -> Backend:
     if not configured.options:
         return factory(url)
     if "storage_options" not in inspect.signature(factory).parameters:
         names = ", ".join(sorted(configured.options))
-        raise UsageError(f"the storage backend for {point.name}:// takes no storage options: {names}", where=url)
+        raise UsageError(f"the storage backend for {scheme}:// takes no storage options: {names}", where=url)
     return factory(url, storage_options=dict(configured.options))

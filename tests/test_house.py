@@ -19,9 +19,11 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 FLOORS = (
-    ("concurrency", "needs", "text"),
+    ("concurrency", "text"),
     ("errors",),
-    ("dtypes", "plan.layout", "policies", "runs.events", "settings", "telemetry", "units"),
+    ("settings",),
+    ("needs",),
+    ("dtypes", "plan.layout", "policies", "runs.events", "telemetry", "units"),
     ("io_backends", "plan.tree_decoding"),
     ("catalog", "plan.tree"),
     ("plan",),

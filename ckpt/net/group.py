@@ -179,7 +179,7 @@ def _of_variables(environ: Mapping[str, str]) -> LaunchedProcesses | None:
     rank, size = rank_and_size(environ)
     if size == 1:
         return None
-    alone = "`--alone` runs the command in one process"
+    alone = "`--no-distributed` runs the command in one process"
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         text = f"WORLD_SIZE={size}, but MASTER_ADDR and MASTER_PORT do not say where the processes meet"
@@ -211,7 +211,7 @@ def _of_slurm(environ: Mapping[str, str]) -> LaunchedProcesses:
         port=int(port) if port.isdecimal() else _PORTS[sum(31 * int(n) for n in re.findall(r"\d+", step)) % len(_PORTS)],
         serves=int(rank) == 0,
         attempt=f"{step}.{environ.get('SLURM_RESTART_COUNT', '0')}",
-        alone="`--alone` runs the command in one process",
+        alone="`--no-distributed` runs the command in one process",
     )
 
 

@@ -40,7 +40,7 @@ from .membership import Membership
 from .node_tier import Memory, NodeLocal
 from .reporter import Reporter
 from .restore_order import BeginFrom, RestoredFrom, load_nearest, load_origin, origin_of
-from .save_schedule import SIGNALS, SaveSchedule, State, check_signals, check_step, metric_values, state_of
+from .save_schedule import SIGNALS, FailedSaves, SaveSchedule, State, check_signals, check_step, metric_values, state_of
 from .step_listing import Step, step_url
 from .tier_chain import TierChain
 
@@ -71,6 +71,10 @@ class Checkpointer:
         local_keep: what stays in ``local``, by default ``Latest(1)``; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             ``timeout``.
+        give_up_after: how many saves in a row the storage has to fail before the failure is raised. Until then training goes on: each
+            failed save is a warning in the log and an event, and the policy decides when the next one is due. A save that succeeds ends the
+            row. So it is with what :meth:`wait` cannot publish. :meth:`close` raises if the last save failed. Other errors are raised at
+            once.
         on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
             :class:`ckpt.monitors.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/observing.md).
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
@@ -107,6 +111,7 @@ class Checkpointer:
         memory: Memory | None = None,
         local_keep: KeepPolicy | None = None,
         publish_timeout: float | None = None,
+        give_up_after: int = 1,
         on_event: Listener | Sequence[Listener] | None = None,
         alerts: bool | Alerts = True,
         run_log: bool = True,
@@ -160,6 +165,9 @@ class Checkpointer:
             self._joint.reporter = self._reporter
         if self._tiers.uploader is not None:
             self._tiers.uploader.published, self._tiers.uploader.failed = self._on_published, self._reporter.not_published
+        self._failed_saves, self._failed_publishing = (
+            FailedSaves(give_up_after, leads=self.group.rank == self.group.leader) for _ in range(2)
+        )
         self._patience = self.timeout if publish_timeout is None else publish_timeout
         self._gave_up = False
         """Nothing was saved since publishing was given up."""
@@ -303,8 +311,8 @@ class Checkpointer:
         ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
 
         Raises:
-            CkptError: an earlier save failed, which is told once; if a save is due now, it is begun all the same. Or what
-                :func:`ckpt.save_async` raises.
+            CkptError: an earlier save failed, which is told once (see ``give_up_after``); if a save is due now, it is begun all the same.
+                Or what :func:`ckpt.save_async` raises.
             UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number; or this is closed.
         """
         self._check_open()
@@ -313,24 +321,25 @@ class Checkpointer:
         # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
         with self._schedule.timed(step=True):
             due = self._schedule.due(n)
-            if due is None and self._memory is not None and self._memory.due(n) is not None:
-                failed, _ = self._begin(n, state, metrics, publish=False)
-                _raise(failed)
-                return True
-            if due is None:
+            if due is None and (self._memory is None or self._memory.due(n) is None):
                 if self.handle is not None and self.handle.done():
                     _raise(self._ended())
                 return False
-            log.info("step %d is saved: %s", n, due.reason)
-            failed, _ = self._begin(n, state, metrics)
-            if due.final:
+            if due is not None:
+                log.info("step %d is saved: %s", n, due.reason)
+            try:
+                failed, _ = self._begin(n, state, metrics, publish=due is not None)
+            except CkptError as err:
+                _raise(self._failed_saves.count(f"step {n} is not saved", err))
+                return False
+            if due is not None and due.final:
                 ended, unpublished = self._ended(), self._published()
                 _raise(ended)
                 if unpublished is not None:  # what counts is committed
                     log.warning("%s", unpublished)
                 if self._joint is not None:
                     self._joint.wait()
-                self._schedule.answered = True
+                self._schedule.answered = self._failed_saves.passed_over is None
             _raise(failed)
             return True
 
@@ -376,7 +385,12 @@ class Checkpointer:
         """Begin to save; gives what the save before it failed with, if nobody was told. ``publish``: also to the root."""
         # Ranks may be told at different steps, since their saves do not end at one moment; so being told must not
         # keep one of them from a save that the others begin.
-        self._connect()
+        try:
+            self._connect()
+        except CkptError as err:
+            self._count_step(n, publish=publish)
+            self._not_begun(n, err)
+            raise
         failed = self._ended()
         # What goes wrong on this rank alone, such as in a function that makes the state, has to end the call that the others make: a rank
         # that left it out would be one call behind them for ever.
@@ -385,10 +399,7 @@ class Checkpointer:
             ready = self._ready(n, state, metrics)
         except BaseException as err:  # noqa: BLE001  raised below
             ready = err
-        if publish:
-            self._schedule.begun(n)
-        if self._memory is not None:
-            self._memory.begun(n)
+        self._count_step(n, publish=publish)
         durable: Future[Any] | None = None
         try:
             if isinstance(ready, BaseException):
@@ -404,15 +415,22 @@ class Checkpointer:
             if self._joint is not None and self._tiers.uploader is None:
                 handle.durable.add_done_callback(partial(self._on_durable, n))
         except BaseException as err:
-            self._schedule.failed()
-            if self._joint is not None:
-                self._joint.failed()
-            self._bases.ended(None)
-            self._reporter.not_begun(n, self._place(n), err)
+            self._not_begun(n, err)
             raise
         finally:
             self._finish_begin(durable, publish=publish)
         return failed, handle
+
+    def _count_step(self, n: int, *, publish: bool) -> None:
+        if publish:
+            self._schedule.begun(n)
+        if self._memory is not None:
+            self._memory.begun(n)
+
+    def _not_begun(self, n: int, error: BaseException) -> None:
+        self._save_failed(error)
+        self._bases.ended(None)
+        self._reporter.not_begun(n, self._place(n), error)
 
     def _finish_begin(self, durable: Future[Any] | None, *, publish: bool) -> None:
         """Whatever became of a save: all ranks begin the same rounds of publishing and copying after it."""
@@ -480,7 +498,7 @@ class Checkpointer:
             ended, unpublished = self._ended(), self._published()
             self._tiers.settle()
             given_up = self._joint.wait() if self._joint is not None else None
-        _raise(ended or unpublished or given_up)
+        _raise(ended or self._failed_publishing.count(f"checkpoints of {self.root} are not published", unpublished) or given_up)
 
     def _published(self) -> StorageError | None:
         """Wait until everything is published; gives why it could not be."""
@@ -507,14 +525,19 @@ class Checkpointer:
         handle.wait()
         error = handle.durable.exception()
         if error is not None:
-            self._schedule.failed()
-            if self._joint is not None:
-                self._joint.failed()
+            self._save_failed(error)
         saved: SaveBase | None = None
         if error is None and self._options.reusable:
             saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
         self._bases.ended(saved)
-        return error
+        return self._failed_saves.count(f"the save of {handle.url} failed", error)
+
+    def _save_failed(self, error: BaseException) -> None:
+        # Where training goes on, the step counts as dealt with: else the next ones would try in vain, one after the other.
+        if not self._failed_saves.tolerates(error):
+            self._schedule.failed()
+        if self._joint is not None:
+            self._joint.failed()
 
     # ---- what is there
 
@@ -544,6 +567,7 @@ class Checkpointer:
         try:
             self.wait()
             self._tiers.settle(rest=True)
+            _raise(self._failed_saves.passed_over or self._failed_publishing.passed_over)  # no training goes on any more
         finally:
             self._stop()
 

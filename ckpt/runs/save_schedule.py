@@ -22,9 +22,10 @@ from statistics import median
 from types import FrameType
 from typing import Any, Protocol
 
-from ckpt.errors import UsageError
+from ckpt.errors import UsageError, storage_failed
 from ckpt.net.group import Due, Group, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
+from ckpt.policies.save import check_whole
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import Stall
 
@@ -267,6 +268,32 @@ class SaveSchedule:
         self._preemption.restore()
         if self._agreement is not None:
             self._agreement.stop()
+
+
+class FailedSaves:
+    """How many saves in a row the storage has failed, and whether training goes on all the same. The ranks of a job count the same saves,
+    and each save ends alike on all of them, so they come to one answer without a message."""
+
+    def __init__(self, limit: int, *, leads: bool) -> None:
+        check_whole(limit, "Checkpointer(give_up_after)", 1)
+        self.passed_over: BaseException | None = None
+        """What the last save failed with, if training went on."""
+        self._limit, self._leads = limit, leads
+        self._count = 0
+
+    def tolerates(self, error: BaseException) -> bool:
+        """Whether training goes on if the next save ends with this."""
+        return self._count + 1 < self._limit and storage_failed(error)
+
+    def count(self, what: str, error: BaseException | None) -> BaseException | None:
+        """A save has ended; gives what is to be raised."""
+        goes_on = error is not None and self.tolerates(error)
+        self._count = self._count + 1 if error is not None else 0
+        self.passed_over = error if goes_on else None
+        if goes_on and self._leads:
+            message = "%s, and training goes on (failure %d in a row; %d end it): %s"
+            log.warning(message, what, self._count, self._limit, error)
+        return None if goes_on else error
 
 
 def check_signals(signals: Iterable[object]) -> tuple[int, ...]:

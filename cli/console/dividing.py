@@ -37,12 +37,6 @@ _PART: ContextVar[TaskPart | None] = ContextVar("part", default=None)
 """The part that this thread does, if it runs the command as a task."""
 
 
-def refuse_executor(reason: str) -> None:
-    """Raise UsageError if the user asked for an executor, and this command does not divide its work."""
-    if click.get_current_context().meta.get(_EXECUTOR) is not None:
-        raise UsageError(f"--executor is {reason}")
-
-
 @contextmanager
 def task_part(part: TaskPart) -> Iterator[None]:
     """Run a command in the block as a task that does this part."""
@@ -54,13 +48,13 @@ def task_part(part: TaskPart) -> Iterator[None]:
 
 
 def divisible(command: Command) -> Command:
-    """The options ``--alone``, ``--executor`` and ``--tasks`` of a command whose work several processes divide; nothing is passed to the
-    command."""
+    """The options ``--no-distributed``, ``--executor`` and ``--tasks`` of a command whose work several processes divide; nothing is passed
+    to the command."""
     alone = "Do all of the work in this process, also where the variables of torchrun or srun are set."
     options = (
         _noted(_EXECUTOR, "--executor", type=OneOf(("ray",)), metavar="NAME", help="ray: divide the work into tasks of Ray."),
         _noted(_TASKS, "--tasks", type=click.IntRange(min=1), metavar="N", help="Tasks. [default: as many as can run at once]"),
-        _noted(_ALONE, "--alone", is_flag=True, help=alone),
+        _noted(_ALONE, "--no-distributed", is_flag=True, help=alone),
     )
     for add in reversed(options):
         command = add(command)
@@ -77,7 +71,7 @@ def _noted(key: str, name: str, **attributes: Any) -> Callable[[Command], Comman
 
 
 def is_alone() -> bool:
-    """Whether the command that runs was given ``--alone``."""
+    """Whether the command that runs was given ``--no-distributed``."""
     return bool(click.get_current_context().meta.get(_ALONE))
 
 

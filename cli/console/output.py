@@ -203,16 +203,21 @@ class Output:
 
 
 def options(command: Command) -> Command:
-    """The options of every command: ``--json`` and ``-q``, which the command takes as ``as_json`` and ``quiet``, and ``-v``."""
+    """The options of every command: ``--json`` and ``-q``, which the command takes as ``as_json`` and ``quiet``, ``-v`` and ``--color``."""
     json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
     quiet = click.option("-q", "--quiet", is_flag=True, callback=_log_errors_only, help="Print bare names or nothing, and only errors.")
-    return json_option(quiet(verbose(command)))
-
-
-def verbose(command: Command) -> Command:
-    """The option ``-v``, for a command and for ``ckpt`` itself; nothing is passed to the command."""
-    text = "Log what happens to stderr; -vv logs details."
-    return click.option("-v", "--verbose", count=True, expose_value=False, callback=_log_more, help=text)(command)
+    verbose = click.option(
+        "-v", "--verbose", count=True, expose_value=False, callback=_log_more, help="Log what happens to stderr; -vv logs details."
+    )
+    color = click.option(
+        "--color",
+        type=OneOf(("auto", "always", "never")),
+        metavar="WHEN",
+        expose_value=False,
+        callback=_choose_color,
+        help="Use colors: auto, always or never. [default: auto]",
+    )
+    return json_option(quiet(verbose(color(command))))
 
 
 class _LogLines(logging.Handler):
@@ -248,6 +253,10 @@ def _log_errors_only(context: click.Context, parameter: click.Parameter, value: 
     return value
 
 
+def _choose_color(context: click.Context, parameter: click.Parameter, when: str | None) -> None:
+    context.color = None if when in (None, "auto") else when == "always"
+
+
 def _print(text: str) -> None:
     try:
         click.echo(text)
@@ -264,6 +273,9 @@ def unwritable(err: OSError) -> StorageError:
 
 
 def _has_colours(stream: TextIO) -> bool:
+    context = click.get_current_context(silent=True)
+    if context is not None and context.color is not None:
+        return context.color
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

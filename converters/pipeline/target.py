@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 from ckpt import settings
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, Views
 from ckpt.errors import ConflictError, UsageError
-from ckpt.needs import attribute, entry_points
+from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import several
 
@@ -183,7 +183,7 @@ Digest = Literal["xxh3", "crc32"]
 Ends = Callable[[Sequence[int]], list[tuple[int, bytes]]]
 """From the digests of the items, in their order, to what else is in the file: bytes and where they begin."""
 
-ENTRY_POINTS = "ckpt.converters"
+ENTRY_POINTS = "ckpt.targets"
 """Group of entry points that are ``Target`` values of other distributions."""
 
 
@@ -249,7 +249,7 @@ class Target:
     """What the user should know of a directory that is written, where the caller gave no configuration: ``ConvertReport.notes``."""
 
 
-_BUILTIN = {
+OWN = {
     "native": "ckpt.converters.targets.native:TARGET",
     "hf": "ckpt.converters.targets.hf:TARGET",
     "torch": "ckpt.converters.targets.torch_file:TARGET",
@@ -265,15 +265,13 @@ def target(name: str) -> Target:
     Raises:
         UsageError: there is none.
     """
-    reference = _BUILTIN.get(name)
+    reference = OWN.get(name)
     if reference is not None:
         builtin: Target = attribute(reference)
         return builtin
-    point = entry_points(ENTRY_POINTS).get(name)
-    if point is not None:
-        given: Target = point.load()
+    if (given := plugin(ENTRY_POINTS, name, Target)) is not None:
         return given
-    raise UsageError(f"cannot convert to {name!r}: no such format", hint=f"one of {', '.join(_BUILTIN)}")
+    raise UsageError(f"cannot convert to {name!r}: no such format", hint=f"one of {', '.join([*OWN, *plugin_names(ENTRY_POINTS)])}")
 
 
 def parent_and_name(url: str) -> tuple[str, str]:

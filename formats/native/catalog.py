@@ -23,7 +23,7 @@ from ckpt.io_backends.checks import read_checked
 from ckpt.plan.layout.geometry import Box
 
 from .checks import find_excess
-from .codecs import CHUNK_LIMIT, CODECS, WITHOUT_ANCHOR, unknown_codec
+from .codecs import CHUNK_LIMIT, CODECS, WITHOUT_ANCHOR, is_known, unknown_codec
 from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
 from .datafile import box_text, chunk_key, coded_key
 from .header import Header, Known, Sought, StoredChunk, Stretches, find_alike, parse_header
@@ -192,8 +192,10 @@ class NativeCatalog(CatalogDefaults):
         if stored is None and self.coded:
             prefix = f"{name}{box_text(box, entry.shape)}#"
             for key in chunks:
-                if key.startswith(prefix) and (unknown := key.removeprefix(prefix)) not in CODECS:
-                    raise unknown_codec(unknown, f"chunk {name}{box}", _join(self.url, path))
+                if key.startswith(prefix) and (other := key.removeprefix(prefix)) not in CODECS:
+                    if is_known(other):  # from now on: another distribution has it
+                        return self._stored(entry, box, file)
+                    raise unknown_codec(other, f"chunk {name}{box}", _join(self.url, path))
         difference = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
         raise CorruptError(
             f"chunk {name}{box} {difference}; the index says {wanted[0]} {list(wanted[1])}",

@@ -7,6 +7,7 @@ what belongs there.
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ import numpy.typing as npt
 
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.formats.external.elements import PREFIX, gather
+from ckpt.needs import plugin, plugin_names
 
 # What a codec of chunks is (docs/format.md §10): two functions, and what the rest of the software asks of them.
 #
-# A new codec is one file with such an object, and its entry in ``codecs.CODECS``. The readers of released versions refuse chunks of a codec
+# A new codec is one file with such an object, and its entry in ``codecs.CODECS``; or, in another distribution, an entry point of the group
+# ``ckpt.codecs`` whose name is the codec's. The readers of released versions refuse chunks of a codec
 # that they do not know, by its name.
 
 Bytes = npt.NDArray[np.uint8]
@@ -420,17 +423,28 @@ XOR_PLANES = Codec(
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (ZSTD, PLANES, XOR_PLANES)}
-"""By name. A new codec is one more entry."""
+"""By name. A new codec is one more entry; one of another distribution is entered when its name is met."""
+_GROUP, _NAME = "ckpt.codecs", re.compile("[a-z0-9-]+")
 
 
 WITHOUT_ANCHOR: dict[str, str] = {XOR_PLANES.name: PLANES.name}
 """Codecs of differences from an anchor, and what codes the chunks that have no anchor, or do not gain by it."""
 
 
+def is_known(codec: str) -> bool:
+    """Whether chunks of this codec can be read. Raises UsageError if another distribution has it, and cannot be used."""
+    if codec not in CODECS and (given := plugin(_GROUP, codec, Codec)) is not None:
+        if given.name != codec or not _NAME.fullmatch(codec) or given.anchored:
+            hint = "its name is that of its entry point, of lower-case letters, digits and -; and it needs no other checkpoint"
+            raise UsageError(f"the codec {given.name!r}, installed as {codec!r}, cannot be used", hint=hint)
+        CODECS[codec] = given
+    return codec in CODECS
+
+
 def check_choice(codec: str | None) -> None:
     """Raise UsageError unless saves can use this codec."""
-    if codec is not None and codec not in CODECS:
-        choices = "; ".join(f"{known.name!r}: {known.doc}" for known in CODECS.values())
+    if codec is not None and codec not in CODECS and not is_known(codec):
+        choices = "; ".join([*(f"{known.name!r}: {known.doc}" for known in CODECS.values()), *map(repr, plugin_names(_GROUP))])
         raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}", hint=choices)
 
 
@@ -484,7 +498,7 @@ def decode(codec: str, blob: memoryview, out: memoryview, itemsize: int, anchor:
 
 
 def _coder(codec: str, size: int, itemsize: int) -> Codec:
-    if codec not in CODECS:
+    if codec not in CODECS and not is_known(codec):
         raise unknown_codec(codec, "a chunk")
     if itemsize not in ITEMSIZES or size % itemsize:
         raise ValueError(f"{size} bytes are not elements of {itemsize} bytes")
@@ -496,5 +510,5 @@ def unknown_codec(codec: str, chunk: str, where: str | None = None) -> FormatErr
     return FormatError(
         f"{chunk} is coded with the unknown codec {codec!r}",
         where=where,
-        hint=f"use a newer release of this software; this one knows {', '.join(CODECS)}",
+        hint=f"install what has this codec, or a newer release of this software; this one knows {', '.join(CODECS)}",
     )

@@ -17,7 +17,7 @@ from ckpt.io_backends.checks import read_alike
 from ckpt.plan.layout.geometry import Box, IntArray, cells, find_fault, merge_cuts
 from ckpt.text import parse_json
 
-from .codecs import CODECS, WITHOUT_ANCHOR, unknown_codec
+from .codecs import WITHOUT_ANCHOR, is_known, unknown_codec
 from .commit import CODED
 from .datafile import HEADER_LIMIT, LENGTH_BYTES, METADATA, Ranges, chunk_key, coded_key, parse_key
 from .header import Header, StoredChunk, parse_header
@@ -124,7 +124,7 @@ def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _Rebui
             dtype, box, shape = _place(chunk, ranges) if codec is None else _coded_place(chunk, ranges, coded.get(name))
         except ValueError as err:
             raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
-        if codec is not None and codec not in CODECS:
+        if codec is not None and not is_known(codec):
             raise unknown_codec(codec, f"chunk {key!r}", where)
         if codec in WITHOUT_ANCHOR:
             raise FormatError(

@@ -1,4 +1,4 @@
-"""A codec from outside the package: one object and its entry in the registry. Saved, verified, loaded and converted with; and what readers
+"""A codec from outside the package: one object and its entry point. Saved, verified, loaded and converted with; and what readers
 say that do not have it."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ import json
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -15,40 +14,19 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.errors import CkptError, CorruptError, FormatError
-from ckpt.formats.native.codecs import CODECS, Bytes, Codec
+from ckpt.errors import CkptError, FormatError
+from ckpt.formats.native.codecs import CODECS
 from ckpt.formats.native.rebuild import rebuild
 from ckpt.io_backends.registry import open_backend
+from tests.toy_plugins import DEFLATE, installed
 
 STATE = {"w": torch.arange(20000, dtype=torch.float32) // 7, "bytes": torch.zeros(5000, dtype=torch.uint8)}
 
 
-def encode(data: Bytes, itemsize: int, out: Bytes) -> int | None:
-    blob = zlib.compress(data, 1)
-    if len(blob) > len(out):
-        return None
-    out[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
-    return len(blob)
-
-
-def decode(blob: memoryview, out: Bytes, itemsize: int) -> None:
-    try:
-        data = zlib.decompressobj().decompress(blob, len(out) + 1)
-    except zlib.error as err:
-        raise CorruptError(f"a coded chunk is damaged: {err}") from err
-    if len(data) != len(out):
-        raise CorruptError(f"a coded chunk has {len(data)} bytes, not {len(out)}")
-    out[:] = np.frombuffer(data, dtype=np.uint8)
-
-
-DEFLATE = Codec(name="deflate", doc="a test's own", encode=encode, decode=decode, itemsizes=(4,))
-
-
 @pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(tmp_path: Path) -> str:
     """A checkpoint that was saved with it."""
-    with monkeypatch.context() as registry:
-        registry.setitem(CODECS, DEFLATE.name, DEFLATE)
+    with installed():
         ckpt.save(str(tmp_path / "a"), dict(STATE), codec="deflate")
     return str(tmp_path / "a")
 

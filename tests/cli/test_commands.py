@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -358,6 +359,19 @@ def test_every_command_has_a_help_text_with_an_example(command: str) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("live", "status"), ("lora", "extract"), ("lora", "merge"), *(("memory", name) for name in ("drop", "serve", "status", "stop"))],
+)
+def test_every_command_of_a_group_has_a_help_text_of_its_own(words: tuple[str, str]) -> None:
+    name = " ".join(words)
+    text = ckpt(*words, "--help").stdout
+    assert f"Usage: ckpt {name} " in text and f"ckpt {name}" in text.partition("Example:")[2]
+    assert text == ckpt("help", *words).stdout and max(map(len, text.splitlines())) <= 80
+    assert f"\n  {words[1]} " in ckpt(words[0]).stdout and ckpt(words[0]).stdout == ckpt("help", words[0]).stdout
+    assert "did you mean" in ckpt(words[0], f"{words[1]}s").stderr
+
+
 def test_the_overview_agrees_with_the_commands() -> None:
     text = ckpt("--help").stdout
     for name, line in COMMANDS.items():
@@ -388,6 +402,12 @@ def test_json_and_quiet_before_the_command(run_root: Path) -> None:
     assert ckpt("-q", "ls", run_root).stdout == ckpt("ls", "-q", run_root).stdout
     assert ckpt("--json", "inspect", step, "*wq*").stdout == ckpt("inspect", "--json", step, "*wq*").stdout
     assert ckpt("--jsn", "ls", run_root).exit_code == 2 and ckpt("--json").exit_code == 2
+    colored = ckpt("--color", "always", "ls", run_root)
+    assert "\x1b[1m" in colored.stdout and ckpt("ls", "--color=always", run_root).stdout == colored.stdout
+    assert (
+        click.unstyle(colored.stdout) == ckpt("ls", run_root, "--color", "never").stdout
+        and ckpt("ls", run_root, "--color", "x").exit_code == 2
+    )
 
 
 def test_the_directory_of_data_files_is_no_checkpoint(run_root: Path) -> None:

@@ -16,8 +16,9 @@ from ckpt.errors import LayoutError
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from tests.distributed.ranks import Ranks
-from tests.plan.block_cyclic import BlockCyclic, DealtOut, dealt, registered
+from tests.plan.block_cyclic import BlockCyclic, DealtOut, dealt
 from tests.plan.layout_strategies import numbered, through_pieces
+from tests.toy_plugins import installed
 
 
 def whole(name: str, rows: int) -> torch.Tensor:
@@ -40,13 +41,13 @@ def state_of_rank(fill: float | None = None) -> tuple[dict[str, torch.Tensor], L
 
 
 def save(url: str) -> None:
-    with registered():
+    with installed():
         parts, layout = state_of_rank()
         ckpt.save(url, dict(parts), layout=layout)
 
 
 def load(url: str) -> bool:
-    with registered():
+    with installed():
         (state, layout), (wanted, _) = state_of_rank(float("nan")), state_of_rank()
         ckpt.load(url, dict(state), layout=layout)
     return all(torch.equal(state[name], wanted[name]) for name in wanted)
@@ -69,7 +70,7 @@ def save_and_load_dtensor(url: str) -> bool:
     def tensor(local: torch.Tensor) -> DTensor:
         return DTensor.from_local(local, mesh, placed, run_check=False, shape=full.shape, stride=full.stride())
 
-    with registered():
+    with installed():
         ckpt.save(url, {"d": tensor(dealt(full, 3, world, rank))})
         target = torch.zeros_like(dealt(full, 3, world, rank))
         ckpt.load(url, {"d": tensor(target)})
@@ -121,5 +122,5 @@ def test_a_split_that_a_process_does_not_know_is_named() -> None:
     layout = TensorLayout(Mesh.of({"x": 2}), (BlockCyclic(0, "x", 3),))
     with pytest.raises(LayoutError, match="'BlockCyclic', which this process does not know"):
         TensorLayout.from_json(layout.to_json())
-    with registered():
+    with installed():
         assert TensorLayout.from_json(layout.to_json()) == layout

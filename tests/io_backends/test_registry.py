@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,7 @@ import pytest
 from ckpt.errors import UsageError
 from ckpt.io_backends import Backend, FaultyBackend, InProcessBackend, PosixBackend, join_url, open_backend, wrap_backends
 from ckpt.nodes.memory.backend import MemoryBackend
-
-
-class OtherBackend(InProcessBackend):
-    """Stands for a backend of another package."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url.replace("other://", "inprocess://"))
-
-
-def register(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
-    points = EntryPoints(EntryPoint(name, value, "ckpt.io_backends") for name, value in backends.items())
-
-    def entry_points(*, group: str) -> EntryPoints:
-        return points.select(group=group)
-
-    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+from tests.toy_plugins import installed
 
 
 @pytest.mark.parametrize(
@@ -65,14 +49,16 @@ def test_no_inprocess_url(url: str) -> None:
         open_backend(url)
 
 
-def test_unknown_scheme_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, other="nowhere:Nothing")
+def test_unknown_scheme_lists_the_known_ones() -> None:
     for url in ("gopher://x/y", "simplecache::inprocess://x"):
-        with pytest.raises(UsageError, match="known: file, inprocess, memory, other") as error:
+        with (
+            installed({"ckpt.storage": {"other": "nowhere:Nothing"}}),
+            pytest.raises(UsageError, match="known: file, inprocess, memory, other") as error,
+        ):
             open_backend(url)
         assert url.partition("://")[0] in error.value.message
         assert error.value.hint is not None
-        assert "ckpt.io_backends" in error.value.hint
+        assert "ckpt.storage" in error.value.hint
 
 
 def test_two_memories_are_told_apart() -> None:
@@ -81,15 +67,6 @@ def test_two_memories_are_told_apart() -> None:
         open_backend("mem://runs/a")
     assert "memory://" in str(error.value.hint) and "inprocess://" in str(error.value.hint)
     assert type(open_backend("memory://runs/a")) is MemoryBackend
-
-
-def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, other=f"{OtherBackend.__module__}:OtherBackend", broken="no_such_module:X")
-    monkeypatch.setitem(sys.modules, OtherBackend.__module__, sys.modules[__name__])
-    assert type(open_backend("other://x")) is OtherBackend
-    with pytest.raises(UsageError, match="no_such_module") as error:
-        open_backend("broken://x")
-    assert isinstance(error.value.__cause__, ImportError)
 
 
 @pytest.mark.parametrize("open_it", [open_backend, join_url])

@@ -151,7 +151,7 @@ class Takes(InProcessBackend):
 
 def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = [Takes]
-    point = EntryPoint("other", "x:y", "ckpt.io_backends")
+    point = EntryPoint("other", "x:y", "ckpt.storage")
     monkeypatch.setattr(EntryPoint, "load", lambda self: made[0])
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point])
     assert open_backend("other://a").given is None  # type: ignore[attr-defined]

@@ -1,12 +1,11 @@
 """A placement that the package does not have: the whole of what somebody writes who adds one.
 
-``CYCLIC`` is its line in the registry. ``dealt`` is the oracle: it deals the blocks of a real tensor out, like cards.
+``dealt`` is the oracle: it deals the blocks of a real tensor out, like cards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch.distributed.tensor import Shard as TorchShard
 
 from ckpt.plan.layout.placement_base import AxisSplit, DTensorAxis, Split
-from ckpt.plan.layout.placements import SPLITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +40,6 @@ class DealtOut(TorchShard):
     def __init__(self, dim: int, block: int) -> None:
         super().__init__(dim)
         self.block = block
-
-
-@contextmanager
-def registered() -> Iterator[None]:
-    """In this process, and for the time of the block."""
-    SPLITS["BlockCyclic"] = BlockCyclic
-    try:
-        yield
-    finally:
-        del SPLITS["BlockCyclic"]
 
 
 def dealt(tensor: torch.Tensor, block: int, parts: int, index: int) -> torch.Tensor:

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from ckpt.errors import LayoutError
+from ckpt.errors import LayoutError, UsageError
+from ckpt.needs import plugin, plugin_names
 
 from .geometry import Box, Cuts, IntArray, ceil_cut, ceil_cuts, flat_to_boxes
 from .mesh import Mesh
@@ -350,13 +351,14 @@ class Interleaved(AxisSplit):
 # The splits there are, by name. Layouts travel between ranks as JSON that names them, and DTensors' placements are read as these.
 
 SPLITS: dict[str, type[Split]] = {cls.__name__: cls for cls in (Shard, Interleaved, Flat, Boxes, StatedBoxes)}
-"""A new split is one more entry."""
+"""A new split is one more entry; one of another distribution is entered when its name is met."""
+_GROUP = "ckpt.placements"
 
 
 def split_from_json(data: Any) -> Split:
     """The split that :meth:`~.base.Split.to_json` wrote."""
     kind, *values = data
-    if kind not in SPLITS:
+    if kind not in SPLITS and not _is_known(kind):
         raise LayoutError(
             f"a layout names the split {kind!r}, which this process does not know",
             hint=f"it knows {', '.join(SPLITS)}; give all ranks the same",
@@ -367,8 +369,25 @@ def split_from_json(data: Any) -> Split:
 def split_from_dtensor(placement: Any, axis: DTensorAxis) -> tuple[Split, int] | None:
     """The split that a DTensor's placement stands for, and its position among ``axis.later``; None if no split knows it. The last of the
     registry is asked first: it may be a special case of one before."""
+    if not (kind := type(placement)).__module__.startswith("torch."):
+        _enter_plugins(f"{kind.__module__}.{kind.__qualname__}")
     answers = (cls.from_dtensor(placement, axis) for cls in reversed(SPLITS.values()))
     return next((answer for answer in answers if answer is not None), None)
+
+
+@cache
+def _enter_plugins(_: str) -> None:
+    """Once for each class of another library, before anybody is asked: it may derive from torch's ``Shard`` and mean something else."""
+    for name in plugin_names(_GROUP):
+        _is_known(name)
+
+
+def _is_known(kind: str) -> bool:
+    if kind not in SPLITS and (given := plugin(_GROUP, kind, type)) is not None:
+        if given.__name__ != kind or not issubclass(given, Split):
+            raise UsageError(f"the placement {kind!r} is the class {given.__qualname__}", hint=f"it has to be a Split of the name {kind}")
+        SPLITS[kind] = given
+    return kind in SPLITS
 
 
 def _tuples(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Commands in a shell that has the variables of a job: they say whom they wait for, and ``--alone`` does without."""
+"""Commands in a shell that has the variables of a job: they say whom they wait for, and ``--no-distributed`` does without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
 def test_alone_in_the_shell_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     write_checkpoint(str(tmp_path / "a"), sample(), ranks=1)
     arguments = [command[0], str(tmp_path / "a"), *([str(tmp_path / "b"), *command[2:]] if command[1:] else [])]
-    alone = CliRunner().invoke(cli, [*arguments, "--alone"], env=JOB)
+    alone = CliRunner().invoke(cli, [*arguments, "--no-distributed"], env=JOB)
     assert alone.exit_code == 0, alone.output
     if command[1:]:
         assert (tmp_path / "b" / "checkpoint.json").exists()
@@ -26,5 +26,5 @@ def test_alone_in_the_shell_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ckpt.cli.console.dividing._WAITED", 0.01)
     waiting = CliRunner().invoke(cli, arguments, env=JOB)
     text = " ".join((waiting.stdout + waiting.stderr).split())
-    assert waiting.exit_code != 0 and "`--alone` runs the command in one process" in str(waiting.exception) + text
+    assert waiting.exit_code != 0 and "`--no-distributed` runs the command in one process" in str(waiting.exception) + text
     assert "waiting for the other 3 processes at 127.0.0.1:9: the environment makes this one 1 of 4" in text
