@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .runs.node_tier import NodeLocal as NodeLocal
     from .runs.restore_order import BeginFrom as BeginFrom
     from .runs.restore_order import RestoredFrom as RestoredFrom
+    from .runs.step_listing import latest as latest
     from .runs.step_listing import list_steps as list_steps
     from .state.walk import PerRank as PerRank
 
@@ -86,6 +87,7 @@ _WHERE = {
     "MemberChanges": "runs.members",
     "load": "api",
     "open": "api",
+    "latest": "runs.step_listing",
     "list_steps": "runs.step_listing",
     "copy": "engine.copy.copy:copy_checkpoint",
     "verify": "engine.verify.verify",

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckpt import settings
+from ckpt import settings, units
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, target
@@ -277,6 +277,10 @@ class ConvertReport:
     """What was repaired of the source on the way; None if that was not asked for."""
     notes: tuple[str, ...] = ()
     """What else the user should know: for ``hf``, what ``config.json`` was made of, or why it was not."""
+
+    def __str__(self) -> str:
+        contents = f"{units.plural(self.tensors, 'tensor')}, {units.size(self.tensor_bytes)}"
+        return f"wrote {contents}, to {self.target} in {units.duration(self.seconds)}{'' if self.finished else ', not finished'}"
 
 
 def convert(

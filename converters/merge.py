@@ -253,6 +253,9 @@ class MergeReport:
     """Tensors as they are in ``values_from``: of ``copy``, of single ranks, and single numbers of an optimizer."""
     written: ConvertReport
 
+    def __str__(self) -> str:
+        return f"averaged {units.plural(self.averaged, 'tensor')} of {units.plural(len(self.sources), 'checkpoint')}; {self.written}"
+
 
 def merge(
     url: str | os.PathLike[str],

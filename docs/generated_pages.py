@@ -28,7 +28,7 @@ MODULES = (
         "api/ckpt.md",
         "ckpt: save and load",
         ckpt,
-        ("save", "save_async", "load", "open", "verify", "copy", "list_steps", "fence", "configure_storage"),
+        ("save", "save_async", "load", "open", "verify", "copy", "latest", "list_steps", "fence", "configure_storage"),
     ),
     (
         "api/reports.md",

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ckpt import units
 from ckpt.engine.devices import settle_devices
 from ckpt.engine.load.fill import LoadJob
 from ckpt.engine.save.capture import Sample, sample_of
@@ -376,3 +377,6 @@ class ReshardReport:
     seconds: float
     ranks: Mapping[int, Traffic]
     spans: SpanTable
+
+    def __str__(self) -> str:
+        return f"moved {units.plural(self.tensors, 'tensor')}, {units.size(self.bytes_needed)}, in {units.duration(self.seconds)}"

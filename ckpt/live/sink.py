@@ -127,6 +127,9 @@ class Sink:
         self.report: TakeReport | None = None
         """Of the last take."""
 
+    def __repr__(self) -> str:
+        return f"<ckpt.live.Sink of {self.address}{': closed' if self._closed else ''}>"
+
     @property
     def version(self) -> Version | None:
         """The version that the state is; None before the first take.

@@ -247,6 +247,9 @@ class Source:
         with stall:
             return self._publish(step, capture, watcher, began, stall, again=again)
 
+    def __repr__(self) -> str:
+        return f"<ckpt.live.Source at {self.address}{': closed' if self._closed else ''}>"
+
     def _publish(
         self, step: int, capture: str, watcher: ProgressCallback | None, began: float, stall: Stall, *, again: bool
     ) -> Publication:

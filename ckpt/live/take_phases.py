@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ckpt import settings
+from ckpt import settings, units
 from ckpt.engine.load.fill import Matched
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.state.shard_table import ShardCache
@@ -120,6 +120,9 @@ class TakeReport:
     spans: SpanTable
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"took step {self.version.step}, {units.size(self.needed)}, in {units.duration(self.seconds)}"
 
     @classmethod
     def of(

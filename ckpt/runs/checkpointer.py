@@ -176,6 +176,9 @@ class Checkpointer:
         self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
         self._closed = self._connected = False
 
+    def __repr__(self) -> str:
+        return f"<ckpt.Checkpointer of {self.root}: saves {self.policy!r}, keeps {self.keep!r}{'; closed' if self._closed else ''}>"
+
     # ---- going on
 
     def restore(

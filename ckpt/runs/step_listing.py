@@ -116,6 +116,20 @@ def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
     return [itself] if itself is not None else in_order(read_steps(backend, root_url, names).values())
 
 
+def latest(root_url: str | os.PathLike[str]) -> str | None:
+    """URL of the newest committed checkpoint of a run, for :func:`ckpt.load` and :func:`ckpt.open`; None if there is none.
+
+    Newest is the highest step of the branch that was written last, as for :meth:`ckpt.Checkpointer.restore`; without numbered steps, the
+    save that began last. Only commit records are read: :meth:`~ckpt.Checkpointer.restore` passes over a damaged checkpoint.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    there = [step for step in list_steps(root_url) if step.committed and step.abandoned is None]
+    newest = max(there, key=lambda step: (-1 if step.number is None else step.number, step.id or ""), default=None)
+    return None if newest is None else newest.url
+
+
 def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
     """The checkpoint that the root of ``backend`` is, if it is one, else None; and the names of the directories right below it."""
     here = backend.list_dir("")

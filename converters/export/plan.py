@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from ckpt import settings
+from ckpt import settings, units
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.pipeline.target import FileSegment, OutputFile
@@ -286,6 +286,11 @@ class ExportReport:
     """The export that this delta follows; None for a full one."""
     changed: int = 0
     """Elements that a delta has."""
+
+    def __str__(self) -> str:
+        kind = "exported" if self.since is None else f"exported the changes since {self.since}:"
+        files = f"{units.size(self.tensor_bytes)} in {units.plural(len(self.files), 'file')}"
+        return f"{kind} {files} to {self.url} in {units.duration(self.seconds)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

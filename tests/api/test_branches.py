@@ -92,6 +92,7 @@ def test_a_job_that_restores_nothing_is_known_by_its_numbers(tmp_path: Path) -> 
     saved(tmp_path, 800, 900, 1000)
     saved(tmp_path, 850, restore=False)
     assert (resumed(tmp_path), abandoned(tmp_path)) == (850, {900: 849, 1000: 849})
+    assert ckpt.latest(tmp_path) == str(tmp_path / "step-00000850")
     saved(tmp_path, 860, restore=False)
     assert (resumed(tmp_path), abandoned(tmp_path)) == (860, {900: 849, 1000: 849})
     ckpt.save(str(tmp_path / "step-870"), state(870.0))  # it knows of no branch: what is saved since is on the last one

@@ -451,7 +451,7 @@ OPERATIONS = [
         for name, covers, ask, sizes in (
             ("retention", ("Checkpointer",), Run.retention, SIZES),
             ("gc", ("ckpt gc",), Run.gc, FEW),
-            ("ls", ("ckpt ls", "list_steps", "Checkpointer.steps", "Checkpointer.latest", "Checkpointer.best"), Run.ls, FEW),
+            ("ls", ("ckpt ls", "latest", "list_steps", "Checkpointer.steps", "Checkpointer.latest", "Checkpointer.best"), Run.ls, FEW),
             ("restore: what is there", ("Checkpointer.restore",), Run.restore, SIZES),
         )
     ),

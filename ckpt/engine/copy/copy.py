@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from ckpt import units
 from ckpt.concurrency import imap_unordered
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
@@ -56,6 +57,10 @@ class CopyReport:
     seconds: float
     uncompared_bytes: int = 0
     """Of ``copied_bytes``: what an object store copied by itself. Nobody has compared it with a digest: ``ckpt verify`` does."""
+
+    def __str__(self) -> str:
+        copied = f"{units.plural(self.copied_files, 'file')}, {units.size(self.copied_bytes)}"
+        return f"copied {copied} of {units.size(self.bytes)} to {self.target} in {units.duration(self.seconds)}"
 
 
 def copy_checkpoint(

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ckpt import units
 from ckpt.catalog import Catalog
 from ckpt.engine.devices import settle_devices
 from ckpt.engine.digest_reader import Verify
@@ -70,6 +71,14 @@ class LoadReport:
     memory: int = 0
     dry_run: bool = False
     estimated_from: str | None = None
+
+    def __str__(self) -> str:
+        verb = "would load" if self.dry_run else "loaded"
+        lacking = "".join(f", {len(names)} {what}" for what, names in (("missing", self.missing), ("unexpected", self.unexpected)) if names)
+        return (
+            f"{verb} {units.plural(self.tensors, 'tensor')}, {units.size(self.bytes_needed)}, from {self.url} in "
+            f"{units.duration(self.seconds)}{lacking}"
+        )
 
 
 Shares = Literal["all", "parts", "none"]

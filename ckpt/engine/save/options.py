@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from ckpt import settings
+from ckpt import settings, units
 from ckpt.errors import UsageError
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.formats.native.commit import Branches
@@ -48,6 +49,11 @@ class SaveReport:
     estimated_from: str | None = None
     reused_bytes: int = 0
     mirrored_bytes: int = 0
+
+    def __str__(self) -> str:
+        verb = "would save" if self.dry_run else "saved"
+        seconds = "" if math.isnan(self.seconds) else f" in {units.duration(self.seconds)}"
+        return f"{verb} {units.size(self.tensor_bytes)} to {self.url}{seconds}"
 
 
 class SaveArguments(TypedDict, total=False):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ckpt import settings
+from ckpt import settings, units
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency import imap_unordered
 from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
@@ -135,6 +135,10 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else units.plural(len(self.problems), "problem")
+        return f"{verdict}: {units.plural(self.files, 'file')}, {units.plural(self.chunks, 'chunk')}, {units.size(self.bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
