@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .both import KEEP_RULES, AnyOf, BothPolicy, EverySteps, from_json, parse_keep, to_json
 from .both import AnyOf as Any
+from .deadline import Before, machine_deadline
 from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Verdict, Verdicts, Within, retention
 from .paying import EveryBudget, EveryOptimal
 from .save import Anchor, AtSteps, EveryMinutes, Moment, OnPreemption, SaveCost, SavePolicy, TrustFrozen
@@ -18,6 +19,7 @@ __all__ = [
     "Any",
     "AnyOf",
     "AtSteps",
+    "Before",
     "Best",
     "BothPolicy",
     "EveryBudget",
@@ -37,6 +39,7 @@ __all__ = [
     "Verdicts",
     "Within",
     "from_json",
+    "machine_deadline",
     "parse_keep",
     "retention",
     "to_json",

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, overload
 
 from ckpt.errors import UsageError
 
+from .deadline import Before
 from .keep import All, AnyKeep, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
 from .paying import EveryBudget, EveryOptimal
 from .save import AnySave, AtSteps, EveryMinutes, JoinedPolicy, Moment, OnPreemption, SavePolicy, check_whole, flat
@@ -151,7 +152,7 @@ def check_arguments(**given: object) -> None:
 
 _CLASSES: dict[str, Any] = {  # type[SavePolicy | KeepPolicy], each with arguments of its own
     cls.__name__: cls
-    for cls in (EverySteps, EveryMinutes, EveryBudget, EveryOptimal, AtSteps, OnPreemption, Latest, Within, Best, Tagged, All)
+    for cls in (EverySteps, EveryMinutes, EveryBudget, EveryOptimal, AtSteps, OnPreemption, Before, Latest, Within, Best, Tagged, All)
 }
 _LISTED = {"AtSteps": "steps", "Tagged": "globs", "AnyOf": "policies"}
 """Those whose arguments are one list → its name."""

@@ -178,6 +178,12 @@ class Moment:
     """A notice has come that the job will be stopped, and no save was begun since."""
     measuring: bool = False
     """What the last save costs is not known yet: it is going on, or what a step usually takes has not been seen."""
+    time: float | None = None
+    """Seconds since 1970, by the leader's clock; None if it is not known."""
+    step_seconds: float = 0.0
+    """What a step usually takes beside no save; 0 if that is not known yet."""
+    ended: bool = False
+    """The job's last save is durable."""
     saves: tuple[SaveCost, ...] = ()
     """What the last saves of this job have cost it, those that have ended, the newest last."""
 
@@ -224,6 +230,10 @@ class SavePolicy(Policy, ABC):
     def leader_part(self) -> SavePolicy | None:
         """The part that only the leader may answer; None if there is none, and then no rank ever has to ask another."""
         return self if self.needs_leader else None
+
+    def ends(self, now: Moment) -> bool:
+        """Whether a save that is due now is the job's last one: training is to end when it is durable."""
+        return self.watches_preemption and now.preempted
 
     @property
     def watches_preemption(self) -> bool:
@@ -315,6 +325,9 @@ class AnySave(JoinedPolicy, SavePolicy):
     def reason(self, now: Moment) -> str | None:
         return "; ".join(reason for policy in self.policies if (reason := policy.reason(now))) or None
 
+    def ends(self, now: Moment) -> bool:
+        return any(policy.ends(now) for policy in self.policies)
+
     @property
     def rank_part(self) -> SavePolicy | None:
         return self._part([policy.rank_part for policy in self.policies])
@@ -336,5 +349,5 @@ class AnySave(JoinedPolicy, SavePolicy):
 def check_saving(policy: object) -> None:
     """Raise UsageError unless ``policy`` says when to save."""
     if not isinstance(policy, SavePolicy):
-        hint = "EverySteps, EveryMinutes, EveryBudget, EveryOptimal, AtSteps, OnPreemption and AnyOf of these do"
+        hint = "EverySteps, EveryMinutes, EveryBudget, EveryOptimal, AtSteps, OnPreemption, Before and AnyOf of these do"
         raise UsageError(f"{policy!r} does not say when to save", hint=hint)

@@ -86,6 +86,11 @@ class CostMeter:
         has come after it. Else a job that saves again and again would never learn what a step usually takes."""
         return self._save is not None or not self._fresh or len(self._usual) < _FEWEST
 
+    @property
+    def step_seconds(self) -> float:
+        """What a step usually takes beside no save; 0 if none was seen."""
+        return median(self._usual) if self._usual else 0.0
+
     def enter(self, now: float, *, step: bool) -> None:
         """A call of the training loop begins; ``step``: a step of training is over."""
         self._entered = now
@@ -177,7 +182,7 @@ class Preemption:
 
 
 class SaveSchedule:
-    """One rank's end. ``answered``: the save that a notice of preemption asked for is durable."""
+    """One rank's end. ``answered``: the job's last save is durable, which a notice of preemption or a deadline asked for."""
 
     def __init__(self, policy: SavePolicy, group: Group, timeout: float, signals: Sequence[int]) -> None:
         self.costs = CostMeter()
@@ -229,6 +234,9 @@ class SaveSchedule:
             last_saved_at=self._last_at,
             preempted=preempted,
             measuring=self.costs.measuring,
+            time=time.time(),
+            step_seconds=self.costs.step_seconds if self._leader_part is not None else 0.0,
+            ended=self.answered,
             saves=self.costs.saves,
         )
         reason = self._rank_part.due(moment) if self._rank_part is not None else None
@@ -236,11 +244,11 @@ class SaveSchedule:
             return Due(reason=reason) if reason is not None else None
         if self._agreement is None:
             reason = reason or self._leader_part.due(moment)
-            return Due(reason=reason, final=preempted) if reason is not None else None
+            return Due(reason=reason, final=self._leader_part.ends(moment)) if reason is not None else None
         if self._group.rank == self._group.leader and not self._agreement.pending:
             of_leader = self._leader_part.due(moment)
             if of_leader is not None:
-                self._agreement.propose(n, Due(reason=of_leader, final=preempted))
+                self._agreement.propose(n, Due(reason=of_leader, final=self._leader_part.ends(moment)))
         # Whether it is the last save follows from what was agreed, not from what this rank has heard of meanwhile.
         return self._agreement.due(n) or (Due(reason=reason) if reason is not None else None)
 

@@ -16,7 +16,7 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.policies import AtSteps, EveryBudget, EveryMinutes, EverySteps, Latest, OnPreemption
+from ckpt.policies import AtSteps, Before, EveryBudget, EveryMinutes, EverySteps, Latest, OnPreemption
 from ckpt.runs.events import Event
 from ckpt.runs.rebuild import rebuild_checkpoint
 from tests.distributed.ranks import Ranks
@@ -68,6 +68,27 @@ def test_a_clock_of_the_leader(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(2, by_the_clock, str(tmp_path))
     assert found[0] == found[1] and len(found[0]) >= 2
     assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == found[0]
+
+
+def until_a_deadline(root: str) -> tuple[list[int], bool]:
+    """Only the leader's deadline counts: the ranks' clocks may differ."""
+    deadline = time.time() + (1.5 if dist.get_rank() == 0 else 1e6)
+    saved = []
+    with ckpt.Checkpointer(root, save=EverySteps(30) | Before(deadline, reserve=0.7), timeout=30) as c:
+        for n in range(1, 4000):
+            time.sleep(0.01 + 0.005 * dist.get_rank())
+            if c.step(n, {"x": torch.full((3,), float(n))}):
+                saved.append(n)
+            if c.preempted:
+                break
+    return saved, c.preempted
+
+
+def test_a_deadline_is_agreed_on(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(2, until_a_deadline, str(tmp_path))
+    (saved, ended), other = results
+    assert ended and other == (saved, True)
+    assert [s.number for s in ckpt.list_steps(str(tmp_path)) if s.committed] == saved
 
 
 def by_what_saves_cost(root: str) -> tuple[list[int], list[str]]:

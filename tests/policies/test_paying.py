@@ -14,6 +14,9 @@ from ckpt.policies.save import daly
 from ckpt.runs.save_schedule import CostMeter
 from ckpt.telemetry.callbacks import Stall
 
+EPOCH = 1.8e9
+"""When a job begins, in seconds since 1970."""
+
 
 class SimulatedSave:
     """Blocks ``blocked`` seconds in the call, and goes on until ``ends``."""
@@ -51,7 +54,14 @@ class SimulatedJob:
             self.now += took
             self.meter.enter(self.now, step=True)
             moment = Moment(
-                step=n, started_step=0, seconds=self.now, last_saved_at=last, measuring=self.meter.measuring, saves=self.meter.saves
+                step=n,
+                started_step=0,
+                seconds=self.now,
+                time=EPOCH + self.now,
+                last_saved_at=last,
+                measuring=self.meter.measuring,
+                step_seconds=self.meter.step_seconds,
+                saves=self.meter.saves,
             )
             if policy.due(moment) is not None:
                 last = self.now
@@ -60,6 +70,8 @@ class SimulatedJob:
                 self.lost += self.blocked(n)
                 save = SimulatedSave(self, self.now + self.lasts)
                 self.meter.begun(save, self.now)
+                if policy.ends(moment):
+                    break
             self.meter.leave(self.now, step=True)
         return self
 
