@@ -84,7 +84,8 @@ class View(Mapping[str, StoredTensor]):
         if entry is None:
             import difflib
 
-            near = difflib.get_close_matches(name, self._catalog.tensors, 3)
+            inside = [known for known in self._catalog.tensors if known.startswith(f"{name}#")]  # of a tensor that is made of others
+            near = inside or difflib.get_close_matches(name, self._catalog.tensors, 3)
             raise NamesError(  # a KeyError, so that ``get`` and ``in`` work
                 f"the checkpoint has no tensor {name!r}",
                 where=self._catalog.url,

@@ -96,8 +96,8 @@ class Selection:
         for rules in (self.rename, self.then):
             for old, new in rules:
                 if fits(old, name):
-                    head, _, tail = old.partition("*")
-                    name = new.replace("*", name[len(head) : len(name) - len(tail)])
+                    head, star, tail = old.partition("*")
+                    name = new.replace("*", name[len(head) : len(name) - len(tail)]) if star else new + name[len(old) :]
                     break
         return name
 
@@ -120,9 +120,13 @@ def _near(pattern: str, names: Iterable[str]) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a name is what a side of a rename means: itself, or with one ``*`` for any text."""
+    """Whether a name is what a side of a rename means: itself and the tensors that it is made of, or with one ``*`` for any text."""
     head, star, tail = pattern.partition("*")
-    return name == pattern if not star else len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail)
+    return (
+        name == pattern or name.startswith(f"{pattern}#")
+        if not star
+        else len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail)
+    )
 
 
 def misfit(wanted: TensorSpec, entry: TensorEntry, *, cast: bool) -> str | None:

@@ -27,6 +27,7 @@ from .modules import copies_of, frozen_beside, is_frozen, is_offloaded, tensors_
 from .optimizers import ParamNames, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import Sharded
+from .subclasses import PLAIN, is_wrapper
 from .targets import Binder, Binding, Setter, has_tensors, inline_only
 from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of
 
@@ -110,7 +111,9 @@ class _BindWalk(Binder):
 
     def value(self, target: object, node: Node, path: str, put: Setter) -> None:
         """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
-        if isinstance(target, (torch.Tensor, Sharded)):  # a ShardedTensor too
+        if isinstance(target, torch.Tensor) and type(target) not in PLAIN and is_wrapper(target):
+            self.wrapper(path, target, node)
+        elif isinstance(target, (torch.Tensor, Sharded)):  # a ShardedTensor too
             self.tensor(path, target)
         elif isinstance(target, PerRank):
             self.per_rank(target, path)
@@ -146,7 +149,8 @@ class _BindWalk(Binder):
                 alike.append(key)
                 continue
             at = start + key if type(key) is str and key.isascii() else join(path, key)
-            if isinstance(value, torch.Tensor):  # first, and without a closure: there may be many thousand
+            # First, and without a closure: there may be many thousand.
+            if type(value) in PLAIN or (isinstance(value, torch.Tensor) and not is_wrapper(value)):
                 tensor(at, value)
             else:
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
@@ -229,6 +233,8 @@ class _BindWalk(Binder):
         for name, tensor in parts.tensors.items():
             if name in frozen:
                 self.left_alone(join(path, name), tensor)
+            elif type(tensor) not in PLAIN and is_wrapper(tensor):
+                self.wrapper(at := join(path, name), tensor, self.nodes.child(node, name, at))
             else:
                 self.tensor(join(path, name), tensor)
         for number in range(before, len(self.binding.misfits)):

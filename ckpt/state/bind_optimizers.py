@@ -24,6 +24,7 @@ from .modules import is_frozen
 from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers
 from .shard_table import StateOf
 from .sharded import Sharded
+from .subclasses import CLASS, PLAIN, created, is_wrapper
 from .targets import Binder, Setter, inline_only, real_device, real_like
 from .tensors import torch_dtype
 from .walk import StatefulObject
@@ -133,6 +134,7 @@ class OptimizerBinder:
                 if self.selection.trainable and is_frozen(placed):
                     stored = self.shard_table.stored_name(name, placed)
                     self.binding.used.update(entry.name for entry in self.states_below(prefix).get(stored, {}).values())
+                    self.binding.values.append(f"{prefix}.{stored}")
                     continue
                 complete = self.selection.wants(join(path, name)) or self.selection.wants(f"{prefix}.{name}")
                 if not complete and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
@@ -207,6 +209,9 @@ class OptimizerBinder:
         tensors = {key for key, old in now.items() if isinstance(old, torch.Tensor)}
         there = self.states_below(owner.prefix).get(owner.stored, {})
         stored = {key: node for key, node in tree.pairs_of(values) or () if isinstance(key, str)}
+        wrapped = {key for key, child in stored.items() if type(child) is dict and CLASS in child}  # tensors made of others
+        wrapped |= {key for key in tensors if type(now[key]) not in PLAIN and is_wrapper(now[key])}
+        there = {key: entry for key, entry in there.items() if key.partition("#")[0] not in wrapped} if wrapped else there
         # Each key of a parameter's state is in up to three places: the live optimizer (``now``), the stored tensors
         # (``there``) and the stored plain values (``stored``). What decides:
         #
@@ -217,7 +222,9 @@ class OptimizerBinder:
         for key in dict.fromkeys([*now, *there, *stored]):
             if not owner.complete and not self.selection.wants(owner.state_name(key)):
                 continue
-            if owner.part is not None and (key in there or (key in tensors and key not in stored)):
+            if key in wrapped:
+                self.wrapper_state(owner, key, now.get(key), stored.get(key, MISSING))
+            elif owner.part is not None and (key in there or (key in tensors and key not in stored)):
                 self.flat_state(owner, owner.part, key, now.get(key) if key in tensors else None, there.get(key))
             elif key in tensors and (key in there or key not in stored):
                 self.binder.target(
@@ -230,6 +237,21 @@ class OptimizerBinder:
                 self.binder.decoded(
                     stored.get(key, MISSING), owner.stored_path(key), _state_setter(owner, key), device=real_device(owner.param)
                 )
+
+    def wrapper_state(self, owner: _Param, key: str, now: Any, node: Any) -> None:
+        """State that is a tensor made of others: filled in place, or made as the checkpoint says."""
+        name = owner.state_name(key)
+        if now is None:
+            fields = self.binder.fields_of(name)
+            now = created(
+                node, {f: (e.shape, torch_dtype(e.dtype)) for f, e in fields.items()}, owner.param, real_device(owner.param), name
+            )
+            put = _state_setter(owner, key)
+            self.binding.apply.append(lambda: put(now))
+        elif not is_wrapper(now) and node is not MISSING:
+            self.binding.misfits.append(f"{name}: a {node[CLASS]} in the checkpoint, a plain tensor or value in the state")
+            return
+        self.binder.wrapper(name, now, node, StateOf(owner.param, owner.name, owner.prefix))
 
     def create_state(self, owner: _Param, key: str, entry: TensorEntry) -> None:
         dtype = torch_dtype(entry.dtype)

@@ -25,6 +25,7 @@ from .modules import LEFT_OUT, ModuleTensors, PartTaker, added_by, copies_of, fr
 from .optimizers import ParamNames, check_keys, inline, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, StateOf
 from .sharded import Sharded
+from .subclasses import PLAIN, TENSORS, describe, is_wrapper
 from .tensors import LocalTensor
 from .walk import Compound, PerRank, is_stateful, scan_state, state_of
 
@@ -90,6 +91,7 @@ class Collected:
             # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
             if id(param) in self.params.plain:
                 names.add(self.params.plain[id(param)])
+                names.update(self.shard_table.fields.get(self.params.plain[id(param)], ()))
             names.update(name for name, _ in self.params.flat.get(id(param), {}).values())
         unfenced = {s for name, s in stored.items() if name not in names} | self.shard_table.forward_mutable
         return {stored[name] for name in names if name in stored} - unfenced
@@ -259,6 +261,9 @@ class _CollectWalk:
     def tensor(self, tensor: Any, path: str) -> Node:
         if self.taker is not None and not self.taker.wants(path, tensor):
             return LEFT_OUT
+        if type(tensor) not in PLAIN and is_wrapper(tensor):
+            placed = self.shard_table.add_fields(path or _named(path), tensor)
+            return {**describe(tensor, path), TENSORS: {field: {"$tensor": local.info.name} for field, local in placed.items()}}
         self.shard_table.add(path or _named(path), tensor)
         name = self.shard_table.names[path]
         if name != path:
@@ -296,18 +301,26 @@ class _CollectWalk:
             tensors = {n: tensor for n, tensor in tensors.items() if n not in frozen and taker.wants(join(path, n), tensor)}
         if added_by(module, parts):
             _warn_of_copies(module, parts, path, tensors)
+        extra: list[tuple[str, Node]] = []
         for name, tensor in tensors.items():
-            stored = shard_table.add(join(path, name), tensor).info.name
+            if type(tensor) not in PLAIN and is_wrapper(tensor):
+                stored = {local.info.name for local in shard_table.add_fields(join(path, name), tensor).values()}
+                extra.append((name, describe(tensor, join(path, name))))
+            else:
+                stored = {shard_table.add(join(path, name), tensor).info.name}
             # Buffers, and embeddings with max_norm, whose rows that are looked up are scaled in the forward pass.
             if not isinstance(tensor, torch.nn.Parameter) or getattr(parts.owners[name], "max_norm", None) is not None:
-                shard_table.forward_mutable.add(stored)
+                shard_table.forward_mutable |= stored
             if isinstance(tensor, torch.nn.Parameter):
-                shard_table.optimizer_updated.add(stored)
-                (shard_table.trainable if tensor.requires_grad else shard_table.frozen).add(stored)
+                shard_table.optimizer_updated |= stored
+                if tensor.requires_grad:
+                    shard_table.trainable |= stored
+                else:
+                    shard_table.frozen |= stored
         node: Node = {"$tensors": path}
-        if parts.extra:
+        if parts.extra or extra:
             named = [(n, value, join(path, n)) for n, value in parts.extra.items()]
-            extra = [(n, encode(value, at, self.inner_leaf)) for n, value, at in named if taker is None or taker.wants(at)]
+            extra += [(n, encode(value, at, self.inner_leaf)) for n, value, at in named if taker is None or taker.wants(at)]
             node = mapping_node([("", node), *extra])
             wanted |= dict(extra)
         if taker is None:
@@ -358,7 +371,11 @@ class _CollectWalk:
             state_name = f"{param.prefix}.{param.name}.{key}"
             if not whole and self.taker is not None and not self.taker.wants(state_name):
                 continue
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and type(value) not in PLAIN and is_wrapper(value):
+                placed = self.shard_table.add_fields(state_name, value, param).values()
+                self.shard_table.optimizer_updated.update(local.info.name for local in placed)
+                rest[key] = describe(value, state_name)
+            elif isinstance(value, torch.Tensor):
                 self.shard_table.optimizer_updated.add(self.shard_table.add(state_name, value, param).info.name)
             else:
                 rest[key] = encode(value, state_name, self.leaf)

@@ -37,6 +37,7 @@ from ckpt.plan.ownership import TensorSpec
 from .dtensor import is_dtensor, widened
 from .optimizers import refuse_partitioned
 from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated, is_sharded_tensor
+from .subclasses import inner_layouts, wrapper_of
 from .tensors import (
     LocalShard,
     LocalTensor,
@@ -119,6 +120,8 @@ class ShardTable:
     aliases: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     """Name in the state → stored name: a layout may renumber, and the state of an optimizer follows its parameter."""
+    fields: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name in the state of a tensor that is made of others → the names of these."""
     own: set[str] = field(default_factory=set)
     """Stored names of what belongs to this rank alone, tied names too."""
     optimizer_updated: set[str] = field(default_factory=set)
@@ -205,6 +208,38 @@ class ShardTable:
         registered = self._register(local, part.memory if tensor is None else tensor, local_memory(part))
         self._counted += [(registered.info.name, tensor) for tensor in part.counted]
         return registered
+
+    def add_fields(self, state_name: str, tensor: torch.Tensor, param: StateOf | None = None) -> dict[str, LocalTensor]:
+        """The inner tensors of a tensor that is made of others (``subclasses.py``), by field."""
+        wrapper = wrapper_of(tensor)
+        layout, shape = self._outer_layout(state_name, tensor, param)
+        placed: dict[str, LocalTensor] = {}
+        for field_name, (inner, inner_layout, whole) in inner_layouts(state_name, wrapper, layout, shape).items():
+            name = f"{state_name}#{field_name}"
+            if is_dtensor(inner):
+                placed[field_name] = self.add(name, inner)
+            else:  # what is done through the wrapper shows in its version alone
+                part = Sharded(inner, whole, inner_layout, counted=(tensor, wrapper) if tensor is not wrapper else (tensor,))
+                placed[field_name] = self._add_sharded(name, part, inner)
+        self.fields[state_name] = tuple(f"{state_name}#{field_name}" for field_name in placed)
+        return placed
+
+    def _outer_layout(self, state_name: str, tensor: torch.Tensor, param: StateOf | None) -> tuple[TensorLayout, tuple[int, ...]]:
+        """Layout and global shape of a tensor that is made of others."""
+        owner = tensor if param is None or is_dtensor(tensor) else param.tensor
+        if is_dtensor(owner):
+            layout = widened(dtensor_layout(state_name, owner), self.meshes, self.rank)
+            if owner is not tensor and layout.splits:
+                raise _ambiguous(state_name, tensor, owner)
+            return layout, tuple(tensor.shape)
+        if self.layout is None:
+            return self.replicated(), tuple(tensor.shape)
+        name = state_name if param is None else param.name
+        placed = self.layout.place(name, tuple(owner.shape), self.rank)
+        if placed.layout.splits or placed.name != name or placed.logical is not None:
+            text = f"a rule of the layout cuts or renames it, and a {type(tensor).__qualname__} is stored as its inner tensors"
+            raise LayoutError(text, where=f"tensor {state_name}", hint="make it a DTensor, or leave it out of the layout's rules")
+        return placed.layout, tuple(tensor.shape)
 
     def _place(self, state_name: str, tensor: torch.Tensor) -> LocalTensor:
         if is_dtensor(tensor):

@@ -5,9 +5,9 @@ Binding changes nothing: what it finds is in ``Binding``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +24,9 @@ from ckpt.plan.values import Nodes
 from .dtensor import is_dtensor
 from .modules import is_frozen
 from .optimizers import decode_inline
-from .shard_table import ShardTable
+from .shard_table import ShardTable, StateOf
 from .sharded import Sharded, is_sharded_tensor
+from .subclasses import CLASS, PLAIN, TENSORS, difference, is_description, is_wrapper, rebuilt
 from .tensors import LocalShard, LocalTensor, raw_view, states_boxes, torch_dtype
 from .walk import StatefulObject, like
 
@@ -201,7 +202,14 @@ class Binder:
         if not self._absent and not self._meta:
             return
         filled = {id(local) for local, _ in self.binding.targets.values()}
-        self.binding.missing += [name for name, local in self._absent if id(local) not in filled]
+        for name in (name for name, local in self._absent if id(local) not in filled):
+            fields = self.fields_of(name)
+            if not fields:
+                self.binding.missing.append(name)
+                continue
+            self.binding.used.update(entry.name for entry in fields.values())
+            self.binding.values.append(name)
+            self.binding.misfits.append(f"{name}: a tensor made of {', '.join(fields)} in the checkpoint, a plain tensor in the state")
         wanted = [(local, tensor) for local, tensor in self._meta if id(local) in filled]
         self.binding.create += [partial(self.materialise, local, tensor) for local, tensor in wanted]
         self.binding.without_memory += [(local, real_device(tensor)) for local, tensor in wanted]
@@ -259,8 +267,49 @@ class Binder:
         if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
 
+    def wrapper(self, state_name: str, tensor: torch.Tensor, node: Node, param: StateOf | None = None) -> None:
+        """A tensor of the state that is made of others: these are filled in place. ``node`` is what the checkpoint says of it."""
+        if param is None and not self.selection.wants(state_name):
+            return
+        if param is None and self.selection.trainable and is_frozen(tensor):
+            self.left_alone(state_name, tensor)
+            return
+        fields = self.fields_of(state_name)
+        self.binding.used.update(entry.name for entry in fields.values())
+        if node is MISSING and not fields and state_name not in self.entries:
+            self.binding.missing.append(state_name)
+            return
+        self.binding.values.append(state_name)
+        problem = difference(node, tensor, state_name)
+        if problem is not None:
+            if state_name in self.entries:
+                self._used(self.entries[state_name].name)
+            self.binding.misfits.append(f"{state_name}: {problem}")
+            return
+        if tensor.is_meta:
+            hint = "move the module with to_empty(device=...) and make its tensors there before the load"
+            raise StateError(f"a {type(tensor).__qualname__} on the meta device has no memory", where=f"tensor {state_name}", hint=hint)
+        for field_name, local in self.shard_table.add_fields(state_name, tensor, param).items():
+            self.target(f"{state_name}#{field_name}", local)
+
+    def fields_of(self, state_name: str) -> Mapping[str, TensorEntry]:
+        """The stored inner tensors of a tensor, by field."""
+        return self._fields.get(state_name, {})
+
+    @cached_property
+    def _fields(self) -> dict[str, dict[str, TensorEntry]]:
+        fields: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in self.entries.items():
+            for at in (i for i, c in enumerate(name) if c == "#"):  # all, as a name of the user's may have some, too
+                fields.setdefault(name[:at], {})[name[at + 1 :]] = entry
+        return fields
+
     def left_alone(self, state_name: str, tensor: torch.Tensor | Sharded) -> None:
         """A tensor of the state that keeps its values, whether the checkpoint has some or not."""
+        if type(tensor) not in PLAIN and is_wrapper(tensor):
+            self.binding.used.update(entry.name for entry in self.fields_of(state_name).values())
+            self.binding.values.append(state_name)
+            return
         entry = self.entries.get(self.shard_table.stored_name(state_name, tensor))
         if entry is not None:
             self._used(entry.name)
@@ -348,8 +397,10 @@ class Binder:
             return
         fresh: dict[str, torch.Tensor] = {}
         likes = dict(_tensors_in(template, path))
+        if any(where.rpartition(".")[2] == CLASS for where, _ in tree.leaves(node)):
+            node = self.joined(node, path, likes, fresh, device)
         for where, leaf in tree.leaves(node):
-            if isinstance(leaf, dict) and "$tensor" in leaf:
+            if isinstance(leaf, dict) and "$tensor" in leaf and leaf["$tensor"] not in fresh:
                 self.fresh(leaf["$tensor"], likes.get(f"{path}.{where}"), fresh, device)
         self.binding.values.append(path)
 
@@ -357,6 +408,27 @@ class Binder:
             return fresh[payload] if kind == "$tensor" else inline_only(kind, payload)
 
         self.binding.apply.append(lambda: put(like(template, tree.decode(node, special))))
+
+    def joined(
+        self, node: Node, path: str, likes: Mapping[str, torch.Tensor], fresh: dict[str, torch.Tensor], device: str | torch.device
+    ) -> Node:
+        """The node with a reference in place of each tensor that is made of others, which is made now."""
+        if is_description(node):
+            if is_dtensor(now := likes.get(path)):
+                hint = "put it into the state itself, beside the object"
+                raise StateError(f"a DTensor over a {node[CLASS]} in an object's state_dict cannot be made", where=path, hint=hint)
+            for leaf in node[TENSORS].values():
+                self.fresh(leaf["$tensor"], None, fresh, device if now is None else now.device)
+            inner = {field: fresh[leaf["$tensor"]] for field, leaf in node[TENSORS].items()}
+            fresh[path] = rebuilt(node, inner, node["shape"], path)
+            return {"$tensor": path}
+        items, pairs = tree.items_of(node), tree.pairs_of(node)
+        if items is not None:
+            below = [self.joined(child, tree.child_path(path, i), likes, fresh, device) for i, child in enumerate(items)]
+            return below if isinstance(node, list) else {"$tuple": below}
+        if pairs is None:
+            return node
+        return tree.mapping_node([(k, self.joined(child, tree.child_path(path, k), likes, fresh, device)) for k, child in pairs])
 
     def fresh(self, stored: str, now: torch.Tensor | None, fresh: dict[str, torch.Tensor], device: str | torch.device) -> None:
         """New memory for a tensor inside a stateful object: as it is stored, or laid out as the one that is there ``now``."""

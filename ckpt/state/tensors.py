@@ -140,10 +140,9 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
     if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         if tensor.is_nested:
             raise StateError("a nested tensor cannot be stored", where=f"tensor {name}", hint="store its values and offsets")
-        hint = (
-            "leave it out (only=, or trainable=True where it is frozen), or have a plain tensor in its place; an optimizer that makes such "
-            "tensors by itself has to be another one: the states of torch.optim and of bitsandbytes are plain tensors"
-        )
+        hint = "leave it out (only=, or trainable=True where it is frozen), or have a plain tensor in its place"
+        if hasattr(kind, "__tensor_flatten__"):
+            hint = "its inner tensors are stored where the state itself has it, not in PerRank and not among an optimizer's options"
         raise StateError(f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored", where=f"tensor {name}", hint=hint)
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or tensor.layout is not torch.strided:

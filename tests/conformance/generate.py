@@ -399,6 +399,13 @@ def accepted() -> dict[str, Checkpoint]:
         },
         "rng": {"$per_rank": True},
     }
+    fields = ("net.w#q", "net.w#inner#a", "list.0#q")
+    made = [Tensor(name=name, dtype="int8", shape=(2, 2)) for name in fields]
+    described = {"__tensor_flatten__": "some.Class", "dtype": "bfloat16", "shape": [2, 2], "context": [{"$size": [2, 2]}, True]}
+    wrappers = {
+        "net": {"": {"$tensors": "net"}, "w": {**described, "inside": {"inner": described}}},
+        "list": [{**described, "context": {"object": "some.Enum.MEMBER"}, "tensors": {"q": {"$tensor": "list.0#q"}}}],
+    }
     more = {"x-unknown": {"ignored": [1]}, "metrics": {"loss": 2.5, "worst": "nan", "best": "-inf"}, "tags": ["kept", "naïve"]}
 
     def named(tensors: list[Tensor]) -> dict[str, Any]:
@@ -414,6 +421,7 @@ def accepted() -> dict[str, Checkpoint]:
         "codecs": Checkpoint(tensors=codecs, state=named(codecs)),
         "anchors": Checkpoint(tensors=anchors, state=named(anchors), files=[(0, 0), (0, 1)]),
         "objects": Checkpoint(tensors=model, state=objects, ranks={"0": {"rng": [1, 2]}, "1": {"rng": [3, 4]}}),
+        "wrappers": Checkpoint(tensors=made, state=wrappers),
         "members": Checkpoint(record=more, world_size=16384),
         "empty": Checkpoint(world_size=1, files=[]),
         "ranks": Checkpoint(

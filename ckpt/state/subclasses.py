@@ -1,0 +1,256 @@
+"""Tensor subclasses that are made of other tensors (``__tensor_flatten__``): quantised weights, optimizer states in 8 bits.
+
+The inner tensors are stored under ``name#field``. Beside them, where the state has the tensor, lies a *description*: a mapping with the
+class by name, dtype, shape and context as plain values. A load compares it with that of its target and copies into the target's inner
+tensors. So a class is needed by name only where the state has no tensor yet, and then only one that the program has imported.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from ckpt.errors import LayoutError, StateError
+from ckpt.plan import tree
+from ckpt.plan.layout.placements import Shard
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.tree_decoding import Node
+
+from .dtensor import is_dtensor
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of nearly all tensors of a state: no function needs to be asked about these."""
+CLASS = "__tensor_flatten__"
+"""The key of a description under which it names the class."""
+TENSORS = "tensors"
+"""Its key for the stored inner tensors, where the state does not have them by their names."""
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether a tensor, or the local one of a DTensor, is made of other tensors."""
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    kind = type(local)
+    if kind in PLAIN or not isinstance(local, torch.Tensor) or not hasattr(kind, "__tensor_flatten__"):
+        return False
+    return not (is_dtensor(local) or local.is_nested or kind.__name__ == "AsyncCollectiveTensor")
+
+
+def wrapper_of(tensor: torch.Tensor) -> Any:
+    """This rank's tensor of the class."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def inner_tensors(wrapper: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a wrapper is made of, by field; those of a wrapper inside have both fields, as ``a#b``."""
+    found: dict[str, torch.Tensor] = {}
+    for field in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, field)
+        if is_wrapper(inner):
+            found |= {f"{field}#{below}": tensor for below, tensor in inner_tensors(wrapper_of(inner)).items()}
+        else:
+            found[field] = inner.detach()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ descriptions
+
+
+def describe(tensor: torch.Tensor, path: str) -> dict[str, Node]:
+    """The description of a wrapper. In its context the shape of a DTensor's local tensor counts as that of the whole."""
+    wrapper = wrapper_of(tensor)
+    names, context = wrapper.__tensor_flatten__()
+    inside = {name: describe(inner, f"{path}#{name}") for name in names if is_wrapper(inner := getattr(wrapper, name))}
+    node: dict[str, Node] = {
+        CLASS: _name(type(wrapper)),
+        "dtype": str(wrapper.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "context": tree.encode(_reshaped(context, wrapper.shape, tensor.shape), f"{path} (context)", _describe_value),
+    }
+    return {**node, "inside": inside} if inside else node
+
+
+def is_description(node: Node) -> bool:
+    return type(node) is dict and CLASS in node
+
+
+def difference(stored: Node, tensor: torch.Tensor, path: str) -> str | None:
+    """How a stored description, or whatever else is stored, differs from that of a wrapper; None if it does not."""
+    mine = describe(tensor, path)
+    if not is_description(stored):
+        return f"no tensor of a subclass in the checkpoint, a {mine[CLASS]} in the state"
+    return _first_difference({key: value for key, value in stored.items() if key != TENSORS}, mine, "")
+
+
+def _first_difference(stored: Node, mine: Node, at: str) -> str | None:
+    if tree.text(stored) == tree.text(mine):
+        return None
+    if type(stored) is type(mine) is dict and tree.tag_of(stored) is tree.tag_of(mine) is None:
+        for key in dict.fromkeys((*mine, *stored)):
+            named = "class" if key == CLASS else f"{at}.{key}".removeprefix(".")
+            text = _first_difference(stored.get(key), mine.get(key), named)
+            if text is not None:
+                return text
+    return f"{at} {tree.shorten(stored)} in the checkpoint, {tree.shorten(mine)} in the state"
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _describe_value(value: object, path: str) -> Node:
+    """What a context has that is not plain: it can be compared, and is not made again."""
+    if isinstance(value, enum.Enum):
+        return {"object": f"{_name(type(value))}.{value.name}"}
+    if isinstance(value, type) or (callable(value) and "<" not in getattr(value, "__qualname__", "<")):
+        return {"object": _name(value)}  # type: ignore[arg-type]  # functions have both names, too
+    parts: dict[str, object] | None = None
+    if is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        parts = value._asdict()
+    return None if parts is None else {"object": _name(type(value)), "fields": tree.encode(parts, path, _describe_value)}
+
+
+def _reshaped(context: Any, old: Sequence[int], new: Sequence[int]) -> Any:
+    """A context with the shape ``new`` wherever it has ``old``. A device is of its kind: each rank has its own."""
+    if type(context) is torch.Size:
+        return torch.Size(new) if context == torch.Size(old) else context
+    if type(context) is torch.device:
+        return torch.device(context.type)
+    if type(context) is dict:
+        return {key: _reshaped(value, old, new) for key, value in context.items()}
+    if type(context) in (list, tuple):
+        return type(context)(_reshaped(value, old, new) for value in context)
+    return context
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+
+def inner_layouts(
+    name: str, wrapper: Any, layout: TensorLayout, shape: Sequence[int]
+) -> dict[str, tuple[torch.Tensor, TensorLayout, tuple[int, ...]]]:
+    """Inner tensors, their layouts and global shapes, where the wrapper has ``layout`` in a global tensor of ``shape``.
+
+    One that is cut along a dimension is taken to have its parts where the class itself has them: a slice of the wrapper shows which
+    inner tensors it cuts, and in which dimension.
+    """
+    inner = inner_tensors(wrapper)
+    if not layout.splits:
+        return {field: (tensor, layout, tuple(tensor.shape)) for field, tensor in inner.items()}
+    (split, *others) = layout.splits
+    if not isinstance(split, Shard):
+        raise _uncut(name, wrapper, f"is split as {split}")
+    if others:
+        raise _uncut(name, wrapper, "is split over several dimensions of the mesh")
+    dim = split.dim % len(shape)
+    parts = layout.mesh.size(split.over)
+    ranges = [split.part(shape[dim], parts, index)[0] for index in range(parts)]
+    sizes = [stop - start for start, stop in ranges]
+    if not all(sizes):
+        raise _uncut(name, wrapper, f"has no elements on some of its {parts} ranks")
+    sliced, length = _slice(name, wrapper, dim)
+    placed = {}
+    for field, tensor in inner.items():
+        cut = [d for d, (now, before) in enumerate(zip(sliced[field].shape, tensor.shape, strict=True)) if now != before]
+        if not cut:
+            placed[field] = tensor, TensorLayout(layout.mesh, (), layout.at), tuple(tensor.shape)
+            continue
+        rows = Fraction(tensor.shape[cut[0]], wrapper.shape[dim])
+        scaled = [rows * size for size in sizes]
+        if len(cut) > 1 or sliced[field].shape[cut[0]] != rows * length or any(size.denominator > 1 for size in scaled):
+            raise _uncut(name, wrapper, f"has {field} of shape {tuple(tensor.shape)}, which does not divide as its rows {sizes}")
+        of_parts = tuple(int(size) for size in scaled)
+        whole = tuple(sum(of_parts) if d == cut[0] else n for d, n in enumerate(tensor.shape))
+        placed[field] = tensor, TensorLayout(layout.mesh, (Shard(cut[0], split.over, of_parts),), layout.at), whole
+    return placed
+
+
+def _slice(name: str, wrapper: Any, dim: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The inner tensors of a slice, and how long it is: the longest one from the start that the class can make."""
+    rows, reason = wrapper.shape[dim], "has one row here"
+    for parts in (n for n in range(2, rows + 1) if rows % n == 0):
+        try:
+            return inner_tensors(wrapper.detach().narrow(dim, 0, rows // parts)), rows // parts
+        except Exception as err:  # noqa: BLE001  classes refuse as they like
+            reason = f"cannot be sliced ({type(err).__name__}: {err})"
+    raise _uncut(name, wrapper, reason)
+
+
+def _uncut(name: str, wrapper: object, why: str) -> LayoutError:
+    return LayoutError(
+        f"a {_name(type(wrapper))} that {why}: which elements of its inner tensors are whose cannot be told",
+        where=f"tensor {name}",
+        hint="shard it along rows, in whole blocks; or replicate it",
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- new tensors
+
+
+def rebuilt(node: Mapping[str, Any], inner: Mapping[str, torch.Tensor], shape: Sequence[int], path: str) -> torch.Tensor:
+    """A wrapper of ``shape`` as a description says, made of these inner tensors, by field."""
+    kind = _loaded_class(node[CLASS], path)
+    if '"object":' in tree.text(node["context"]):
+        text = f"the context of its {node[CLASS]} has objects, which are not made from a checkpoint"
+        raise StateError(text, where=path, hint="have the tensor in the state before the load: it is filled in place")
+    given = {field: tensor for field, tensor in inner.items() if "#" not in field}
+    for field, inside in node.get("inside", {}).items():
+        below = {name.partition("#")[2]: tensor for name, tensor in inner.items() if name.partition("#")[0] == field}
+        given[field] = rebuilt(inside, below, shape if inside["shape"] == node["shape"] else inside["shape"], f"{path}#{field}")
+    context = _reshaped(tree.decode(node["context"], _no_reference), node["shape"], shape)
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    made: torch.Tensor = kind.__tensor_unflatten__(given, context, torch.Size(shape), stride)
+    if tuple(made.shape) != tuple(shape) or str(made.dtype) != f"torch.{node['dtype']}":
+        text = f"{node[CLASS]} makes a {made.dtype} of shape {tuple(made.shape)} of what was a {node['dtype']} of shape {tuple(shape)}"
+        raise StateError(text, where=path, hint="use the version of the class that saved it")
+    if any(tensor.data_ptr() != inner[field].data_ptr() for field, tensor in inner_tensors(made).items()):
+        raise StateError(f"{node[CLASS]} copies what it is made of, so it cannot be filled", where=path, hint="have it in the state")
+    return made
+
+
+def created(
+    node: Mapping[str, Any], fields: Mapping[str, tuple[Sequence[int], torch.dtype]], like: torch.Tensor, device: Any, path: str
+) -> torch.Tensor:
+    """A tensor as a description says, with memory for its inner tensors, of which global shapes and dtypes are given. It lies as ``like``
+    does."""
+    at = "meta" if is_dtensor(like) else device
+    empty = {field: torch.empty(tuple(shape), dtype=dtype, device=at) for field, (shape, dtype) in fields.items()}
+    whole = rebuilt(node, empty, node["shape"], path)
+    if not is_dtensor(like):
+        return whole
+    if tuple(like.shape) != tuple(whole.shape):
+        raise _uncut(path, whole, f"has another shape than its parameter, {tuple(like.shape)}")
+    shape = tuple(like._local_tensor.shape)
+    part: Any = whole
+    try:
+        for dim, size in enumerate(shape):
+            part = part if size == whole.shape[dim] else part.narrow(dim, 0, size)
+    except Exception as err:
+        raise _uncut(path, whole, f"cannot be sliced ({type(err).__name__}: {err})") from err
+    inner = {f: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for f, tensor in inner_tensors(part).items()}
+    local = rebuilt(node, inner, shape, path)
+    return type(like).from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _loaded_class(name: str, path: str) -> Any:
+    """The class of this name in a module that the program has imported. Nothing is imported because a checkpoint names it."""
+    parts = name.split(".")
+    for number in range(len(parts) - 1, 0, -1):
+        kind: Any = sys.modules.get(".".join(parts[:number]))
+        for attribute in parts[number:] if kind is not None else ():
+            kind = getattr(kind, attribute, None)
+        if isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__"):
+            return kind
+    hint = "import the package that defines it, in the version that saved it, before the load"
+    raise StateError(f"no module of this program has the tensor class {name}", where=path, hint=hint)
+
+
+def _no_reference(kind: str, payload: Any) -> object:
+    raise StateError(f"the context of a tensor subclass has a {kind}", hint="run `ckpt verify`")
