@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckpt.api import load
@@ -27,36 +27,61 @@ from ckpt.errors import StateError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.needs import needed
-from ckpt.policies import All, KeepPolicy, Latest, SavePolicy
+from ckpt.policies import All, KeepPolicy, Latest, SavePolicy, StepInfo
 from ckpt.runs.checkpointer import Checkpointer
-from ckpt.state.walk import PerRank
+from ckpt.runs.step_listing import step_name
 from ckpt.text import url_text
+from ckpt.training import Generators
 
 from .reading import agreed_latest
+from .sidecars import Sidecars
 
 with needed("transformers", "transformers"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState
 
-_REPLACED = ("train", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
+log = logging.getLogger("ckpt")
+
+_REPLACED = (
+    "train",
+    "_save_checkpoint",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_best_model",
+)
+
+
+class BestOfTrainer(KeepPolicy):
+    """The step whose model the trainer loads at the end."""
+
+    __slots__ = ("trainer",)
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def __repr__(self) -> str:
+        return "load_best_model_at_end"
+
+    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
+        return {s.step: repr(self) for s in steps if s.step == self.trainer.state.best_global_step}
 
 
 class CheckpointCallback(TrainerCallback):
     """What :func:`use` gives a trainer: it saves by ``save``, and holds what the trainer's own methods are replaced by."""
 
-    def __init__(self, trainer: Trainer, root: str, save: SavePolicy | None, options: Mapping[str, Any]) -> None:
-        self.trainer = trainer
-        self.root = root
-        self.policy = save
-        self.options = dict(options)
+    def __init__(self, trainer: Trainer, root: str, save: SavePolicy | None, options: Mapping[str, Any], *, weights: bool) -> None:
+        self.trainer, self.root, self.policy, self.weights, self.options = trainer, root, save, weights, dict(options)
         self.checkpointer: Checkpointer | None = None
         """While the trainer trains."""
+        self._sidecars: Sidecars | None = None
         self._folder: str | None = None
         self._url: str | None = None
         self._step: int | None = None
         self._saved: int | None = None
-        self._rng: Any = None
+        self._streams: list[tuple[Any, Any]] = []
+        """Generators, and the states that they had when the checkpoint was saved."""
         self._own = {name: getattr(trainer, name) for name in _REPLACED}
         for name in _REPLACED:
             setattr(trainer, name, getattr(self, name.removeprefix("_")))
@@ -65,24 +90,20 @@ class CheckpointCallback(TrainerCallback):
 
     def state(self) -> dict[str, Any]:
         """The state as ``ckpt.load`` takes it: ``model``, ``optimizer``, ``scheduler``, ``rng``, with mixed precision ``scaler``; on the
-        first rank ``trainer``, the trainer's own state as JSON."""
+        first rank ``trainer``, the trainer's own state as JSON. With ``save_only_model`` ``model`` and ``trainer`` alone."""
         trainer = self.trainer
-        state: dict[str, Any] = {
-            "model": trainer.model,
-            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
-            "scheduler": trainer.lr_scheduler,
-            "rng": PerRank(
-                _rng_state(all_devices=trainer.args.world_size == 1), reshard=lambda values, rank, world: values[rank % len(values)]
-            ),
-        }
-        if trainer.accelerator.scaler is not None:
-            state["scaler"] = trainer.accelerator.scaler
+        state: dict[str, Any] = {"model": trainer.model}
+        if not trainer.args.save_only_model:
+            state["optimizer"] = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            state["scheduler"] = trainer.lr_scheduler
+            state["rng"] = Generators()
+            if trainer.args.n_gpu > 1:  # DataParallel: this process draws on all of them
+                state["rng_devices"] = Generators({f"cuda{i}": g for i, g in enumerate(torch.cuda.default_generators)})
+            if trainer.accelerator.scaler is not None:
+                state["scaler"] = trainer.accelerator.scaler
         if trainer.args.process_index == 0:
-            state["trainer"] = self._trainer_state()
+            state["trainer"] = json.dumps(dataclasses.asdict(trainer.state) | {"stateful_callbacks": self._callback_states()})
         return state
-
-    def _trainer_state(self) -> str:
-        return json.dumps(dataclasses.asdict(self.trainer.state) | {"stateful_callbacks": self._callback_states()})
 
     def _callback_states(self) -> dict[str, Any]:
         """As the trainer's own checkpoints have them: by the name of the class, a list if there are several of one class."""
@@ -104,21 +125,59 @@ class CheckpointCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.policy is not None and self.running.step(state.global_step, self.state):
-            self._saved = state.global_step
+            self._begun(state.global_step)
         if self.running.preempted:
             control.should_training_stop = True
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """In place of ``Trainer._save_checkpoint``."""
-        step = self.trainer.state.global_step
-        if self._saved == step:
+        state = self.trainer.state
+        if state.best_global_step:
+            state.best_model_checkpoint = self.running.url(state.best_global_step)
+        if self._saved == state.global_step:
             return
         self.trainer.store_flos()
-        self.trainer.state.stateful_callbacks = self._callback_states()  # so does the method that this replaces
-        logged = {k: v for entry in self.trainer.state.log_history if entry.get("step") == step for k, v in entry.items()}
+        state.stateful_callbacks = self._callback_states()  # so does the method that this replaces
+        logged = {k: v for entry in state.log_history if entry.get("step") == state.global_step for k, v in entry.items()}
         metrics = {k: float(v) for k, v in logged.items() if k not in ("step", "epoch") and isinstance(v, int | float)}
-        self.running.save(step, self.state(), metrics=metrics)
+        self.running.save(state.global_step, self.state(), metrics=metrics)
+        self._begun(state.global_step)
+
+    def _begun(self, step: int) -> None:
+        """A save of ``step`` goes on: what ``from_pretrained`` needs comes beside it."""
         self._saved = step
+        tensors = self._pretrained_tensors()
+        if self._sidecars is not None:
+            handle = self.running.handle  # None if it was the last one before a stop, which was waited for
+            durable = None if handle is None else handle.durable
+            self._sidecars.put(step_name(step), lambda folder: self._write_pretrained(folder, tensors), durable)
+
+    def _pretrained_tensors(self) -> dict[str, Any] | None:
+        """The tensors that go beside a checkpoint, whole ones. Collective: each that is sharded is gathered. None for none."""
+        model = self.trainer.model
+        adapter = hasattr(model, "peft_config")
+        if not (self.weights or adapter):
+            return None
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        whole = {}
+        for name, tensor in model.state_dict().items():
+            if not adapter or name in trained:
+                value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                if self._sidecars is not None:
+                    whole[name] = value.cpu()
+        return whole
+
+    def _write_pretrained(self, folder: str, tensors: dict[str, Any] | None) -> None:
+        trainer = self.trainer
+        if tensors is not None and hasattr(trainer.model, "save_pretrained"):
+            trainer.model.save_pretrained(folder, state_dict=tensors)
+        else:
+            for config in ("config", "generation_config"):
+                if getattr(trainer.model, config, None) is not None:
+                    getattr(trainer.model, config).save_pretrained(folder)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
     # ---- going on
 
@@ -132,13 +191,31 @@ class CheckpointCallback(TrainerCallback):
         _check(self.trainer)
         options = self.options if self.policy is None else {"save": self.policy, **self.options}
         with Checkpointer(self.root, **options) as self.checkpointer, TemporaryDirectory() as folder:
+            self._sidecars = Sidecars(self.root) if self.trainer.args.process_index == 0 else None
             self._saved = None
             self._url = self._from(resume_from_checkpoint)
             self._folder = folder if self._url is not None else None
             if self._url is not None:
                 Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self._url))
             given = self._folder or resume_from_checkpoint or None
-            return self._own["train"](resume_from_checkpoint=None if given is True else given, **kwargs)
+            result = self._own["train"](resume_from_checkpoint=None if given is True else given, **kwargs)
+            self.running.wait()
+            if self._sidecars is not None:
+                self._sidecars.wait()
+        return result
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        best = state.best_global_step  # the trainer looks for a directory on this machine, and forgets the best one without it
+        if state.best_model_checkpoint is None and best and any(s.number == best for s in self.running.steps()):
+            state.best_model_checkpoint = self.running.url(best)
+
+    def load_best_model(self) -> None:
+        """In place of ``Trainer._load_best_model``."""
+        self.running.wait()
+        step = self.trainer.state.best_global_step
+        part = self.options.get("only")
+        only = "model.*" if part is None else [name for name in open_view(self.running.url(step)) if name.startswith("model.")]
+        self.running.restore({"model": self.trainer.model}, step=step, only=only)
 
     def _from(self, given: Any) -> str | None:
         """The checkpoint to go on from, if it is one of ckpt; ``_step`` is its step if it is in the root."""
@@ -170,22 +247,32 @@ class CheckpointCallback(TrainerCallback):
             self._own["_load_optimizer_and_scheduler"](checkpoint)
             return
         state = self.state()
+        if "optimizer" not in state:
+            log.warning("save_only_model: the optimizer and the schedule begin anew at %s", self._url)
         if self._step is None:  # of another run
             load(self._url, state)
         else:
             self.running.restore(state, step=self._step)
-        self._rng = state["rng"].value
+        generators = [value for value in state.values() if isinstance(value, Generators)]
+        self._streams = [(stream, stream.get()) for each in generators for stream in each.streams().values()]
 
     def load_rng_state(self, checkpoint: str | None) -> None:
         """In place of ``Trainer._load_rng_state``, which comes when the batches that were seen have been passed over."""
         if checkpoint is None or checkpoint != self._folder:
             self._own["_load_rng_state"](checkpoint)
         else:
-            _set_rng_state(self._rng)
+            for stream, saved in self._streams:
+                stream.set(saved)
 
 
 def use(
-    trainer: Trainer, root: str | os.PathLike[str], *, save: SavePolicy | None = None, keep: KeepPolicy | None = None, **options: Any
+    trainer: Trainer,
+    root: str | os.PathLike[str],
+    *,
+    save: SavePolicy | None = None,
+    keep: KeepPolicy | None = None,
+    weights: bool = False,
+    **options: Any,
 ) -> CheckpointCallback:
     """Make a trainer save to ``root`` and go on from there.
 
@@ -193,10 +280,15 @@ def use(
     step, epoch, position in the data, logs, stateful callbacks. It saves when the trainer's arguments say so (``save_strategy``,
     ``save_steps``), and what was logged at that step becomes the metrics of the checkpoint. Works on one process, with DDP and with FSDP2.
 
+    Beside each checkpoint lie configuration, tokenizer and, with PEFT, the adapter, as ``from_pretrained`` takes them.
+
     Args:
         root: path or URL of the run.
         save: further times to save (docs/policies.md), such as ``OnPreemption()``: when the signal has come, training stops after the save.
-        keep: what stays, whatever ``save_total_limit`` of the trainer's arguments says; by default as many as that, or everything.
+        keep: what stays, whatever ``save_total_limit`` of the trainer's arguments says; by default as many as that, or everything. With
+            ``load_best_model_at_end`` the best checkpoint stays besides.
+        weights: whether ``model.safetensors`` lies beside each checkpoint, too: the weights once more, gathered on the first rank, for
+            which training waits. ``ckpt convert --to hf`` makes the same of any checkpoint later.
         options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``capture``...
 
     Raises:
@@ -204,9 +296,10 @@ def use(
     """
     root = url_text(root)
     limit = trainer.args.save_total_limit
-    options["keep"] = keep if keep is not None else Latest(limit) if limit else All()
+    keep = keep if keep is not None else Latest(limit) if limit else All()
+    options["keep"] = keep | BestOfTrainer(trainer) if trainer.args.load_best_model_at_end else keep
     _check(trainer)
-    made = CheckpointCallback(trainer, root, save, options)
+    made = CheckpointCallback(trainer, root, save, options, weights=weights)
     trainer.add_callback(made)
     return made
 
@@ -225,27 +318,7 @@ def _check(trainer: Trainer) -> None:
     problems = {
         "DeepSpeed, which has an engine of its own": trainer.is_deepspeed_enabled,
         "FSDP version 1: set fsdp_version to 2": trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2,
-        "load_best_model_at_end: use keep=Best(...), and ckpt.load after training": trainer.args.load_best_model_at_end,
-        "save_only_model: ckpt.load(url, state, only='model.*') loads the model alone": trainer.args.save_only_model,
     }
     for what, is_so in problems.items():
         if is_so:
             raise UsageError(f"ckpt.integrations.transformers does not go with {what}")
-
-
-def _rng_state(*, all_devices: bool) -> dict[str, Any]:
-    """``all_devices``: this process is the only one, and trains on all that it sees."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all() if all_devices else torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        saved = state["cuda"]
-        for device, one in enumerate(saved[: torch.cuda.device_count()]) if isinstance(saved, list) else [("cuda", saved)]:
-            torch.cuda.set_rng_state(one, device)

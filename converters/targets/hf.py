@@ -19,7 +19,6 @@ from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions,
 from ckpt.converters.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.virtual import VirtualCatalog
@@ -257,7 +256,7 @@ def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
     if isinstance(catalog, VirtualCatalog):
         backends = [open_backend(root) for root in dict.fromkeys(s.root for s in catalog.sources)]
     else:
-        backends = [catalog.backend] if isinstance(catalog, ExternalCatalog) else []
+        backends = [catalog.backend]
     files: dict[str, bytes] = {}
     for backend in backends:
         files = {**small_files(backend), **files}
@@ -265,11 +264,13 @@ def _beside(catalog: Catalog) -> list[tuple[str, bytes]]:
 
 
 def small_files(backend: Backend) -> dict[str, bytes]:
-    """Configuration and tokenizer that lie at a root; nothing if there is no configuration."""
-    names = backend.list_dir()
-    if CONFIG not in names:
-        return {}
-    return {name: backend.read(name) for name in names if _belongs(name) and backend.size(name) <= settings.SIDE_FILE}
+    """Configuration and tokenizer that lie at a root, or in its ``huggingface/``, where verl has them; nothing without a configuration."""
+    for within in ("", "huggingface/"):
+        names = backend.list_dir(within.rstrip("/"))
+        if CONFIG in names:
+            wanted = [name for name in names if _belongs(name) and backend.size(f"{within}{name}") <= settings.SIDE_FILE]
+            return {name: backend.read(f"{within}{name}") for name in wanted}
+    return {}
 
 
 def _belongs(name: str) -> bool:

@@ -114,20 +114,50 @@ def refused(call):
         told.append(f"{type(error).__name__}: {error}")
 use(trainer, f"{runs}/nothing")
 refused(lambda: trainer.train(resume_from_checkpoint=True))
-for name in ("load_best_model_at_end", "save_only_model"):
-    setattr(trainer.args, name, True)
-    refused(lambda: use(trainer, f"{runs}/c"))
-    setattr(trainer.args, name, False)
+import functools
+import hf_trainer
+import torch
+from transformers import AutoModelForCausalLM
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(9))]
+plain = hf_trainer.TrainingArguments
+worst = {"eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+hf_trainer.TrainingArguments = lambda **given: plain(**given, **worst, load_best_model_at_end=True)
+hf_trainer.Trainer = functools.partial(hf_trainer.Trainer, eval_dataset=rows)
+hf_trainer.use = lambda trainer, run, **given: use(trainer, run, weights=True)
+best = [train(f"{runs}/best", epochs=3), train(f"{runs}/best", epochs=4)]
+for trainer in best:
+    model = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    pairs = zip(model.state_dict().items(), trainer.model.state_dict().items(), strict=True)
+    told += [trainer.state.best_global_step, all(n == m and torch.equal(a, b) for (n, a), (m, b) in pairs)]
+hf_trainer.TrainingArguments = lambda **given: plain(**given, save_only_model=True)
+hf_trainer.use = use
+train(f"{runs}/only", epochs=1)
+trainer = train(f"{runs}/only", epochs=2)
+ckpt.convert(f"{runs}/only/step-00000012", f"{runs}/out", to="hf")  # with the configuration that lies beside the step
+model = AutoModelForCausalLM.from_pretrained(f"{runs}/out")
+told += [trainer.state.global_step, torch.equal(model.lm_head.weight, trainer.model.lm_head.weight)]
 """
 
 
 def test_a_trainer_goes_on_from_the_step_that_is_named(trainer_runs: tuple[Path, Any, Any]) -> None:
-    straight, again, agreed, elsewhere, *errors = trainer_runs[2]
+    straight, again, agreed, elsewhere, error, *_ = trainer_runs[2]
     assert list(straight) == ["6"]
     assert straight == again == agreed == elsewhere
-    assert all(text.startswith("UsageError: ") for text in errors)
-    for text, words in zip(errors, ("no valid checkpoint found in", "load_best_model_at_end", "save_only_model"), strict=True):
-        assert words in text
+    assert error.startswith("UsageError: no valid checkpoint found in")
+
+
+def test_the_best_model_is_loaded_and_the_model_alone_saved(trainer_runs: tuple[Path, Any, Any]) -> None:
+    """The best is an early step, by a metric that gets worse: it outlives ``save_total_limit``, and a resumed run still knows it. What
+    ``from_pretrained`` needs lies beside it, and goes with the checkpoints that retention removes."""
+    runs, (best, *rest) = trainer_runs[0] / "older", trainer_runs[2][5:]
+    assert best in (5, 10, 15) and rest == [True, best, True, 12, True]
+    assert steps_of(runs / "best") == [best, 24]
+    there = sorted(path.name for path in (runs / "best").iterdir())
+    assert there == ["ckpt-log.json", "logs", f"step-{best:08d}", "step-00000024"]
+    beside = {path.name for path in (runs / "best" / there[2]).iterdir() if path.is_file()}
+    assert beside == {"checkpoint.json", "config.json", "generation_config.json", "model.safetensors"}
+    assert {"model", "trainer"} == ckpt.open(str(runs / "only" / "step-00000012")).state().keys()
+    assert not (runs / "only" / "step-00000012" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
