@@ -29,6 +29,7 @@ from ckpt.net import group as group_module
 from ckpt.net.channel import ControlChannel, Offers, Row
 from ckpt.net.group import Group
 from ckpt.net.store import Connection, KeyValues, Store
+from ckpt.runs.events import ListenerThread
 
 SIGNS = ("/beats/", "/sign", "/failed")
 """In the keys of signs of life, and of looks for failures."""
@@ -154,6 +155,8 @@ class PlayedJob:
             patch.dict(os.environ, CKPT_PROGRESS="off"),
             wrap_backends(self._storage.wrap),
             patch.object(call_module, "ControlChannel", self._channel),
+            # what a run notes belongs to the call, too, and is not left to a thread that no call waits for
+            patch.object(ListenerThread, "post", lambda thread, noted: thread.listener(noted)),
             self._blobs_known(),
         ):
             self._spent, began = 0.0, time.process_time()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from . import live as live
     from . import monitors as monitors
     from . import policies as policies
+    from . import testing as testing
     from . import training as training
     from .api import load as load
     from .api import open as open
@@ -125,7 +126,7 @@ _WHERE = {
 }
 """Public name → the module that has it, and after a colon its name there, if that is another one."""
 
-FACES = ("converters", "errors", "formats", "integrations", "io_backends", "live", "monitors", "policies", "training")
+FACES = ("converters", "errors", "formats", "integrations", "io_backends", "live", "monitors", "policies", "testing", "training")
 """The public modules. Of ``integrations``, each module has its own names and needs its library."""
 
 __all__ = ["__version__", *FACES, *_WHERE]

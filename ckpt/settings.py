@@ -35,6 +35,8 @@ that are nearly one of these are warned of.
 ``CKPT_DOMAIN``                 what fails together with this machine, such as the name of its rack: second copies
                        host     of files go elsewhere, and sinks take live state from within it first; by default
                                 the machine's name
+``CKPT_PROVE``                  the folder of one run of a proof: ``ckpt prove`` sets it
+                       none
 ``CKPT_STORAGE_OPTIONS``        a JSON file: URL → the storage options of what lies below it, as
                        none     ``ckpt.configure_storage`` takes them
 =====================  =======  ==============================================================================
@@ -70,6 +72,7 @@ NAMES = (
     "CKPT_MEMORY_PORT",
     "CKPT_MEMORY_SECRET",
     "CKPT_PROGRESS",
+    "CKPT_PROVE",
     "CKPT_S3_CHECKSUM",
     "CKPT_SOCKET_IFNAME",
     "CKPT_SOURCES",
@@ -185,6 +188,11 @@ def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
 def domain() -> str | None:
     """What fails together with this machine, if somebody says so."""
     return variable("CKPT_DOMAIN", "").strip() or None
+
+
+def prove() -> str | None:
+    """The folder of one run of a proof."""
+    return variable("CKPT_PROVE") or None
 
 
 def storage_options() -> str | None:

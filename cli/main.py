@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": "Show what a load into a layout would read.",
     "verify": "Check every byte of a checkpoint against its digests.",
     "diff": "Compare two checkpoints, of any formats.",
+    "prove": "Prove that a training script resumes exactly.",
     "stats": "Show where the time of a save went.",
     "watch": "Follow a save in progress.",
     "live": "Show the versions of a live state and who takes them.",
@@ -52,7 +53,7 @@ COMMANDS = {
 """Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``, or ``ckpt.cli.x_``."""
 
 _EXIT_CODES = """\
-Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 checkpoints differ (diff);
+Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 different (diff, prove);
 10 not found; 11 not committed; 12 unknown format; 20 damaged; 21 unknown name;
 22 shapes or values do not match; 23 a live state is torn; 30 storage failed;
 31 a rank failed or hangs; 32 another save is in progress; 130 interrupted;

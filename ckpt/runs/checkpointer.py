@@ -26,7 +26,7 @@ from ckpt.net.group import current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
-from ckpt.settings import check_flags
+from ckpt.settings import check_flags, prove
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
@@ -46,6 +46,8 @@ from .tier_chain import TierChain
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ckpt.testing.witness import Witness
 
 log = logging.getLogger("ckpt")
 
@@ -134,6 +136,9 @@ class Checkpointer:
         check_capture(capture, staging_bytes)
         self._process_group = arguments.get("process_group")
         self.group = current_group(self._process_group)
+        self._witness: Witness | None = None
+        if prove() is not None:
+            root, local, memory, local_keep = self._attended(root, options, joint=member is not None), None, None, None
         self._joint: Membership | None = None
         if member is not None or members:
             self._joint = Membership(root, member, members, self.group, options.timeout, keep)
@@ -178,6 +183,24 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         return f"<ckpt.Checkpointer of {self.root}: saves {self.policy!r}, keeps {self.keep!r}{'; closed' if self._closed else ''}>"
+
+    def _attended(self, root: str, options: SaveOptions, *, joint: bool) -> str:
+        """This job is being proved (``ckpt.testing``): have its steps noted, and give where it saves."""
+        from ckpt.testing.witness import attend
+
+        if joint:
+            raise UsageError("a proof runs one job, and this is a member of several", where=root, hint="prove it without member=")
+        self._witness = attend()
+        assert self._witness is not None
+        return self._witness.redirect(root, self.group, options.layout)
+
+    def _prove(self, witness: Witness, n: int, state: State, metrics: Mapping[str, float] | None) -> None:
+        """Note step ``n``; end the process if the run of the proof ends here."""
+        if witness.note(n, state, metrics):
+            if witness.plan.saves:
+                _raise(self._begin(n, state, metrics)[0])
+                self.wait()
+            witness.leave()
 
     # ---- going on
 
@@ -301,6 +324,8 @@ class Checkpointer:
             for spread in self._tiers.spreads:
                 spread.add()
             self._tiers.publish()
+        if self._witness is not None and restored is not None:
+            self._witness.note(restored.step, state, restored=True)
         return restored.step if restored is not None else None
 
     # ---- saving
@@ -320,6 +345,9 @@ class Checkpointer:
         """
         self._check_open()
         self._check_step(n)
+        if self._witness is not None:
+            self._prove(self._witness, n, state_of(state), metrics)
+            return False
         # The order of the three things below keeps ranks in step: decide, begin the save that is due, and only then
         # raise what an earlier save failed with. A rank that raised first would miss a save that the others begin.
         with self._schedule.timed(step=True):
@@ -360,6 +388,8 @@ class Checkpointer:
         """
         self._check_open()
         self._check_step(n)
+        if self._witness is not None:
+            self._prove(self._witness, n, state, metrics)
         with self._schedule.timed():
             failed, handle = self._begin(n, state, metrics)
         _raise(failed)

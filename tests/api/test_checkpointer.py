@@ -162,13 +162,14 @@ def test_a_notice_saves_once_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_clock(tmp_path: Path) -> None:
+    began = time.monotonic()
     with ckpt.Checkpointer(str(tmp_path), save=EveryMinutes(0.005)) as c:
         saved = []
         for n in range(1, 9):
             time.sleep(0.1)
             if c.step(n, {"x": torch.ones(1)}):
                 saved.append(n)
-    assert 1 <= len(saved) <= 3 and numbers(tmp_path) == saved
+    assert 1 <= len(saved) <= (time.monotonic() - began) / 0.3 and numbers(tmp_path) == saved
 
 
 def failing_at_once(c: ckpt.Checkpointer, n: int) -> None:
@@ -232,10 +233,10 @@ def test_a_step_with_nothing_due_is_cheap(tmp_path: Path) -> None:
         c.step(1, state)
         each = []
         for turn in range(5):
-            began = time.process_time()
+            began = time.thread_time()
             for n in range(2, 1002):
                 c.step(1000 * turn + n, state)
-            each.append((time.process_time() - began) / 1000)
+            each.append((time.thread_time() - began) / 1000)
         assert min(each) < 50e-6, each  # some 10 µs
 
 

@@ -107,10 +107,10 @@ def test_a_listener_that_hangs_loses_events_and_holds_nothing_up(caplog: pytest.
     event = Event(kind="save.begun", at=0.0, rank=0, ranks=1, root="r")
     thread.post(event)
     assert entered.wait(30)
-    began = time.process_time()
+    began = time.thread_time()
     for _ in range(2 * LIMIT):
         thread.post(event)
-    spent = (time.process_time() - began) / (2 * LIMIT)
+    spent = (time.thread_time() - began) / (2 * LIMIT)
     assert thread.dropped == LIMIT and spent < 50e-6, f"{1e6 * spent:.1f} µs an event"
     thread.close(time.monotonic() + 0.1)
     assert f"has missed {2 * LIMIT + 1} events" in caplog.text

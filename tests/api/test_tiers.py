@@ -174,7 +174,7 @@ def test_what_was_saved_meanwhile_is_published_as_far_as_it_is_there(run: Run, s
         storage.gate.clear()
         with run.open(local_keep=local_keep) as c:
             c.save(1, state_of(1)).result()
-            assert entered.wait(10)
+            assert entered.wait(30)
             for n in range(2, 6):
                 c.save(n, state_of(n)).result()
             # Step 1 is being published, so it stays; the others go in the background.
@@ -314,7 +314,7 @@ def test_training_goes_on_while_the_root_is_away(run: Run, storage: Storage, cap
             c.step(n, state_of(n))
             assert c.handle is not None
             c.handle.result()
-            assert len(numbers(run.local)) <= 2
+            wait_for(lambda: len(numbers(run.local)) <= 2, True)  # what is not kept goes in the background
         with pytest.raises(StorageError, match="step 7 is committed in .*, but could not be published: the storage does not answer"):
             c.wait()
         assert "step 7 is not published: the storage does not answer" in caplog.text
@@ -331,7 +331,7 @@ def test_no_save_waits_for_a_root_that_hangs(run: Run, storage: Storage) -> None
     with run.open() as c:
         for n in range(2, 6):
             c.step(n, state_of(n))
-            assert c.handle is not None and c.handle.wait(10)
+            assert c.handle is not None and c.handle.wait(30)
         end = time.monotonic() + 20  # nobody waits for what removes old steps
         while numbers(run.local) != [5]:
             assert time.monotonic() < end
@@ -346,7 +346,7 @@ def test_unpublished_steps_are_told(run: Run, storage: Storage) -> None:
     storage.before_publish = lambda: (entered.set(), storage.gate.wait())[0]
     with run.open(local_keep=Latest(2)) as c:
         c.save(1, state_of(1)).result()
-        assert entered.wait(10)
+        assert entered.wait(30)
         assert c.unpublished == (1,)
         storage.gate.set()
         c.wait()

@@ -276,6 +276,7 @@ MORE = {
     "merge": ("--last", "2"),
     "lora": ("merge",),
     "plan": ("--layout", "2"),
+    "prove": ("--at", "1"),
     "advise": ("--mtbf", "6h"),
     "report": ("-o", "report.html"),
 }

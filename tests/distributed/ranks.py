@@ -117,6 +117,7 @@ class Ranks:
         *args: Any,
         timeout: float = 60.0,
         allow_death: bool = False,
+        await_stopped: bool = True,
         process_group: bool = True,
         store_on_rank0: bool = False,
     ) -> list[Any]:
@@ -125,9 +126,9 @@ class Ranks:
         Args:
             function: a top-level function; it and ``args`` are pickled, as is what it returns.
             timeout: seconds for the whole run. Ranks that are not done then are killed, and their stacks are in the error.
-            allow_death: put a :class:`Lost` in the place of the result of a rank that raised, died or hung. The others then have
-            the whole
-                ``timeout`` to find out for themselves.
+            allow_death: put a :class:`Lost` in the place of the result of a rank that raised, died or hung. The others then have the
+                whole ``timeout`` to find out for themselves.
+            await_stopped: False ends the run when all ranks are done but those that a signal has stopped, and nobody lets go on.
             process_group: False leaves torch.distributed alone.
             store_on_rank0: the job's TCPStore lives in rank 0 and dies with it, not in this process.
 
@@ -137,11 +138,11 @@ class Ranks:
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size must be between 1 and {self.size}, not {world_size}")
         job = pickle.dumps((function, args))
-        found = self._run(world_size, job, timeout, allow_death, process_group, store_on_rank0)
+        found = self._run(world_size, job, timeout, allow_death, await_stopped, process_group, store_on_rank0)
         lost = [x for x in found if isinstance(x, Lost)]
         if not allow_death and any(_is_crash_of_gloo(x) for x in lost):
             print("a rank crashed inside torch.distributed; once more:", *lost, sep="\n", file=sys.stderr)
-            found = self._run(world_size, job, timeout, allow_death, process_group, store_on_rank0)
+            found = self._run(world_size, job, timeout, allow_death, await_stopped, process_group, store_on_rank0)
             lost = [x for x in found if isinstance(x, Lost)]
         if lost and not allow_death:
             raise RanksFailedError(lost)
@@ -157,8 +158,17 @@ class Ranks:
         by_rank = self.run(world_size, in_turn, list(calls), timeout=timeout)
         return [list(results) for results in zip(*by_rank, strict=True)]
 
-    def _run(self, world_size: int, job: bytes, timeout: float, allow_death: bool, process_group: bool, store_on_rank0: bool) -> list[Any]:
-        run = _Run(Path(tempfile.mkdtemp(prefix="ranks-")), world_size, timeout, allow_death)
+    def _run(
+        self,
+        world_size: int,
+        job: bytes,
+        timeout: float,
+        allow_death: bool,
+        await_stopped: bool,
+        process_group: bool,
+        store_on_rank0: bool,
+    ) -> list[Any]:
+        run = _Run(Path(tempfile.mkdtemp(prefix="ranks-")), world_size, timeout, allow_death, await_stopped)
         store = None
         if process_group and not store_on_rank0:
             store = _serve_store()
@@ -193,6 +203,7 @@ class _Run:
     world_size: int
     timeout: float
     allow_death: bool
+    await_stopped: bool
     processes: list[Any] = field(default_factory=list)
 
     def start(self, context: Any, where: _Where, job: bytes) -> None:
@@ -207,7 +218,7 @@ class _Run:
             if alive == self.processes[:1]:
                 (self.folder / "over").touch()
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or (not self.await_stopped and all(map(_is_stopped, alive))):
                 break
             connection.wait([p.sentinel for p in alive], min(left, 0.5))
             failed = any(not (self.folder / f"{r}.result").exists() for r, p in enumerate(self.processes) if p.exitcode is not None)
@@ -249,6 +260,12 @@ class _Run:
         for process in self.processes:
             process.join(10)
             process.close()
+
+
+def _is_stopped(process: Any) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    return False
 
 
 def _serve_store() -> Any:

@@ -102,11 +102,11 @@ def test_a_rank_that_raises_is_named_on_all_others(size: int) -> None:
                 raise ValueError("my own defect")
             return {}
 
-        group.call("test", "u", 20.0).map_reduce("x", fail, lambda rows: None)
+        group.call("test", "u", 120.0).map_reduce("x", fail, lambda rows: None)
 
     began = time.monotonic()
     found = play(range(size), HashStore(), work)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     for rank, error in enumerate(found):
         assert isinstance(error, ValueError if rank == size - 2 else RankFailedError), error
         assert rank == size - 2 or f"rank {size - 2} raised ValueError: my own defect" in str(error)
@@ -128,7 +128,7 @@ def test_an_error_after_the_decision_ends_the_next_phase_of_all_others(size: int
 
     began = time.monotonic()
     outcomes = play(range(size), HashStore(), work)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     for rank, error in enumerate(outcomes):
         assert isinstance(error, ValueError if rank == who else RankFailedError), error
         assert rank == who or f"rank {who} raised ValueError: no memory for it" in str(error)
@@ -146,7 +146,7 @@ def test_a_decision_that_cannot_be_told_is_an_error_of_all(public: Callable[[Any
 
     began = time.monotonic()
     first, *others = play(range(3), HashStore(), work)
-    assert time.monotonic() - began < 20 and isinstance(first, ZeroDivisionError | TypeError)
+    assert time.monotonic() - began < 60 and isinstance(first, ZeroDivisionError | TypeError)
     assert all(isinstance(error, RankFailedError) and type(first).__name__ in str(error) for error in others)
 
 
@@ -361,7 +361,7 @@ def test_where_looks_are_seldom_a_step_is_proposed_that_nobody_waits_for(monkeyp
     saved, _ = found[0]
     assert len(saved) == 1 and saved[0] >= 10
     assert [s for s, _ in found] == [saved] * 3
-    assert max(waited for _, waited in found) < 0.5, "without that the leader waits for the others' next look"
+    assert max(waited for _, waited in found) < 1.0, "without that the leader waits for the others' next look"
 
 
 # ------------------------------------------------------------------------------------------------ the end of a call and of jobs

@@ -181,12 +181,12 @@ def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("how", "timeout", "within"), [("killed", 30.0, 15.0), ("stopped", 2.0, 6.0)])
+@pytest.mark.parametrize(("how", "timeout", "within"), [("killed", 60.0, 30.0), ("stopped", 3.0, 20.0)])
 def test_a_rank_that_ends_in_the_middle(ranks: Ranks, tmp_path: Path, how: str, timeout: float, within: float) -> None:
     """One that dies is noticed long before the deadline, one that hangs at the deadline."""
     url = str(tmp_path / "a")
     ranks.run(1, save_whole, url)
-    found = ranks.run(3, load_and_end, url, how, timeout, allow_death=True, timeout=9 if how == "stopped" else 40)
+    found = ranks.run(3, load_and_end, url, how, timeout, allow_death=True, await_stopped=False)
     assert isinstance(found[1], Lost)
     for text, seconds in (found[0], found[2]):
         assert "rank 1" in text and "partly overwritten" in text
@@ -204,7 +204,7 @@ def load_and_fail(url: str) -> tuple[str, str, float]:
         ReadExchange.tasks = fail  # type: ignore[method-assign]
     began = time.monotonic()
     try:
-        ckpt.load(url, blank(whole()), exchange=True, timeout=20)
+        ckpt.load(url, blank(whole()), exchange=True, timeout=50)
     except ckpt.errors.CkptError as err:
         return type(err).__name__, str(err), time.monotonic() - began
     return "", "", 0.0
@@ -217,4 +217,4 @@ def test_a_rank_that_fails_before_it_is_reached(ranks: Ranks, tmp_path: Path) ->
     assert own[0] == "StorageError"
     for kind, text, seconds in others:
         assert kind == "RankFailedError" and "rank 2" in text and "the disk is on fire" in text
-        assert seconds < 10
+        assert seconds < 30

@@ -175,7 +175,7 @@ def test_training_goes_on_meanwhile(ranks: Ranks) -> None:
 
 def one_dies(how: str) -> tuple[str, str, float]:
     """Rank 1 dies or stops before an exchange, or when it has half of what comes from some rank. All others send to it."""
-    me, peers = dist.get_rank(), peers_of(current_group(), timeout=2.0)
+    me, peers = dist.get_rank(), peers_of(current_group(), timeout=2.0 if how.startswith("stopped") else 40.0)
     dist.barrier()
     if me == 1:
         end, receive = signal.SIGKILL if how.startswith("killed") else signal.SIGSTOP, Views.receive
@@ -196,13 +196,13 @@ def one_dies(how: str) -> tuple[str, str, float]:
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["killed", "killed before", "stopped", "stopped before"])
 def test_a_rank_that_dies_or_hangs_is_named(ranks: Ranks, how: str) -> None:
-    first, lost, third = ranks.run(3, one_dies, how, allow_death=True, timeout=6.5)
+    first, lost, third = ranks.run(3, one_dies, how, allow_death=True, await_stopped=False)
     assert isinstance(lost, Lost)
     assert "DeadlineError" in (first[0], third[0])
     for kind, text, seconds in (first, third):
         assert kind in ("DeadlineError", "RankFailedError")  # who finds it later may hear of it before
         assert "rank 1" in text
-        assert seconds < (2 if how.startswith("killed") else 5)
+        assert seconds < 20
 
 
 def error_spreads() -> tuple[list[tuple[str, str]], bool]:

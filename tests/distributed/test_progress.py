@@ -79,9 +79,9 @@ def test_a_save_that_fails_is_never_reported_as_done(tmp_path: Path) -> None:
         ckpt.save(str(tmp_path / "a"), {}, progress=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="progress="):  # at once: not at the first save, on one rank while the others begin it
         ckpt.Checkpointer(str(tmp_path), progress=3)  # type: ignore[arg-type]
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with callbacks.reported(None, lambda: (0, 1)):
-        assert threading.active_count() == before  # who does not ask has no thread
+        assert set(threading.enumerate()) <= before  # who does not ask has no thread
 
 
 def test_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,10 @@ def test_files_of_many_ranks_are_told_apart_without_planning_each_again() -> Non
         tensors = {f"w{i:02}": TensorSpec(f"w{i:02}", DTYPES["float32"], (ranks, 1 << 22), layout) for i in range(40)}  # 16 MiB each
         owned = assign(tensors.values())
         files = [DataFile(path=f"{r}-{n}", size=1, header=1, digest="", rank=r) for r in range(ranks) for n in range(5)]
-        began = time.process_time()
+        began = time.thread_time()
         grids = Grids(files, owned, tensors, range(ranks), Chunking(coded=True))
         made = {name: grids.of(name) for name in sorted(tensors)}
-        costs[ranks] = time.process_time() - began
+        costs[ranks] = time.thread_time() - began
         assert len({id(grid) for grid in made.values()}) == 5
         assert [made[f"w{i:02}"].file(ranks - 1) for i in (0, 7, 8, 39)] == [5 * ranks - 5, 5 * ranks - 5, 5 * ranks - 4, 5 * ranks - 1]
     print(costs)

@@ -52,6 +52,16 @@ def used(root: str) -> Used:
     )
 
 
+def settle(found: list[Used]) -> None:
+    """A thread of the last save may be on its way out, and its keys may wait to be deleted."""
+    store: Any = current_group().served
+    end = time.monotonic() + 20
+    while found and time.monotonic() < end:
+        if threading.active_count() <= found[0].threads and (store is None or store.num_keys() <= found[0].keys):
+            return
+        time.sleep(0.05)
+
+
 def many_saves(root: str, saves: int, warm: int, by_clock: bool) -> tuple[Used, Used]:
     """Train and save after every step, every third time waiting for it. Gives what is used after ``warm`` saves and after
     all."""
@@ -79,6 +89,7 @@ def many_saves(root: str, saves: int, warm: int, by_clock: bool) -> tuple[Used, 
                 if dist.is_initialized():
                     dist.barrier()
                     time.sleep(20 * QUIET)  # then there is time to delete keys
+                settle(found)
                 found.append(used(root))
                 if dist.is_initialized():
                     dist.barrier()

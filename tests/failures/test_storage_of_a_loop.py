@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -156,5 +155,5 @@ def test_a_slow_store(tmp_path: Path) -> None:
                 c.handle.fence()
             with torch.no_grad():
                 loop.model.weight.fill_(float(n + 1))
-    assert median(idle) < 0.1 * median(due[1:])
+    assert sum(idle) < 0.5 * sum(due[1:])
     assert [s.number for s in ckpt.list_steps(str(loop.root)) if s.committed] == [6, 8]

@@ -460,9 +460,9 @@ def test_two_jobs_have_a_daemon_each(daemon: MemoryClient, tmp_path: Path) -> No
 
 
 def test_a_hanging_daemon_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "TIMEOUT", 2.0)
     with daemon_in(tmp_path) as daemon:
         pid = daemon.status()["pid"]
+        monkeypatch.setattr(connection, "TIMEOUT", 2.0)
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(StorageError, match="has not answered"):

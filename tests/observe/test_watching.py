@@ -197,8 +197,10 @@ def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     commit = ckpt.engine.save.leader.write_index  # type: ignore[attr-defined]
 
     def slow(*given: Any) -> Any:
-        time.sleep(0.8)
-        seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
+        end = time.monotonic() + (0.8 if setting != "0.3" else 30)
+        while not (notes := list(tmp_path.rglob(paths.PROGRESS))) and time.monotonic() < end:
+            time.sleep(0.05)
+        seen.append(len(notes))
         return work(*given)
 
     def committing(*args: Any, **kwargs: Any) -> Any:
@@ -244,7 +246,7 @@ def test_many_ranks_make_no_longer_note_and_cost_little() -> None:
     sizes, cpu = [], 0.0
     for ranks in (16, 16_384):
         seen, signs = standing(ranks)
-        began = time.process_time()
+        began = time.thread_time()
         for now in (1.0, 9.0):
             seen.hear(signs, now)
             awaited = set(signs)
@@ -252,7 +254,7 @@ def test_many_ranks_make_no_longer_note_and_cost_little() -> None:
                 "phases": [_fields(p) for p in seen.totals(awaited, WRITE)],
                 "slowest": [_fields(s) for s in seen.slowest(awaited, WRITE, now, 8.0)],
             }
-        cpu = (time.process_time() - began) / 2
+        cpu = (time.thread_time() - began) / 2
         sizes.append(len(json.dumps(SaveProgress.from_json(found).to_json())))
     assert sizes[1] < sizes[0] + 200 < 4096
     assert cpu < 2  # of 8 s between two notes

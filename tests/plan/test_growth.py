@@ -505,6 +505,7 @@ CONSTANT = {
     "one record of one step": ("ckpt tag", "ckpt rm"),
     "one object, which the leading rank of each job asks for": ("Checkpointer.requested",),
     "one machine's daemon": ("ckpt memory",),
+    "runs a job on the ranks of one machine": ("testing", "ckpt prove"),
     "a report of at most --last saves": ("ckpt advise",),
     "text that does not depend on a checkpoint": ("ckpt completion",),
     "tensors by the pipeline of convert": ("export", "ckpt lora"),

@@ -213,7 +213,9 @@ def test_memory_is_bounded(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None
         thread.start()
         while sum(s.is_part for s in seen) < 2:
             time.sleep(0.01)
-        thread.join(1)
+        while len(written) < 14:
+            time.sleep(0.01)
+        thread.join(0.5)
         assert len(written) == 14  # two parts are on their way, the third is whole: its last write waits
         let_go.set()
         thread.join(60)

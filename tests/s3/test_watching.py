@@ -18,11 +18,13 @@ from ckpt.io_backends import FaultyProcess, open_backend, wrap_backends
 
 
 class SlowWrites(FaultyProcess):
-    """A process whose storage takes a second and a half for each write of a data file."""
+    """A process whose storage takes a second and a half for each write of a data file, until the save has been watched."""
+
+    watched = threading.Event()
 
     def operate(self, what: str, effect: Callable[[], Any], half: Callable[[], None] | None = None) -> Any:
         if half is not None:
-            time.sleep(1.5)
+            self.watched.wait(1.5)
         return super().operate(what, effect, half)
 
 
@@ -41,12 +43,13 @@ def test_a_save_is_watched_through_the_store(s3_url: str, monkeypatch: pytest.Mo
 
     job = threading.Thread(target=save)
     job.start()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     code, seen = 1, dict[str, Any]()
     while not (seen.get("progress") and seen["state"] == "saving") and time.monotonic() < end:
         code, seen = watch(s3_url)  # which says "hangs" while a machine with too much to do leaves the leader no time for a note
+    SlowWrites.watched.set()
     assert (code, seen["state"], seen["url"], seen["progress"]["ranks"]) == (0, "saving", f"{s3_url}/step-1", 1)
-    job.join(60)
+    job.join(100)
     assert not job.is_alive()
     assert not [e.path for e in open_backend(f"{s3_url}/step-1").list_prefix() if e.path.endswith("progress.json")]
     code, seen = watch(s3_url)
