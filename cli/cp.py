@@ -46,7 +46,7 @@ def command(source: str, target: str, *, threads: int | None, compare: bool, dry
 
     if target.endswith("/"):
         target = join_url(target, source.rstrip("/").rpartition("/")[2])
-    with divided(target, Output(json=as_json, quiet=quiet)) as (work, output):
+    with divided(target, Output(json=as_json, quiet=quiet), single=False) as (work, output):
         with when_interrupted("nothing was written" if dry_run else _INTERRUPTED), progress("cp", output) as update:
             report = _copy(source, target, threads=threads, compare=compare, progress=update, dry_run=dry_run, work=work)
         if output.json:

@@ -9,10 +9,10 @@ import click
 from click.exceptions import Exit
 
 from ckpt import units
-from ckpt.cli.console.dividing import divided, divisible
+from ckpt.cli.console.dividing import divided, divisible, single_part
 from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.output import URL, Output, options, progress, style
-from ckpt.errors import FormatError
+from ckpt.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
     from ckpt.converters.compare.semantic import SemanticReport
@@ -35,7 +35,7 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
 
     All problems are listed, not only the first. The exit code is 0 if there are none and 20 if there are any; 12 if the only ones are
     tensors of classes that ckpt does not read. It is 22 if all bytes are intact but --semantic finds tensors that are not consistent.
-    Under torchrun or srun the processes share the chunks among them.
+    Under torchrun or srun the processes share the chunks among them; with --part each element of an array job reads its own.
 
     \b
     Example:
@@ -48,6 +48,9 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
     if parts := member_urls(url):
         _verify_members(parts, threads=threads, semantic=semantic, as_json=as_json, quiet=quiet)
         return
+    part = single_part()
+    if part is not None and semantic:
+        raise UsageError("--semantic reads whole tensors, and --part a part of them", hint="run it once without --part")
     with divided(url, Output(json=as_json, quiet=quiet)) as (work, output):
         with when_interrupted("nothing was changed; the same command starts from the beginning"), progress("verify", output) as update:
             report = verify(url, threads=threads, progress=update, work=work)
@@ -55,10 +58,11 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
         if output.json:
             output.document(
                 _fields(url, report)
+                | ({} if part is None else {"part": list(part)})
                 | {"remedy": remedy_of(url, report), "semantic": None if meaning is None else _semantic_fields(meaning)}
             )
         else:
-            _print(url, report, output)
+            _print(url, report, output, part)
             if meaning is not None:
                 for problem in meaning.problems:
                     output.line(str(problem))
@@ -111,7 +115,7 @@ def _semantic_fields(report: SemanticReport) -> dict[str, Any]:
     return {"ok": not report.problems, **counts, "problems": [_problem(p) for p in report.problems], "remedy": report.remedy}
 
 
-def _print(url: str, report: VerifyReport, output: Output) -> None:
+def _print(url: str, report: VerifyReport, output: Output, part: tuple[int, int] | None) -> None:
     for problem in report.problems:
         output.line(str(problem))
     if output.quiet:
@@ -121,6 +125,8 @@ def _print(url: str, report: VerifyReport, output: Output) -> None:
         output.line(f"remedy: {remedy_of(url, report)}")
     rate = units.size(report.bytes / max(report.seconds, 1e-9))
     what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
+    if part is not None:
+        verdict = f"part {part[0]} of {part[1]}: {verdict}"
     output.line(f"{verdict}: {what} in {units.duration(report.seconds)} ({rate}/s)")
     if report.undigested:
         output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not checked: this format keeps no digests of them")

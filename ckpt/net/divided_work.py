@@ -59,6 +59,17 @@ class DividedWork(ABC):
         a part without items. Gives what this process's part reports its own bytes to."""
 
 
+class SinglePart(DividedWork):
+    """A part that needs no other process, such as that of an element of an array job: each decides for itself, on what it sees."""
+
+    def agree(self, phase: str, local: Callable[[], Row], on_leader: Callable[[dict[int, Row]], R]) -> R:
+        return on_leader({self.number: parse_json(json.dumps(local()))})
+
+    @contextmanager
+    def shown(self, shares: Sequence[int], show: ProgressCallback | None) -> Iterator[ProgressCallback]:
+        yield show or (lambda done, total: None)
+
+
 # Divided work of processes that a launcher started: they agree at its begin and its end, and the first one shows how far all are.
 #
 # Between begin and end nobody sends anything but signs of life, because each process computes from the plan what its part is

@@ -35,6 +35,7 @@ ARGUMENTS = "ckpt.arguments"
 _EXECUTOR, _TASKS = "ckpt.executor", "ckpt.tasks"
 _PART: ContextVar[TaskPart | None] = ContextVar("part", default=None)
 """The part that this thread does, if it runs the command as a task."""
+_SINGLE = "ckpt.part"
 
 
 @contextmanager
@@ -48,17 +49,30 @@ def task_part(part: TaskPart) -> Iterator[None]:
 
 
 def divisible(command: Command) -> Command:
-    """The options ``--no-distributed``, ``--executor`` and ``--tasks`` of a command whose work several processes divide; nothing is passed
-    to the command."""
+    """The options ``--no-distributed``, ``--part``, ``--executor`` and ``--tasks`` of a command whose work several processes divide.
+    Nothing is passed to the command."""
     alone = "Do all of the work in this process, also where the variables of torchrun or srun are set."
     options = (
         _noted(_EXECUTOR, "--executor", type=OneOf(("ray",)), metavar="NAME", help="ray: divide the work into tasks of Ray."),
         _noted(_TASKS, "--tasks", type=click.IntRange(min=1), metavar="N", help="Tasks. [default: as many as can run at once]"),
         _noted(_ALONE, "--no-distributed", is_flag=True, help=alone),
+        _noted(_SINGLE, "--part", type=PartOfArray(), metavar="I/N", help="Do part I of N (from 0), as an element of an array job."),
     )
     for add in reversed(options):
         command = add(command)
     return command
+
+
+class PartOfArray(click.ParamType[tuple[int, int]]):
+    """``3/16`` as the tuple (3, 16)."""
+
+    name = "part"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        number, _, count = str(value).partition("/")
+        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+            self.fail(f"{value!r} is no part: the first of 16 is 0/16, the last one 15/16", param, ctx)
+        return int(number), int(count)
 
 
 def _noted(key: str, name: str, **attributes: Any) -> Callable[[Command], Command]:
@@ -75,14 +89,24 @@ def is_alone() -> bool:
     return bool(click.get_current_context().meta.get(_ALONE))
 
 
+def single_part() -> tuple[int, int] | None:
+    """What the command that runs was given as ``--part``."""
+    part: tuple[int, int] | None = click.get_current_context().meta.get(_SINGLE)
+    return part
+
+
 @contextmanager
-def divided(url: str, output: Output, *, apart: bool = False) -> Iterator[tuple[DividedWork | None, Output]]:
+def divided(url: str, output: Output, *, apart: bool = False, single: bool = True) -> Iterator[tuple[DividedWork | None, Output]]:
     """Around the work of a command and what it says of it: this process's part, None if it was started alone, and where it says something.
-    ``apart``: the command divides by RANK and WORLD_SIZE also where nothing says how the processes reach each other."""
+    ``apart``: the command divides by RANK and WORLD_SIZE also where nothing says how the processes reach each other. ``single``: each part
+    can be done without the others."""
     part = _PART.get()
     context = click.get_current_context()
     if part is not None:
         yield part, replace(output, muted=True)
+        return
+    if single_part() is not None:
+        yield _single_work(context, apart=apart, single=single), output
         return
     from ckpt.net.group import launched
 
@@ -125,6 +149,21 @@ def divided(url: str, output: Output, *, apart: bool = False) -> Iterator[tuple[
             atexit.register(work.end, code)  # after the last word
     if not work.leads:
         context.exit(code if code else work.await_end() or 0)
+
+
+def _single_work(context: click.Context, *, apart: bool, single: bool) -> DividedWork | None:
+    if given := [
+        name for name, key in (("--no-distributed", _ALONE), ("--executor", _EXECUTOR), ("--tasks", _TASKS)) if context.meta.get(key)
+    ]:
+        raise UsageError(f"--part and {given[0]} exclude each other")
+    if not single:
+        hint = "start all processes together with srun or torchrun, or use --executor ray"
+        raise UsageError(f"`ckpt {context.info_name}` commits when all parts are done, which no part alone can know", hint=hint)
+    if apart:
+        return None
+    from ckpt.net.divided_work import SinglePart
+
+    return SinglePart(*(single_part() or (0, 1)))
 
 
 @contextmanager

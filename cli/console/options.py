@@ -59,13 +59,16 @@ def parse_size(context: click.Context, parameter: click.Parameter, text: str | N
 
 
 def part_of_job(work: DividedWork | None) -> Part:
-    """This process's part: of the work that it divides with others, or by RANK and WORLD_SIZE of processes that do not communicate."""
+    """This process's part: of the work that it divides with others, or by ``--part``, or RANK and WORLD_SIZE, of processes that do not
+    communicate."""
     from ckpt.net.group import rank_and_size
 
-    from .dividing import is_alone
+    from .dividing import is_alone, single_part
 
     if is_alone():
         return 0, 1
+    if (part := single_part()) is not None:
+        return part
     return rank_and_size() if work is None else work
 
 
