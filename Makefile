@@ -20,7 +20,7 @@ QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tes
 # most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
 WORKERS ?= 4
 
-.PHONY: venv demo test quick matrix oldest newest trainers coverage lint format bench pictures site peers clean s3-server machines
+.PHONY: venv demo test quick matrix oldest newest trainers coverage lint format bench pictures site peers release-check clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -107,6 +107,10 @@ peers: venv
 # jobs of other trainers on ckpt, in environments below .trainers: saved, killed, resumed. make trainers TRAINERS_ARGS='--only trl'
 trainers: venv
 	$(BIN)/python -m tests.trainers $(TRAINERS_ARGS)
+
+# what would be published, in clean environments. make release-check RELEASE_ARGS='--set oldest --torch-on python3.10'
+release-check: venv
+	$(BIN)/python -m tests.release $(RELEASE_ARGS)
 
 bench: venv
 	$(BIN)/python -m benchmarks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -25,6 +26,19 @@ def needed(library: str, extra: str) -> Iterator[None]:
         if (err.name or "").partition(".")[0] != library:
             raise
         raise ImportError(f"this module needs {library}: pip install 'ckpt-toolkit[{extra}]'", name=library) from err
+
+
+def warn_if_untried(distribution: str, tried: str) -> None:
+    """Log a warning if the installed release of a library is none of those, beginning with ``tried``, that ckpt was tried with."""
+    from importlib import metadata
+
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    if f"{version}.".startswith(f"{tried}."):
+        return
+    logging.getLogger("ckpt").warning("ckpt was tried with %s %s; version %s is installed", distribution, tried, version)
 
 
 def attribute(reference: str) -> Any:

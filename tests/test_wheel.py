@@ -108,6 +108,7 @@ def test_the_source_distribution_has_documentation_and_examples(tmp_path: Path) 
     examples = {path.relative_to(ROOT).as_posix() for kind in ("*.py", "*.md") for path in (ROOT / "examples").rglob(kind)}
     assert len(sources) > 300 and len(pages) > 30 and len(examples) > 10
     assert (sources | pages | examples | {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml"}) - names == set()
+    assert [name for name in names if name.startswith(("tests", "benchmarks"))] == []  # a part of the suite would be worse than none
 
 
 def test_the_wheel_works_far_from_the_sources(wheel: Path, tmp_path: Path) -> None:

@@ -1,22 +1,26 @@
-"""vLLM takes weights from a ``ckpt.live.Source``: each worker the parts that it keeps, straight into its parameters.
+"""vLLM takes weights from any checkpoint, and from a ``ckpt.live.Source``: each worker the parts that it keeps, straight into its memory.
 
-In the engine, before it starts: ``import ckpt.integrations.vllm``, and ``--weight-transfer-config '{"backend": "ckpt"}'``. The trainer
-makes a ``ckpt.live.Source``, gives its address to ``init_weight_transfer_engine``, and a step to ``update_weights``. For vLLM 0.28 and
-newer.
+vLLM finds this module by its plug-in group ``vllm.general_plugins``. ``--load-format ckpt`` loads a checkpoint at the start;
+``--weight-transfer-config '{"backend": "ckpt"}'`` takes versions of a running trainer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
+from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ckpt.errors import UsageError
+from ckpt.needs import warn_if_untried
 
-from .engines import EngineSink
+from .engines import EngineCheckpoint, EngineSink
 from .reading import take_step
 
 
@@ -83,4 +87,30 @@ class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo
         raise UsageError("the trainer of this backend sends nothing", hint="publish with ckpt.live.Source; engines take what they need")
 
 
-WeightTransferEngineFactory.register_engine("ckpt", __name__, "CkptWeightTransferEngine")
+class CkptModelLoader(BaseModelLoader):
+    """``--load-format ckpt``. ``--model-loader-extra-config`` has the ``url`` of the checkpoint, by default the model's directory, and what
+    :class:`EngineCheckpoint` takes. Ranks of one tensor-parallel group load together."""
+
+    def _checkpoint(self, model_config: Any) -> EngineCheckpoint:
+        options = dict(self.load_config.model_loader_extra_config or {})
+        return EngineCheckpoint(options.pop("url", model_config.model), options)
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing is copied: look whether the checkpoint is there."""
+        self._checkpoint(model_config)
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Fill the model that vLLM has built."""
+        self._checkpoint(model_config).fill(model, parallel_state.get_tp_group().cpu_group)
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+        """Whole tensors, for ``reload_weights``."""
+        return iter(self._checkpoint(model_config))
+
+
+@cache
+def register() -> None:
+    """The plug-in of vLLM, which calls it in each of its processes, in some of them several times."""
+    warn_if_untried("vllm", "0.33")
+    WeightTransferEngineFactory.register_engine("ckpt", __name__, "CkptWeightTransferEngine")
+    register_model_loader("ckpt")(CkptModelLoader)

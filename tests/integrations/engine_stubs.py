@@ -1,4 +1,4 @@
-"""What the adapters for engines import of vLLM 0.28, verl 0.9.1 and torchft 0.2.0, with the signatures of these versions.
+"""What the adapters for engines import of vLLM, SGLang, verl and torchft, with the signatures that ``engine_signatures.toml`` has.
 
 The libraries themselves need a GPU, or much that tests do not.
 """
@@ -6,12 +6,21 @@ The libraries themselves need a GPU, or much that tests do not.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Generic, TypeVar
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SIGNATURES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "engine_signatures.toml").read_text())
 REAL = importlib.util.find_spec("torchft") is not None
 """Whether torchft is installed: then it is used."""
 
@@ -63,11 +72,101 @@ class WeightTransferEngine(ABC, Generic[I, U]):
 
 
 class WeightTransferEngineFactory:
-    registered: ClassVar[dict[str, tuple[str, str]]] = {}
+    registered: ClassVar[dict[str, tuple[str, str | None]]] = {}
 
     @classmethod
-    def register_engine(cls, name: str, module: str, class_name: str) -> None:
-        cls.registered[name] = (module, class_name)
+    def register_engine(cls, name: str, module_path_or_cls: str, class_name: str | None = None) -> None:
+        if name in cls.registered:
+            raise ValueError(f"Weight transfer engine '{name}' is already registered.")
+        cls.registered[name] = (module_path_or_cls, class_name)
+
+
+class BaseModelLoader(ABC):
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+    @abstractmethod
+    def download_model(self, model_config: Any) -> None: ...
+
+    @abstractmethod
+    def load_weights(self, model: Any, model_config: Any) -> None: ...
+
+
+LOADERS: dict[str, type] = {}
+
+
+def register_model_loader(load_format: str) -> Callable[[type], type]:
+    def wrapper(cls: type) -> type:
+        assert issubclass(cls, BaseModelLoader) and load_format not in LOADERS
+        LOADERS[load_format] = cls
+        return cls
+
+    return wrapper
+
+
+def get_tp_group() -> Any:
+    return SimpleNamespace(cpu_group=None)
+
+
+@dataclass
+class LoadConfig:
+    """SGLang's."""
+
+    load_format: Any = "auto"
+    model_loader_extra_config: Any = field(default_factory=dict)
+
+
+class DefaultModelLoader:
+    """SGLang's: what it does around the weights is left out."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        unexpected = set(load_config.model_loader_extra_config) - {"enable_multithread_load", "num_threads"}
+        if unexpected:
+            raise ValueError(f"Unexpected extra config keys: {unexpected}")
+        self.load_config = load_config
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> Any:
+        model = model_config.built()
+        self.load_weights_and_postprocess(model, self._get_all_weights(model_config, model), device_config)
+        return model
+
+    def download_model(self, model_config: Any) -> None: ...
+
+    def _get_all_weights(self, model_config: Any, model: Any) -> Any:
+        return iter(())
+
+    @staticmethod
+    def load_weights_and_postprocess(model: Any, weights: Any, target_device: Any) -> None: ...
+
+    @staticmethod
+    def load_weights_only(model: Any, weights: Any, target_device: Any) -> None:
+        model.load_weights(weights)
+
+    @staticmethod
+    def postprocess_weights(model: Any, target_device: Any) -> None:
+        model.processed = True
+
+
+def post_load_weights(model: Any) -> None:
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
+
+
+def get_model_loader(load_config: Any, model_config: Any = None) -> Any:
+    return DefaultModelLoader(load_config)
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+class HookRegistry:
+    hooks: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: HookType = HookType.AROUND, *, source: Any = None) -> None:
+        assert target not in cls.hooks
+        cls.hooks[target] = hook
 
 
 class CheckpointEngine(ABC):
@@ -125,6 +224,13 @@ def modules() -> dict[str, ModuleType]:
     contents = {
         "vllm.distributed.weight_transfer.base": (WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo),
         "vllm.distributed.weight_transfer.factory": (WeightTransferEngineFactory,),
+        "vllm.distributed.parallel_state": (get_tp_group,),
+        "vllm.model_executor.model_loader": (register_model_loader,),
+        "vllm.model_executor.model_loader.base_loader": (BaseModelLoader,),
+        "sglang.srt.distributed.parallel_state": (get_tp_group,),
+        "sglang.srt.model_loader.loader": (DefaultModelLoader, get_model_loader, post_load_weights),
+        "sglang.srt.configs.load_config": (LoadConfig,),
+        "sglang.srt.plugins.hook_registry": (HookRegistry, HookType),
         "verl.checkpoint_engine.base": (CheckpointEngine, CheckpointEngineRegistry),
         "torchft.checkpointing.transport": (CheckpointTransport,),
     }
@@ -135,5 +241,11 @@ def modules() -> dict[str, ModuleType]:
         parts = name.split(".")
         for n in range(1, len(parts) + 1):
             made.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
-        vars(made[name]).update({cls.__name__: cls for cls in classes})
+        vars(made[name]).update({each.__name__: each for each in classes})
+    for name, module in made.items():  # ``from package import module``
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(made[package], last, module)
+    for registered in (WeightTransferEngineFactory.registered, LOADERS, HookRegistry.hooks):
+        registered.clear()
     return made

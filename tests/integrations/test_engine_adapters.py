@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +203,7 @@ def test_ranks_of_an_engine_follow_together(trainer: Trainer, given: bool) -> No
 
 def test_vllm_calls(trainer: Trainer, libraries: None) -> None:
     adapter = importlib.import_module("ckpt.integrations.vllm")
+    adapter.register()
     assert engine_stubs.WeightTransferEngineFactory.registered["ckpt"] == ("ckpt.integrations.vllm", "CkptWeightTransferEngine")
     model = ZooModel(SIZES, Tp(0, 2))
     config = SimpleNamespace(model_config=SimpleNamespace(model=str(trainer.folder)))
@@ -221,73 +222,21 @@ def test_vllm_calls(trainer: Trainer, libraries: None) -> None:
         engine.trainer_send_weights(iter(()), {})
 
 
-def test_sglang_calls(trainer: Trainer) -> None:
-    from ckpt.integrations.sglang import receiver
-
-    model = ZooModel(SIZES, Tp(1, 2))
-    payload = {"address": trainer.source.address, "checkpoint": str(trainer.folder), "timeout": 20}
-    given = receiver(SimpleNamespace(model=model, tp_rank=1, tp_size=2, init_payload=payload))
-    tensors = trainer.publish(7)
-    given.receive({"step": 7, "progress": True})
-    assert bits(model) == by_itself(SIZES, Tp(1, 2), tensors)
-    with pytest.raises(UsageError, match="unknown 'steps'"):
-        given.receive({"steps": 7})
-    given.receive(None)
-    given.destroy()
-
-
-@pytest.mark.parametrize("payload", [None, {"checkpoint": "c"}, {"address": "tcp://a:1/b", "checkpoint": "c", "adress": ""}])
-def test_payloads_of_sglang_are_checked(payload: dict[str, Any] | None) -> None:
-    from ckpt.integrations.sglang import receiver
-
-    with pytest.raises(UsageError, match=r"no 'address'|unknown 'adress'"):
-        receiver(SimpleNamespace(model=None, init_payload=payload))
-
-
-SIGNATURES = {
-    ("vllm", "WeightTransferEngine"): {
-        "__init__": ["self", "config", "vllm_config", "device", "model"],
-        "init_transfer_engine": ["self", "init_info"],
-        "start_weight_update": ["self"],
-        "update_weights": ["self", "update_info"],
-        "receive_weights": ["self", "update_info"],
-        "finish_weight_update": ["self"],
-        "shutdown": ["self"],
-        "trainer_send_weights": ["iterator", "trainer_args"],
-    },
-    ("verl", "CheckpointEngine"): {
-        "prepare": ["self"],
-        "build_topology": ["actor_wg_world_size", "rollout_world_size", "metadata"],
-        "send_weights": ["self", "weights", "global_steps"],
-        "receive_weights": ["self", "global_steps"],
-        "finalize": ["self"],
-    },
-    ("torchft", "CheckpointTransport"): {
-        "metadata": ["self"],
-        "send_checkpoint": ["self", "dst_ranks", "step", "state_dict", "timeout"],
-        "disallow_checkpoint": ["self"],
-        "recv_checkpoint": ["self", "src_rank", "metadata", "step", "timeout"],
-        "shutdown": ["self", "wait"],
-    },
-}
-"""What vLLM 0.28, verl 0.9.1 and torchft 0.2.0 call, as they have published it. A newer release that differs needs another adapter."""
-
-
-@pytest.mark.parametrize(("library", "base"), SIGNATURES)
-def test_adapters_and_stubs_have_the_signatures_of_the_libraries(library: str, base: str, libraries: None) -> None:
+@pytest.mark.parametrize("library", engine_stubs.SIGNATURES)
+def test_adapters_and_stubs_have_the_signatures_of_the_libraries(library: str, libraries: None) -> None:
     adapter = importlib.import_module(f"ckpt.integrations.{library}")
-    (made,) = (
-        c for c in vars(adapter).values() if isinstance(c, type) and c.__module__ == adapter.__name__ and base in map(name_of, c.__mro__)
-    )
-    (stub,) = (c for c in made.__mro__ if c.__name__ == base)
-    for name, parameters in SIGNATURES[library, base].items():
-        for each in (stub, made):
-            assert [*inspect.signature(getattr(each, name)).parameters] == parameters, (each, name)
-    assert {n for n in stub.__abstractmethods__ if n != "init_process_group"} <= SIGNATURES[library, base].keys()
-
-
-def name_of(kind: type) -> str:
-    return kind.__name__
+    own = [kind for kind in vars(adapter).values() if isinstance(kind, type) and kind.__module__ == adapter.__name__]
+    for file, functions in engine_stubs.SIGNATURES[library]["functions"].items():
+        module = sys.modules[file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")]
+        for path, parameters in functions.items():
+            owner, _, name = path.rpartition(".")
+            stub = getattr(module, owner) if owner else module
+            heirs = [kind for kind in own if name in vars(kind) and stub in kind.__mro__] if owner and name != "__init__" else []
+            for each in (stub, *heirs):
+                function = getattr(each, name)
+                positional = [n for n, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+                bound = ["self"] if each in heirs and "self" not in parameters and isinstance(vars(each)[name], FunctionType) else []
+                assert positional == [*bound, *parameters] or name == "init_process_group", (each, name)
 
 
 # ------------------------------------------------------------------------------------------------------------- verl
