@@ -14,46 +14,27 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.api import load, save_async
-from ckpt.engine.save.background import SaveHandle
-from ckpt.engine.save.options import SaveArguments
 from ckpt.errors import ConflictError, NotFoundError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest
-from ckpt.runs.checkpointer import Checkpointer
 from ckpt.text import url_text
 from ckpt.training import Generators, LoaderState
+
+from .reading import NamedRun
 
 with needed("accelerate", "accelerate"):
     from accelerate import Accelerator
 
 _REPLACED = ("save_state", "load_state", "end_training")
-_OF_A_LOAD = ("only", "trainable", "layout", "timeout", "threads", "process_group", "progress")
-
-
-class NumberedRun(Checkpointer):
-    """A run whose directories have accelerate's names."""
-
-    def url(self, n: int) -> str:
-        return join_url(self.root, f"checkpoint_{n}")
-
-    _place = url
 
 
 class AcceleratorCheckpoints:
     """What :func:`use` gives: what the accelerator's own methods are replaced by."""
 
-    def __init__(self, accelerator: Accelerator, root: str | None, options: Mapping[str, Any], *, background: bool) -> None:
-        self.accelerator = accelerator
-        self.background = background
-        self.checkpointer = None if root is None else NumberedRun(root, **options)
-        """Of the saves that are numbered; None if there is no place for them."""
-        self.handle: SaveHandle | None = None
-        """The last save, until somebody was told how it ended."""
-        self._saving = {k: v for k, v in options.items() if k in (*SaveArguments.__annotations__, "capture", "staging_bytes")}
-        self._loading = {k: v for k, v in options.items() if k in _OF_A_LOAD}
+    def __init__(self, accelerator: Accelerator, run: NamedRun, *, background: bool) -> None:
+        self.accelerator, self.checkpointer, self.background = accelerator, run, background
         self._own = {name: getattr(accelerator, name) for name in _REPLACED}
         for name in _REPLACED:
             setattr(accelerator, name, getattr(self, name))
@@ -75,29 +56,29 @@ class AcceleratorCheckpoints:
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any) -> str:  # noqa: FBT001  accelerate's
         """In place of ``Accelerator.save_state``. ``safe_serialization`` makes no difference: nothing is ever pickled."""
         _refuse(options)
-        naming = self.accelerator.project_configuration
-        run = self._run() if output_dir is None or naming.automatic_checkpoint_naming else None
-        url = url_text(output_dir or "") if run is None else run.url(naming.iteration)
-        self.wait()
-        if run is not None and committed_id(open_backend(url)) is not None:
+        naming, run = self.accelerator.project_configuration, self.checkpointer
+        numbered = output_dir is None or naming.automatic_checkpoint_naming
+        url = run.url(naming.iteration) if numbered else url_text(output_dir or "")
+        run.wait()
+        if numbered and committed_id(open_backend(url)) is not None:
             hint = "accelerator.load_state() goes on from the newest; ProjectConfiguration(iteration=...) sets the number of the next save"
             raise ConflictError("there is a checkpoint of this number", where=url, hint=hint)
         for hook in self.accelerator._save_model_state_pre_hook.values():  # without weights, as accelerate calls it with FSDP
             if is_file_system(url):
                 os.makedirs(url, exist_ok=True)
             hook(self.accelerator._models, [], url)
-        if run is None:
-            self.handle = save_async(url, self.state(), **self._saving)
+        if numbered:
+            run.save(naming.iteration, self.state())
         else:
-            self.handle = run.save(naming.iteration, self.state())
+            run.save_at(url, self.state())
         naming.iteration += 1
         if not self.background:
-            self.wait()
+            run.wait()
         return url
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """In place of ``Accelerator.load_state``. A folder that accelerate has written itself goes to its own method."""
-        self.wait()
+        self.checkpointer.wait()
         if input_dir is not None and committed_id(open_backend(url_text(input_dir))) is None and os.path.isdir(input_dir):
             self._own["load_state"](os.fspath(input_dir), load_kwargs, **options)
             return
@@ -105,13 +86,13 @@ class AcceleratorCheckpoints:
             raise UsageError("map_location is 'cpu' or 'on_device'; tensors are filled where they are")
         _refuse({**options, **(load_kwargs or {})})
         state = self.state()
-        url = self._run().root if input_dir is None else url_text(input_dir)
+        url = self.checkpointer.root if input_dir is None else url_text(input_dir)
         for hook in self.accelerator._load_model_state_pre_hook.values():
             hook([], url)
         if input_dir is not None:
-            load(url, state, **self._loading)
+            self.checkpointer.load_from(url, state)
         else:
-            number = self._run().restore(state)
+            number = self.checkpointer.restore(state)
             if number is None:
                 raise NotFoundError("there is no checkpoint", where=url, hint="save one with accelerator.save_state()")
             self.accelerator.project_configuration.iteration = number + 1
@@ -119,9 +100,7 @@ class AcceleratorCheckpoints:
 
     def end_training(self) -> None:
         """In place of ``Accelerator.end_training``: the last save is waited for first."""
-        self.wait()
-        if self.checkpointer is not None:
-            self.checkpointer.close()
+        self.checkpointer.close()
         self._own["end_training"]()
 
     def wait(self) -> None:
@@ -130,16 +109,7 @@ class AcceleratorCheckpoints:
         Raises:
             CkptError: it failed.
         """
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            handle.result()
-        if self.checkpointer is not None:
-            self.checkpointer.wait()
-
-    def _run(self) -> NumberedRun:
-        if self.checkpointer is None:
-            raise UsageError("there is no place for numbered checkpoints", hint="use(accelerator, root), or name a directory in the call")
-        return self.checkpointer
+        self.checkpointer.wait()
 
 
 def use(
@@ -157,8 +127,8 @@ def use(
     ``prepare``. It loads on any number of ranks. One process, DDP, FSDP 1 and 2.
 
     Args:
-        root: path or URL of numbered checkpoints; by default ``checkpoints`` below the accelerator's ``project_dir``. A directory that
-            ``save_state`` and ``load_state`` are given is taken as it is.
+        root: path or URL of numbered checkpoints; by default ``checkpoints`` below the accelerator's ``project_dir``, or here.
+            A directory that ``save_state`` and ``load_state`` are given is taken as it is.
         keep: what stays of the numbered ones, by default as many as ``total_limit`` of the ``ProjectConfiguration`` says, or all.
         background: whether ``save_state`` returns while the save goes on. The next one, ``load_state`` and ``end_training`` wait for it.
         options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``trainable``...
@@ -171,15 +141,15 @@ def use(
     problems = {
         f"{kind}, which saves by itself": kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"),
         "save_on_each_node: root and directories are seen by all nodes": naming.save_on_each_node,
-        "local=, memory= and members=: save with a ckpt.Checkpointer": {"local", "memory", "members"} & options.keys(),
     }
     for what, is_so in problems.items():
         if is_so:
             raise UsageError(f"ckpt.integrations.accelerate does not go with {what}")
-    if root is None and accelerator.project_dir is not None:
-        root = join_url(url_text(accelerator.project_dir), "checkpoints")
+    if root is None:
+        root = join_url(url_text(accelerator.project_dir or "."), "checkpoints")
     keep = keep or (All() if naming.total_limit is None else Latest(naming.total_limit))
-    return AcceleratorCheckpoints(accelerator, None if root is None else url_text(root), {"keep": keep, **options}, background=background)
+    run = NamedRun(url_text(root), "checkpoint_{}", keep=keep, **options)
+    return AcceleratorCheckpoints(accelerator, run, background=background)
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def test_directories_that_calls_name(tmp_path: Path) -> None:
     checkpoints: AcceleratorCheckpoints = use(job.accelerator, tmp_path, background=False)
     before = {name: value.clone() for name, value in job.net.state_dict().items()}
     job.accelerator.save_state(tmp_path / "a", safe_serialization=False)
-    assert checkpoints.handle is None
+    assert checkpoints.checkpointer.handle is None
     for folder in ("a", "own"):
         job.train(iter(job.loader))
         job.accelerator.load_state(str(tmp_path / folder))
