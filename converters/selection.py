@@ -13,6 +13,7 @@ from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import NamesError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
+from ckpt.plan.values import CLASS, made_of_others
 from ckpt.plan.views import LogicalTensor, ViewPiece, part, whole
 
 from .selected_state import below, is_optimizer, optimizer_tensors, option_tensors, pruned, pruned_values, references, renamed_state
@@ -188,7 +189,15 @@ def choose_weights(catalog: Catalog, choice: SelectOptions) -> OutputSet:
     entries = {n: catalog.tensors[n] for n in names if n.startswith(head)}
     if not entries:
         raise UsageError(f"no tensor of a model lies below {root!r}", where=catalog.url, hint="`ckpt inspect` lists the names")
-    return _chosen(catalog, entries, choice, of_optimizers, head)
+    chosen = _chosen(catalog, entries, choice, of_optimizers, head)
+    if any("#" in name for name in chosen.tensors):
+        stored = {p.source for wanted in chosen.tensors.values() for p in wanted.view.pieces}
+        for path, node in made_of_others(catalog.state):
+            if any(name.startswith(f"{path}#") for name in stored):
+                text = f"{path} is a {node[CLASS]}, whose inner tensors nobody loads by the names that they have here"
+                hint = "export the model of a job with ckpt.export(url, model, dequantize=True), or leave it out with --exclude"
+                raise UsageError(text, where=catalog.url, hint=hint)
+    return chosen
 
 
 def not_skipped(catalog: Catalog, skip: Sequence[str]) -> Mapping[str, TensorEntry]:

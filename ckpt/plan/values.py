@@ -195,6 +195,19 @@ def _all(node: Node, path: str) -> Iterator[tuple[str, Node]]:
         yield from _all(child, at)
 
 
+CLASS = "__tensor_flatten__"
+"""The key under which the description of a tensor that is made of others names its class (docs/format.md §8)."""
+
+
+def made_of_others(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
+    """Path and description of each tensor in a node that is made of others."""
+    if isinstance(node, dict) and CLASS in node:
+        yield path, node
+        return
+    for at, child in ((child_path(path, key), child) for key, child in pairs_of(node) or enumerate(items_of(node) or ())):
+        yield from made_of_others(child, at)
+
+
 # A part of a state: what a save takes of it, and how a load knows that a checkpoint is no whole one. Pure.
 
 LABEL = "ckpt-part"

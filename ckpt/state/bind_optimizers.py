@@ -17,6 +17,7 @@ from ckpt.errors import ShapeError
 from ckpt.plan import tree
 from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Node
+from ckpt.plan.values import CLASS
 
 from .dtensor import is_dtensor
 from .fsdp1 import FlatPart
@@ -24,7 +25,7 @@ from .modules import is_frozen
 from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers
 from .shard_table import StateOf
 from .sharded import Sharded
-from .subclasses import CLASS, PLAIN, created, is_wrapper
+from .subclasses import PLAIN, created, is_wrapper
 from .targets import Binder, Setter, inline_only, real_device, real_like
 from .tensors import torch_dtype
 from .walk import StatefulObject

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,15 +21,17 @@ from ckpt.plan import tree
 from ckpt.plan.layout.placements import Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.tree_decoding import Node
+from ckpt.plan.values import CLASS
 
 from .dtensor import is_dtensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of nearly all tensors of a state: no function needs to be asked about these."""
-CLASS = "__tensor_flatten__"
-"""The key of a description under which it names the class."""
 TENSORS = "tensors"
-"""Its key for the stored inner tensors, where the state does not have them by their names."""
+"""The key of a description for the stored inner tensors, where the state does not have them by their names."""
 
 
 def is_wrapper(tensor: object) -> bool:
@@ -56,6 +58,23 @@ def inner_tensors(wrapper: Any) -> dict[str, torch.Tensor]:
         else:
             found[field] = inner.detach()
     return found
+
+
+def dequantized(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """The plain tensor that a wrapper says it is, in its dtype; a DTensor as that is."""
+    wrapper = wrapper_of(tensor)
+    try:
+        plain = wrapper.detach().dequantize()
+    except Exception as err:
+        text = f"the dequantize() of a {_name(type(wrapper))} fails: {type(err).__name__}: {err}"
+        raise StateError(text, where=f"tensor {path}", hint="leave it out, or have a plain tensor in its place") from err
+    if type(plain) is not torch.Tensor or plain.shape != wrapper.shape:
+        text = f"the dequantize() of a {_name(type(wrapper))} gives a {type(plain).__qualname__} of another kind or shape"
+        raise StateError(text, where=f"tensor {path}", hint="leave it out, or have a plain tensor in its place")
+    plain = plain.to(wrapper.dtype)
+    if not is_dtensor(tensor):
+        return plain
+    return _around(plain, tensor)
 
 
 # ------------------------------------------------------------------------------------------------------ descriptions
@@ -236,6 +255,11 @@ def created(
         raise _uncut(path, whole, f"cannot be sliced ({type(err).__name__}: {err})") from err
     inner = {f: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for f, tensor in inner_tensors(part).items()}
     local = rebuilt(node, inner, shape, path)
+    return _around(local, like)
+
+
+def _around(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor that lies as another one of its shape."""
     return type(like).from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 

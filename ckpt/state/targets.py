@@ -19,14 +19,14 @@ from ckpt.plan import tree
 from ckpt.plan.match import Selection, misfit
 from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Node
-from ckpt.plan.values import Nodes
+from ckpt.plan.values import CLASS, Nodes, made_of_others
 
 from .dtensor import is_dtensor
 from .modules import is_frozen
 from .optimizers import decode_inline
 from .shard_table import ShardTable, StateOf
 from .sharded import Sharded, is_sharded_tensor
-from .subclasses import CLASS, PLAIN, TENSORS, difference, is_description, is_wrapper, rebuilt
+from .subclasses import PLAIN, TENSORS, difference, is_description, is_wrapper, rebuilt
 from .tensors import LocalShard, LocalTensor, raw_view, states_boxes, torch_dtype
 from .walk import StatefulObject, like
 
@@ -397,7 +397,7 @@ class Binder:
             return
         fresh: dict[str, torch.Tensor] = {}
         likes = dict(_tensors_in(template, path))
-        if any(where.rpartition(".")[2] == CLASS for where, _ in tree.leaves(node)):
+        if any(made_of_others(node)):
             node = self.joined(node, path, likes, fresh, device)
         for where, leaf in tree.leaves(node):
             if isinstance(leaf, dict) and "$tensor" in leaf and leaf["$tensor"] not in fresh:

@@ -11,9 +11,19 @@ if TYPE_CHECKING:
     from .data import LoaderState as LoaderState
     from .data import ResumableLoader as ResumableLoader
     from .ema import Average as Average
+    from .inflight import Inflight as Inflight
+    from .inflight import Ticket as Ticket
     from .rng import Generators as Generators
 
-_WHERE = {"Batches": ".data", "LoaderState": ".data", "ResumableLoader": ".data", "Average": ".ema", "Generators": ".rng"}
+_WHERE = {
+    "Batches": ".data",
+    "LoaderState": ".data",
+    "ResumableLoader": ".data",
+    "Average": ".ema",
+    "Generators": ".rng",
+    "Inflight": ".inflight",
+    "Ticket": ".inflight",
+}
 """Public name → the module that has it."""
 
 __all__ = list(_WHERE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -220,6 +221,8 @@ class ResumableLoader(Generic[T]):
 
     Args:
         loader: a ``DataLoader`` with :class:`Batches` as its ``batch_sampler``, and any other options but ``in_order=False``.
+        counts: ``"used"``: a batch counts when :meth:`used` is called, in the order of the loop. For a loop that fetches ahead of training,
+            such as one that copies the next batch to the device.
 
     Raises:
         UsageError: it is another one.
@@ -234,7 +237,9 @@ class ResumableLoader(Generic[T]):
                 ...  # a save here knows that this batch was used
     """
 
-    def __init__(self, loader: DataLoader[T]) -> None:
+    def __init__(self, loader: DataLoader[T], *, counts: Literal["received", "used"] = "received") -> None:
+        if counts not in ("received", "used"):
+            raise UsageError(f"counts is 'received' or 'used', not {counts!r}")
         batches = getattr(loader, "batch_sampler", None)
         if not isinstance(batches, Batches):
             raise UsageError(
@@ -246,13 +251,18 @@ class ResumableLoader(Generic[T]):
             )
         self.loader = loader
         self.batches = batches
+        self._counts = counts
         self._position: Position = self.batches.start
+        """After the last batch that counts."""
+        self._received = self._position
+        self._unused: deque[Position] = deque()
+        """Of batches that a loop has got and that do not count yet: the position after each."""
         self._loop: object = None
 
     @property
     def epoch(self) -> int:
         """The epoch that the next loop runs over, counted from 0."""
-        return self.batches.steps.settled(self._position).epoch
+        return self.batches.steps.settled(self._received).epoch
 
     @property
     def taken(self) -> int:
@@ -261,22 +271,32 @@ class ResumableLoader(Generic[T]):
 
     def __len__(self) -> int:
         """Batches that are left of the epoch."""
-        return self.batches.steps.left(self._position)
+        return self.batches.steps.left(self._received)
 
     def __iter__(self) -> Iterator[T]:
         mine = self._loop = object()
-        self.batches.start = self._position
+        self.batches.start = self._received
         for batch in self.loader:
             if self._loop is not mine:
                 raise UsageError("a load, or another loop over this loader, has ended this loop", hint="begin a new one")
-            _, self._position = self.batches.steps.step(self._position)
+            _, self._received = self.batches.steps.step(self._received)
+            self._unused.append(self._received)
+            if self._counts == "received":
+                self.used()
             yield batch
+
+    def used(self) -> None:
+        """The oldest batch that does not count yet was used: after the training step, with ``counts="used"``."""
+        if not self._unused:
+            raise UsageError("every batch that the loop has got counts already", hint='call used() once per batch, with counts="used"')
+        self._position = self._unused.popleft()
 
     def state_dict(self) -> dict[str, Any]:
         return self.batches.position_state(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._position = self.batches.position_of(state)
+        self._position = self._received = self.batches.position_of(state)
+        self._unused.clear()
         self._loop = None
 
 

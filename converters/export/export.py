@@ -32,6 +32,8 @@ from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.state.collect import Collected, collect
+from ckpt.state.modules import tensors_of
+from ckpt.state.subclasses import dequantized, is_wrapper
 from ckpt.text import parse_json, url_text
 
 from .delivery import Delivery
@@ -113,10 +115,27 @@ def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Lay
     root, name = parent_and_name(url) if TARGET.one_file(url) else (url, None)
     named = state if isinstance(state, dict) else {"model": state}
     _refuse_adapters(named.values(), url)
+    if job.options.dequantize:
+        named = {key: _dequantized(value, key) for key, value in named.items()}
     return ExportShare(
         destination=Destination(url=url, backend=open_backend(root), name=name, replace=job.options.overwrite),
         collected=collect(named, rank=group.rank, ranks=group.ranks, layout=layout),
     )
+
+
+def _dequantized(value: Any, path: str) -> Any:
+    """A part of a state, with plain tensors for those that are made of others. A module that has some becomes its tensors by name."""
+    made: dict[int, torch.Tensor] = {}  # tied ones stay one
+    if is_module := hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
+        tensors: Mapping[Any, Any] = tensors_of(value).tensors
+    elif not is_module and isinstance(value, Mapping):
+        tensors = value
+    else:
+        return value
+    for name, tensor in tensors.items():
+        if is_wrapper(tensor):
+            made[id(tensor)] = made.get(id(tensor), dequantized(tensor, f"{path}.{name}"))
+    return {name: made.get(id(tensor), tensor) for name, tensor in tensors.items()} if made else value
 
 
 def _refuse_adapters(parts: Iterable[object], url: str) -> None:
@@ -380,6 +399,7 @@ def export(
     overwrite: bool = False,
     since: str | os.PathLike[str] | None = None,
     anchor_every: int = ANCHOR_EVERY,
+    dequantize: bool = False,
     memory: int = settings.EXPORT_MEMORY,
     timeout: float | None = None,
     threads: int | None = None,
@@ -408,6 +428,8 @@ def export(
             ``ckpt.load`` and ``ckpt.convert`` take as the whole model. It refers to ``since``, which must stay where it is. ``config`` is
             written with full exports alone.
         anchor_every: with ``since``, write a full export instead where this would be delta number ``anchor_every`` after a full one.
+        dequantize: write what quantised tensors stand for, in the dtype that they show. Each rank makes all of its own at once. Without
+            it they are an error.
         memory: bytes of tensors that a rank has in windows at once.
         timeout, threads, process_group: as for ``ckpt.save``.
 
@@ -433,6 +455,7 @@ def export(
         memory=memory,
         since=None if since is None else url_text(since),
         anchor_every=anchor_every,
+        dequantize=dequantize,
     )
     group = current_group(process_group)
     wait_for_pending_save(group)

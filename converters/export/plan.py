@@ -309,6 +309,7 @@ class ExportOptions:
     memory: int
     since: str | None
     anchor_every: int
+    dequantize: bool
 
     def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
         """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
+from ckpt.cli.main import cli
 from ckpt.engine.verify.verify import verify
-from ckpt.errors import MismatchError, NamesError, ShapeError, StateError
+from ckpt.errors import MismatchError, NamesError, ShapeError, StateError, UsageError
 from ckpt.policies import EverySteps, TrustFrozen
 from tests.fixtures.rows8 import Rounding, Rows8
 from tests.formats import oracle
@@ -234,3 +238,26 @@ def test_values_of_one_rank_and_contexts_of_other_objects_are_refused_by_name(ur
         ckpt.save(url, {"own": ckpt.PerRank(Rows8.random(2, 2))})
     with pytest.raises(StateError, match=r"w \(context\).rounding"):
         ckpt.save(url, {"w": Rows8.random(2, 2, rounding=object())})
+
+
+def test_an_export_has_what_they_stand_for(root: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(Rows8.random(4, 6))
+            self.head, self.bias = self.weight, nn.Parameter(torch.randn(4))
+
+    model = Tied()
+    with pytest.raises(UsageError, match="model.head is a tests.fixtures.rows8.Rows8, whose inner tensors"):
+        ckpt.export(f"{root}/a", model)
+    assert not Path(f"{root}/a").exists()
+    ckpt.export(f"{root}/a", {"net": model, "step": 3}, dequantize=True, dtype="bfloat16")
+    read = load_file(f"{root}/a/model.safetensors")
+    assert torch.equal(read["weight"], model.weight.dequantize().bfloat16()) and torch.equal(read["bias"], model.bias.bfloat16())
+    ckpt.save(f"{root}/b", {"net": model})
+    result = CliRunner().invoke(cli, ["convert", "--to", "hf", "--no-config", f"{root}/b", f"{root}/c"])
+    assert result.exit_code == 2 and "net.head is a tests.fixtures.rows8.Rows8" in result.output
+    assert CliRunner().invoke(cli, ["convert", "--to", "native", f"{root}/b", f"{root}/d"]).exit_code == 0
+    again = Tied()
+    ckpt.load(f"{root}/d", {"net": again})
+    assert all(torch.equal(a, b) for a, b in zip(inner(again.weight), inner(model.weight), strict=True))

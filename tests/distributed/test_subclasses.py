@@ -1,0 +1,159 @@
+"""DTensors over tensors that are made of others: each rank has whole blocks of rows, on other numbers of ranks too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckpt
+from ckpt import live
+from ckpt.errors import CkptError, LayoutError, ShapeError
+from tests.distributed.models import mesh_of
+from tests.distributed.ranks import Ranks
+from tests.fixtures.rows8 import Rows8
+
+ROWS, BLOCK = 24, 2
+Parts = dict[str, list[torch.Tensor]]
+
+
+def whole(seed: int, rows: int = ROWS, block: int = BLOCK) -> Rows8:
+    torch.manual_seed(seed)
+    return Rows8.random(rows, 5, block=block)
+
+
+def cut(tensor: Rows8, dim: int = 0) -> DTensor:
+    """This rank's rows; ``copies`` of ranks have the same where the mesh has two dimensions."""
+    world = dist.get_world_size()
+    mesh = mesh_of(copies=2, dp=2) if world == 4 else mesh_of(dp=world)
+    placements = [Replicate(), Shard(dim)] if world == 4 else [Shard(dim)]
+    bounds = [0, *(min((i + 1) * -(-ROWS // mesh.size(-1)), ROWS) for i in range(mesh.size(-1)))]
+    at = mesh.get_local_rank("dp")
+    rows = bounds[at], bounds[at + 1]
+    local = Rows8(
+        tensor.codes[rows[0] : rows[1]].clone(),
+        tensor.scale[rows[0] // tensor.block : rows[1] // tensor.block].clone(),
+        tensor.table.clone(),
+    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=(5, 1))
+
+
+class Moment8(torch.optim.Optimizer):
+    """Keeps a moment beside each parameter that lies as it does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def begin(self, seed: int) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {"moment": cut(whole(seed))}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(cut(whole(seed)))
+
+
+def job(seed: int, *, stepped: bool) -> dict[str, Any]:
+    model = Layer(seed)
+    optimizer = Moment8(model.parameters())
+    if stepped:
+        optimizer.begin(seed + 1)
+    return {"model": model, "optimizer": optimizer, "two": _two(whole(seed + 2).scale)}
+
+
+def _two(values: torch.Tensor) -> DTensor:
+    mesh = mesh_of(dp=dist.get_world_size())
+    rows = [*values.chunk(mesh.size()), *[values[:0]] * mesh.size()]
+    local = rows[mesh.get_local_rank()].clone()
+    made = TwoTensor(local, local + 1)  # type: ignore[no-untyped-call]
+    return DTensor.from_local(made, mesh, [Shard(0)], run_check=False, shape=values.shape, stride=(1,))
+
+
+def parts(state: dict[str, Any]) -> list[list[torch.Tensor]]:
+    tensors = [state["model"].weight, state["optimizer"].state[state["model"].weight]["moment"]]
+    return [[t._local_tensor.codes, t._local_tensor.scale, t._local_tensor.table] for t in tensors]
+
+
+def saved(url: str) -> str:
+    ckpt.save(url, job(1, stepped=True))
+    return "saved"
+
+
+def loaded(url: str, stepped: bool) -> bool:
+    state = job(5, stepped=stepped)
+    ckpt.load(url, state)
+    return _is_first(state)
+
+
+def _is_first(state: dict[str, Any]) -> bool:
+    expected = parts(job(1, stepped=True))
+    two = state["two"]._local_tensor, _two(whole(3).scale)._local_tensor
+    same = torch.equal(two[0].a, two[1].a) and torch.equal(two[0].b, two[1].b)
+    return same and all(torch.equal(a, b) for x, y in zip(parts(state), expected, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def in_the_background(url: str) -> bool:
+    state = job(1, stepped=True)
+    ckpt.save_async(url, state).result()
+    return loaded(url, stepped=True)
+
+
+def moved(address: str) -> list[bool]:
+    """By a reshard, and from a source to a sink that takes in place."""
+    old, new, taken = job(1, stepped=True), job(5, stepped=True), job(6, stepped=True)
+    live.reshard(old, new)
+    with live.Source(address, old) as source, live.Sink(source.address, taken) as sink:
+        source.publish(1)
+        sink.take()
+    return [_is_first(new), _is_first(taken)]
+
+
+def refused(url: str) -> list[str]:
+    """A cut along columns, and ranks without rows."""
+    errors = []
+    for state in ({"w": cut(whole(1), dim=1)}, {"w": _two(torch.ones(1))}):
+        try:
+            ckpt.save(url, state)
+        except CkptError as err:
+            errors.append(f"{type(err).__name__} {err}")
+    return errors
+
+
+def other_context(url: str) -> str:
+    state = job(5, stepped=True)
+    state["model"].weight._local_tensor.rounding = "up"
+    with pytest.raises(ShapeError) as caught:
+        ckpt.load(url, state)
+    return str(caught.value)
+
+
+def test_rows_come_back_on_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    ranks.run(3, saved, url)
+    opened = ckpt.open(url)
+    for field in ("codes", "scale", "table"):
+        assert torch.equal(opened[f"model.weight#{field}"].read(), getattr(whole(1), field))
+    for world in (2, 4):
+        calls = [(loaded, url, True), (loaded, url, False), (in_the_background, f"{url}-{world}")]
+        assert all(all(results) for results in ranks.run_in_turn(world, calls))
+    texts = ranks.run(2, other_context, url)
+    assert all('model.weight: context.rounding null in the checkpoint, "up" in the state' in text for text in texts)
+
+
+def test_rows_move_in_memory(ranks: Ranks) -> None:
+    assert ranks.run(2, moved, "tcp://127.0.0.1:0/a") == [[True, True]] * 2
+
+
+def test_what_does_not_divide_is_refused_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
+    for texts in ranks.run(3, refused, str(tmp_path / "a")):
+        assert all(text.startswith(LayoutError.__name__) and "(tensor w)" in text for text in texts)
+        assert "cannot be sliced (ValueError: only whole blocks of rows)" in texts[0]
+        assert "has no elements on some of its 3 ranks" in texts[1]
+    assert not (tmp_path / "a").exists()
