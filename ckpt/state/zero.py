@@ -92,6 +92,7 @@ def module_of(engine: Any, path: str) -> nn.Module | None:
     problems = {
         "the layers of a PipelineEngine have no names in the whole model": is_of_deepspeed(engine, "PipelineEngine"),
         "tensor parallelism: nothing says how its parameters are cut": engine.mp_world_size > 1,
+        "experts of every rank have the same names": engine.has_moe_layers,
         "states are swapped to NVMe": getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False),
         f"its optimizer is a {name}": is_of_deepspeed(optimizer, "DeepSpeedOptimizer") and name not in _STAGES,
     }

@@ -37,6 +37,7 @@ def engine(name: str) -> Any:
     def init(self: Any) -> None:
         nn.Linear.__init__(self, 3, 2)
         self.module, self.optimizer, self.mp_world_size = nn.Linear(3, 2), None, 1
+        self.has_moe_layers = False
 
     kind = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})
     return of_deepspeed(name, kind, __init__=init)
