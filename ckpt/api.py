@@ -196,6 +196,7 @@ def load(
     url: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
+    member: str | None = None,
     only: str | Sequence[str] | None = None,
     trainable: bool = False,
     rename: Mapping[str, str] | None = None,
@@ -220,6 +221,7 @@ def load(
     Args:
         url: the checkpoint.
         state: as for :func:`save`; its tensors say what this rank needs.
+        member: of the step of a run of several jobs: whose checkpoint (docs/guides/joint-run.md).
         only: globs of names in the state to load; all others are left alone.
         trainable: leave parameters alone that do not require a gradient, and what an optimizer has for them.
         rename: name or glob in the checkpoint → name or glob in the state; one ``*`` on each side stands for the same text, and the first
@@ -257,9 +259,11 @@ def load(
     from ckpt.io_backends.registry import is_file_system
     from ckpt.plan.match import Selection, rules_of_rename
     from ckpt.plan.values import StatePart
+    from ckpt.runs.members import member_url
 
     group = current_group(process_group)
     with _fails_together(group, "load", url):
+        url = url if member is None else member_url(url, member)
         wait_for_pending_save(group)
         if layout is not None:
             check_layout(layout, group.ranks)
@@ -287,11 +291,13 @@ def load(
 def open(
     url: str | os.PathLike[str],
     *,
+    member: str | None = None,
     sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
 ) -> View:
     """Look into a checkpoint, in one process. Reads the index; tensors are read when they are indexed.
 
     Args:
+        member: as for :func:`load`.
         sources: directories or URLs below which the files may lie that a virtual checkpoint points into; ``()``: none, so virtual
             checkpoints are refused. By default as ``CKPT_SOURCES`` says, and without it wherever the checkpoint points: it may name any
             file or URL that this process can read, so give ``sources`` for checkpoints of people whom you do not trust.
@@ -302,8 +308,9 @@ def open(
     """
     url = url_text(url)
     from ckpt.formats.registry import open_catalog
+    from ckpt.runs.members import member_url
 
-    return View(open_catalog(url, sources=settings.sources(sources)))
+    return View(open_catalog(url if member is None else member_url(url, member), sources=settings.sources(sources)))
 
 
 @contextmanager

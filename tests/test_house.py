@@ -29,7 +29,7 @@ FLOORS = (
     ("plan",),
     ("formats", "net", "state"),
     ("engine", "monitors", "runs.step_listing"),
-    ("nodes", "runs.reporter", "training"),
+    ("nodes", "runs.members", "runs.reporter", "training"),
     ("api", "converters", "testing"),
     ("live", "runs"),
     ("cli", "integrations"),
@@ -184,7 +184,7 @@ def test_trainers_are_imported_by_their_integrations_alone() -> None:
     found = [i for i in imports() if f"{i.target}.".startswith("ckpt.integrations.")]
     assert [str(i) for i in found if not i.module.startswith("ckpt.integrations.")] == ["ckpt.__init__:23 imports ckpt.integrations"]
     foreign = {i.module for i in imports() if i.target.partition(".")[0] in ("transformers", "lightning", "torchtitan")}
-    assert foreign == {f"ckpt.integrations.{name}" for name in ("transformers", "lightning", "torchtitan")}
+    assert foreign == {f"ckpt.integrations.{name}" for name in ("transformers", "lightning", "lightning_sharded", "torchtitan")}
 
 
 def test_the_rooms_of_converters_are_stacked() -> None:

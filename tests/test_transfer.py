@@ -20,6 +20,7 @@ from ckpt.io_backends.conformance.reading import everything
 from tests.cli.checkpoints import data_files, flip, sample, stored, write_checkpoint
 from tests.formats import oracle
 from tests.io_backends.bucket import buckets
+from tests.pairwise import pairwise
 
 PLACES = ["posix", "memory", "fsspec"]
 
@@ -47,7 +48,10 @@ def source(tmp_path: Path) -> str:
     return url
 
 
-@pytest.fixture(params=[16 << 20, 40, 7], ids=["whole files", "small runs", "long chunks"])
+BUFFERS = {"whole files": 16 << 20, "small runs": 40, "long chunks": 7}
+
+
+@pytest.fixture(params=BUFFERS.values(), ids=BUFFERS.keys())
 def buffer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(settings, "HASH_BUFFER", request.param)
     return int(request.param)
@@ -115,8 +119,11 @@ def test_a_source_that_is_no_checkpoint(tmp_path: Path, source: str) -> None:
 # ---- going on
 
 
-@pytest.mark.parametrize("kind", ["crash", "error"])
-@pytest.mark.parametrize("to", PLACES)
+KINDS = ["crash", "error"]
+CUT_OFF = pairwise([*BUFFERS.values()], PLACES, KINDS, ids=[[*BUFFERS], PLACES, KINDS])
+
+
+@pytest.mark.parametrize(("buffer", "to", "kind"), CUT_OFF, indirect=["buffer"])
 def test_a_copy_that_was_cut_off_goes_on(tmp_path: Path, source: str, to: str, kind: str, buffer: int) -> None:
     """At every operation: nothing is committed before the last, and the second attempt ends with the same files as if nothing had been."""
     expected = files(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import io
 import json
 import math
 import subprocess
@@ -143,6 +144,7 @@ def test_arrays_of_any_byte_order_and_stride_come_back_native_and_writable() -> 
 
 
 def test_nodes_are_those_of_the_specification() -> None:
+    assert tree.encode({"a": io.BytesIO(b"\x00\xff")}, "", no_leaf) == {"a": {"$bytesio": "AP8="}}
     state = {"a": (1, b"\x00\xff"), "s": {3, 1, 2}, "z": np.int16(-2), "n": np.array([[1, 2]], "uint16"), 7: torch.float8_e4m3fn}
     assert tree.encode(state, "", no_leaf) == {
         "$map": [

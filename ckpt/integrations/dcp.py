@@ -10,6 +10,7 @@ step, and has no pickle: values that are not tensors must be plain (docs/format.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
-from .dcp_reader import CkptReader
+from .dcp_reader import SERIALIZED, CkptReader
 
 __all__ = ["CkptReader", "CkptWriter"]
 
@@ -248,7 +249,10 @@ def _node(item: WriteItem, planner: SavePlanner) -> tree.Node:
     look_up = getattr(planner, "lookup_object", None)
     if look_up is None:
         raise UsageError(f"{type(planner).__name__} has no lookup_object", hint="derive the planner from DefaultSavePlanner")
-    return tree.encode(look_up(item.index), item.index.fqn, _refuse_tensor)
+    value = look_up(item.index)
+    if type(value) is io.BytesIO and planner.resolve_data(item) is value:
+        value = (SERIALIZED, value)  # the planner, such as Megatron's, has made it of the value and will read it itself
+    return tree.encode(value, item.index.fqn, _refuse_tensor)
 
 
 def _refuse_tensor(value: object, path: str) -> tree.Node:

@@ -35,6 +35,8 @@ from ckpt.text import url_text
 from .reading import job
 
 Verify = Literal["full", "partial", "off"]
+SERIALIZED = "serialized by the planner of torch.distributed.checkpoint"
+"""First of a tuple: the second are bytes that a planner made of a value, and makes the value of again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +139,11 @@ class CkptReader(StorageReader):
             raise NamesError(f"the checkpoint has no {name!r}", where=self.checkpoint_id, hint="`ckpt inspect` lists the names")
         value = known.values[name]
         if item.type is LoadItemType.BYTE_IO:
-            wrapped = io.BytesIO()
-            torch.save(value, wrapped)  # what planners take; it is read again at once
+            if type(value) is tuple and value[:1] == (SERIALIZED,):
+                wrapped = value[1]
+            else:
+                wrapped = io.BytesIO()
+                torch.save(value, wrapped)  # what planners take; it is read again at once
             wrapped.seek(0)
             planner.load_bytes(item, wrapped)
             return

@@ -66,7 +66,7 @@ def load_from_checkpoint(
 class CkptIO(CheckpointIO):
     """A ``CheckpointIO`` for strategies that hold the whole state on each rank: one device, DDP. Values that are not tensors must be plain.
 
-    Strategies for sharded models (FSDP, ``ModelParallelStrategy``) write by themselves and do not use it: call :func:`ckpt.save` there.
+    Strategies for sharded models write by themselves and do not use it: take those of :mod:`ckpt.integrations.lightning_sharded`.
 
     Args:
         background: save in the background, from a copy that is made in the call; an error is raised by the next save or at the end.

@@ -43,8 +43,9 @@ def job(entry: TensorEntry, box: Box, memory: torch.Tensor) -> TensorLoad:
     return TensorLoad(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)
 
 
-def read_state(url: str, *, threads: int | None = None) -> Any:
-    """The state as it was saved: nested values with tensors in host memory. What each rank saved for itself is None.
+def read_state(url: str, *, threads: int | None = None, key: str | None = None) -> Any:
+    """The state as it was saved: nested values with tensors in host memory. What each rank saved for itself is None. ``key``: only what is
+    below it.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that can be read.
@@ -64,7 +65,7 @@ def read_state(url: str, *, threads: int | None = None) -> Any:
             return type(value)(map(filled, value))
         return None if isinstance(value, StoredPerRank) else value
 
-    state = filled(view.state())
+    state = filled(view.state() if key is None else view.state()[key])
     reader = Reader(catalog=catalog, verify="full", threads=settings.threads(threads))
     reader.load(jobs)
     return state

@@ -65,9 +65,10 @@ def encode(value: object, path: str, leaf: Leaf, quick: Mapping[type, Leaf] | No
     """Turn a nested state into a node.
 
     Plain values are None, bool, int, float, complex, str, bytes, dict (also ``OrderedDict``, ``defaultdict`` and ``Counter``), list,
-    tuple, set, frozenset, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``, ``torch.device`` and
-    ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in keys and in sets,
-    where only plain values may be. Values of the classes in ``quick`` are given to what they have there, before anything else is tried.
+    tuple, set, frozenset, ``io.BytesIO``, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``,
+    ``torch.device`` and ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in
+    keys and in sets, where only plain values may be. Values of the classes in ``quick`` are given to what they have there, before
+    anything else is tried.
     """
     return _Encoder(leaf, quick=quick).node(value, path)
 
@@ -97,6 +98,8 @@ class _Encoder:
         node = _numpy_node(value)
         if node is None:
             node = _torch_node(value)
+        if node is None and type(value) is io.BytesIO and self.leaf is not _unknown:  # which is asked in keys and in sets
+            node = {"$bytesio": _base64(value.getvalue())}
         if node is None:
             node = self.leaf(value, path)
         if node is None:
@@ -241,8 +244,6 @@ def _way_out(value: Any) -> str:
             return f"only {plain.__name__} itself is stored, not its subclasses: store {plain.__name__}(value)"
     if isinstance(value, (bytearray, memoryview)):
         return "store bytes(value)"
-    if isinstance(value, io.BytesIO):
-        return "store value.getvalue()"
     if isinstance(value, os.PathLike):
         return "store os.fspath(value)"
     if isinstance(value, (slice, range)):

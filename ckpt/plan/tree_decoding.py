@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import io
 import json
 import math
 import re
@@ -270,6 +271,7 @@ def _read_device(payload: Any) -> object:
 
 _READERS: dict[str, Callable[[Any], object]] = {
     "$bytes": _read_bytes,
+    "$bytesio": lambda payload: io.BytesIO(_read_bytes(payload)),
     "$float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
     "$scalar": _read_scalar,
     "$array": _read_array,

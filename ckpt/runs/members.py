@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
-from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import COMMIT_PATH, Branches, CommitRecord, MemberCheckpoint, branches_of, writer_name
 from ckpt.io_backends.registry import join_url, open_backend
@@ -155,6 +155,15 @@ def member_urls(url: str) -> dict[str, str]:
     record = _joint_record(url)
     run = url.rstrip("/").rpartition("/")[0]
     return {} if record is None else {name: join_url(run, checkpoint.path) for name, checkpoint in record.members.items()}
+
+
+def member_url(url: str, member: str) -> str:
+    """The checkpoint of one member of the joint step at ``url``."""
+    urls = member_urls(url)
+    if member not in urls:
+        there = f"of {', '.join(urls)}" if urls else "of one job, or none"
+        raise NotFoundError(f"member {member!r} has no part in this step: it is {there}", where=url, hint="`ckpt ls` shows the members")
+    return urls[member]
 
 
 def copy_joint(source: str, target: str, copy: Callable[[str, str], T], *, commit: bool) -> list[T]:

@@ -7,6 +7,7 @@ tensors are filled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckpt.plan.tree_decoding import Node
 from .bind_optimizers import OptimizerBinder
 from .fsdp1 import reshard
 from .modules import copies_of, frozen_beside, is_frozen, is_offloaded, tensors_of
+from .named import NamedValues, is_named, merge, place, same_boxes
 from .optimizers import ParamNames, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import Sharded
@@ -91,6 +93,8 @@ def bind(
         walk = _BindWalk(catalog, shard_table, selection.followed_by(renames), names, cast=cast)
         walk.binding.renames = renames
         walk.value(state, catalog.state, "", _no_setter)
+        if walk.named is not None:
+            walk.bind_named(walk.named)
         walk.settle()
         shard_table.shards.known.update(shard_table.anew)
     del walk.optimizers  # a circle: all that the walk knows would wait for the collector
@@ -105,6 +109,7 @@ class _BindWalk(Binder):
     def __init__(self, catalog: Catalog, shard_table: ShardTable, selection: Selection, names: ParamNames, *, cast: bool) -> None:
         super().__init__(catalog, shard_table, selection, cast=cast)
         self.optimizers = OptimizerBinder(self, names)
+        self.named: NamedValues | None = None
         self._own: dict[str, torch.Tensor] = {}
         self._left = 0  # mappings of the checkpoint that dicts of plain values did not take
 
@@ -127,17 +132,22 @@ class _BindWalk(Binder):
                 self.module(target, node, path)
         elif isinstance(target, Optimizer):
             self.optimizers.bind(target, node, path)
+        elif is_named(target):
+            self.named = self.named or NamedValues()
+            self.named.add(target)
+            self.binding.values.append(path)  # of a list that has plain values too: a save left its place empty
         elif is_stateful(target):
             self.stateful(target, node, path)
-        elif isinstance(target, dict) and ((live := not path or _has_live(target)) or self.nodes.children(node) is not None):
+        elif isinstance(target, dict) and ((live := _has_live(target) if path else _LIVE) or self.nodes.children(node) is not None):
             self.mapping(target, node, path, live=live)
         elif isinstance(target, (list, tuple)) and _has_live(target):
             self.sequence(target, node, path, put)
         elif self.selection.wants(path):
             self.plain(node, path, lambda value: put(restore_in_place(target, value)))
 
-    def mapping(self, target: dict[Any, Any], node: Node, path: str, *, live: bool) -> None:
-        """Bind each key of a dict. One that holds plain values only, and is not ``live``, also takes the keys that just the checkpoint has.
+    def mapping(self, target: dict[Any, Any], node: Node, path: str, *, live: int) -> None:
+        """Bind each key of a dict. ``live`` is what it holds (``_has_live``). If that is plain values, or what says its name itself, it
+        also takes the keys that just the checkpoint has; in the latter case tensors, too: a sharded state dict may not have all yet.
 
         A state may have millions of plain values. Where nothing is selected or renamed, those of one dict that stand for themselves are
         taken together, and if all that is stored there is taken, the path of the dict stands for theirs.
@@ -158,7 +168,7 @@ class _BindWalk(Binder):
                 tensor(at, value)
             else:
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
-        runs = [alike] if live else [alike, *self.added(target, children, path, everything=everything)]
+        runs = [alike] if live == _LIVE else [alike, *self.added(target, children, path, everything=everything, tensors=live == _NAMED)]
         if not live and not children and self.selection.wants(path):
             self.binding.values.append(path)
         if any(runs):
@@ -166,7 +176,9 @@ class _BindWalk(Binder):
             self.binding.values += [path] if complete else [join(path, key) for run in runs for key in run]
             self.binding.apply += [partial(_take, target, run, children) for run in runs[:1] if run]
 
-    def added(self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool) -> Iterator[list[Any]]:
+    def added(
+        self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool, tensors: bool
+    ) -> Iterator[list[Any]]:
         """Take the keys that just the checkpoint has, in its order. Gives those whose values stand for themselves, as they are taken."""
         run: list[Any] = []
         for key, child in children.items():
@@ -181,8 +193,8 @@ class _BindWalk(Binder):
                 yield run
                 run = []
             at = join(path, key)
-            if self.selection.wants(at) and self.selection.renamed(at) == at and not tree.refers(child):
-                self.plain(child, at, _item_setter(target, key))
+            if self.selection.wants(at) and self.selection.renamed(at) == at and (tensors or not tree.refers(child)):
+                (self.decoded if tensors else self.plain)(child, at, _item_setter(target, key))
             else:
                 self._left += 1
         if run:
@@ -210,6 +222,25 @@ class _BindWalk(Binder):
             self.binding.apply.append(lambda: put(tuple(loaded)))
 
     # ---- objects
+
+    def bind_named(self, named: NamedValues) -> None:
+        """Bind what says its name itself, wherever it lies in the state."""
+        for name, values in named.boxes.items():
+            if not self.selection.wants(name):
+                continue
+            again = list(same_boxes(values))
+            twice = {id(value) for _, value in again}
+            local = self.shard_table.add(name, place(name, [v for v in values if id(v) not in twice], self.shard_table.rank))
+            entry, shape = self.entries.get(name), local.info.shape
+            if values[0].allow_shape_mismatch and entry is not None and len(entry.shape) == len(shape):
+                stored = entry.logical or entry.shape  # what both have is loaded, and the rest of the state's zeroed
+                local.info = replace(local.info, shape=tuple(map(max, entry.shape, shape)), logical=stored)
+            self.target(name, local)
+            self.binding.apply += [partial(second.data.detach().copy_, first.data.detach()) for first, second in again]
+        for name, objects in named.objects.items():
+            for each in objects if self.selection.wants(name) else ():
+                self.decoded(self.nodes.child(self.catalog.state, name, name), name, partial(setattr, each, "data"), template=each.data)
+        self.binding.apply += [partial(merge, factory, built) for factory, built in named.factories]
 
     def module(self, module: torch.nn.Module, node: Node, path: str) -> None:
         parts = tensors_of(module)
@@ -294,7 +325,7 @@ class _BindWalk(Binder):
 
     def compound(self, target: Compound, node: Node, path: str) -> None:
         slots, before = target.slots(), len(self.binding.apply)
-        self.mapping(slots, node, path, live=not path or _has_live(slots))
+        self.mapping(slots, node, path, live=_has_live(slots) if path else _LIVE)
         if len(self.binding.apply) > before:
             self.binding.apply.append(lambda: target.loaded(slots))
 
@@ -346,15 +377,21 @@ def _is_below(taken: Set[str], at: str, where: str) -> bool:
     return any(p in taken for p in (at, *(f"{at}.{where[:i]}" for i, c in enumerate(f"{where}.") if c == "." and i)))
 
 
-def _has_live(value: object) -> bool:
-    """Whether a container holds anything that is loaded in place."""
+_NAMED, _LIVE = 1, 2
+
+
+def _has_live(value: object) -> int:
+    """Whether a container holds anything that is loaded in place: ``_LIVE``, or ``_NAMED`` if all of it says its name itself."""
     if type(value) in tree.SCALARS:
-        return False
-    if isinstance(value, dict):
-        return any(_has_live(v) for v in value.values() if type(v) not in tree.SCALARS)
-    if isinstance(value, (list, tuple)):
-        return any(_has_live(v) for v in value if type(v) not in tree.SCALARS)
-    return isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer)) or is_stateful(value)
+        return 0
+    if isinstance(value, (dict, list, tuple)):
+        most = 0
+        for child in value.values() if isinstance(value, dict) else value:  # until the first that is live: there may be many thousand
+            if type(child) not in tree.SCALARS and (most := max(most, _has_live(child))) == _LIVE:
+                break
+        return most
+    live = isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer))
+    return _LIVE if live else _NAMED if is_named(value) else _LIVE if is_stateful(value) else 0
 
 
 def _tensor_names(node: Node) -> list[str]:

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from ckpt.errors import CoverageError, StateError
 from ckpt.plan.layout.layout import Layout
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.tree import encode, join, leaves
 from ckpt.plan.tree_decoding import Node, child_path, mapping_node, pairs_of, tag_of
 from ckpt.plan.values import StatePart
@@ -22,6 +24,7 @@ from ckpt.plan.values import StatePart
 from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
 from .modules import LEFT_OUT, ModuleTensors, PartTaker, added_by, copies_of, frozen_beside, is_frozen, tensors_of
+from .named import NamedValues, is_main, is_named, place
 from .optimizers import ParamNames, check_keys, inline, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, StateOf
 from .sharded import Sharded
@@ -119,6 +122,8 @@ def collect(
         walk = _CollectWalk(collected, shard_table, parts, taker)
         kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
         node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
+        if walk.named is not None:
+            node = walk.with_named(node, walk.named)
         if taker is not None:
             node, collected.idle, collected.trains = taker.labelled(node), taker.idle(), taker.trains
         collected.state = _rehomed(node, "", walk.renumbered)[0] if walk.renumbered else node
@@ -225,6 +230,7 @@ class _CollectWalk:
     """What decides what a part has; None for a whole state."""
     renumbered: dict[str, str] = field(default_factory=dict)
     """Path and stored name of tensors that the layout gave another name; not those inside of what has a ``state_dict``."""
+    named: NamedValues | None = None
 
     def leaf(self, value: object, path: str) -> Node:
         if isinstance(value, (torch.Tensor, Sharded)):
@@ -239,6 +245,10 @@ class _CollectWalk:
         if isinstance(value, torch.nn.Module):
             engine = id(value) in self.collected.params.engines
             return self.leaf(EngineState(value), path) if engine else self.module(value, path)
+        if is_named(value):
+            self.named = self.named or NamedValues()
+            self.named.add(value)
+            return LEFT_OUT
         before = len(self.shard_table.names)
         node: Node = None
         if isinstance(value, Compound):
@@ -276,13 +286,40 @@ class _CollectWalk:
 
     def inner_leaf(self, value: object, path: str) -> Node:
         """Inside of what has a ``state_dict``: only what ``load_state_dict`` can be given back."""
-        if isinstance(value, (PerRank, Compound, torch.nn.Module, Optimizer)):
+        if isinstance(value, (PerRank, Compound, torch.nn.Module, Optimizer)) or is_named(value):
             raise StateError(
                 f"a {type(value).__name__} inside of an object's state_dict could not be loaded again",
                 where=path,
                 hint="put it into the state itself, beside the object, or its state_dict() into the object's",
             )
         return self.leaf(value, path)
+
+    def with_named(self, state: Node, named: NamedValues) -> Node:
+        """The state without the values that say their names themselves, and these beside it."""
+        taker, table = self.taker or PartTaker(StatePart()), self.shard_table
+        beside: dict[str, Node] = {}
+        for name, boxes in named.boxes.items():
+            if taker.wants(name, boxes[0].data):
+                # Replicas, too, say that there is such a tensor, of which somebody has to save every box.
+                beside[name] = {"$tensor": table.add(name, place(name, boxes, table.rank, main=True)).info.name}
+        for name, objects in named.objects.items():
+            saved = [*filter(is_main, objects)]
+            if len(saved) > 1:
+                raise StateError("two objects of the state have this name", where=name, hint="give all but one of them a replica_id")
+            if taker.wants(name) and saved:
+                beside[name] = taker.decided(encode(saved[0].data, name, self.object_leaf))
+        left = pairs_of(taker.left(state)) or []
+        taken = next((key for key, _ in left if key in beside), None)
+        if taken is not None:
+            raise StateError("a value of the state, and one that says its name itself, have this name", where=str(taken), hint="rename one")
+        return mapping_node([*left, *beside.items()])
+
+    def object_leaf(self, value: object, path: str) -> Node:
+        """Inside of an object that only this rank saves."""
+        if isinstance(value, torch.Tensor):
+            here = TensorLayout(Mesh.flat((self.shard_table.rank,)))
+            return {"$tensor": self.shard_table.add(path, Sharded(value.detach(), tuple(value.shape), here)).info.name}
+        return None
 
     def own_leaf(self, value: object, path: str) -> Node:
         if isinstance(value, torch.Tensor):

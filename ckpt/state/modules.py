@@ -192,9 +192,12 @@ class PartTaker:
             raise StateError(
                 f"the key {LABEL!r} of a state says that a checkpoint is a part", where=LABEL, hint="give the value another key"
             )
-        keep = {id(node) for node in self._decided}
-        left = self._cut(state, "", keep)
-        return mapping_node([*(pairs_of(left) or []), (LABEL, self.part.to_node())])
+        return mapping_node([*(pairs_of(self.left(state)) or []), (LABEL, self.part.to_node())])
+
+    def left(self, state: Node) -> Node:
+        """What is left of the state of a walk."""
+        left = self._cut(state, "", {id(node) for node in self._decided})
+        return {} if isinstance(left, Missing) else left
 
     def _cut(self, node: Node, path: str, keep: set[int]) -> Node | Missing:
         tag = tag_of(node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -82,18 +82,32 @@ def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OVER, _COPIES = "stated", "copies"
+Part: TypeAlias = tuple[tuple[Any, Any], torch.Tensor]
+"""Offset and sizes of a box, and its memory."""
 
 
 def from_stated(tensor: torch.Tensor, name: str, rank: int) -> Sharded:
     """The place that a tensor states."""
     local = holder_of(tensor)
     shape, parts = _by_fields(local) if all(hasattr(local, f) for f in STATED_FIELDS) else _by_chunks(tensor, local, name)
+    _check_boxes(shape, parts, name)
+    parts = [(box, memory) for box, memory in parts if memory.numel() or not shape]
+    return Sharded(_example(tensor), shape, _layout(tensor, name, [box for box, _ in parts], rank), tuple(memory for _, memory in parts))
+
+
+def of_boxes(name: str, shape: tuple[int, ...], parts: Sequence[Part], rank: int, *, tensors: Sequence[torch.Tensor]) -> Sharded:
+    """The place of boxes that only this rank knows of, in memory of ``tensors``."""
+    _check_boxes(shape, parts, name)
+    parts = [(box, memory) for box, memory in parts if memory.numel() or not shape]
+    layout = _alone([box for box, _ in parts], rank if parts else 0)  # ranks that have none say the same
+    return Sharded(tensors[0].detach(), shape, layout, tuple(memory for _, memory in parts), tuple(tensors[1:]))
+
+
+def _check_boxes(shape: tuple[int, ...], parts: Sequence[Part], name: str) -> None:
     problem = _problem(shape, parts)
     if problem is not None:
         hint = "every box is a pair of offset and sizes inside of the global shape, and its memory has these sizes"
         raise LayoutError(f"the boxes that it states do not fit: {problem}", where=f"tensor {name}", hint=hint)
-    parts = [(box, memory) for box, memory in parts if memory.numel() or not shape]
-    return Sharded(_example(tensor), shape, _layout(tensor, name, [box for box, _ in parts], rank), tuple(memory for _, memory in parts))
 
 
 def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: int) -> Sharded | None:
@@ -115,7 +129,7 @@ def _example(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-def _by_fields(local: Any) -> tuple[tuple[int, ...], list[tuple[tuple[Any, Any], torch.Tensor]]]:
+def _by_fields(local: Any) -> tuple[tuple[int, ...], list[Part]]:
     shape, memory = tuple(local.global_shape), local.detach()
     rows = list(zip(local.global_offsets, local.local_offsets, local.local_sizes, strict=False))
     if not len(local.global_offsets) == len(local.local_offsets) == len(local.local_sizes):
@@ -130,7 +144,7 @@ def _by_fields(local: Any) -> tuple[tuple[int, ...], list[tuple[tuple[Any, Any],
     return shape, parts
 
 
-def _by_chunks(tensor: torch.Tensor, local: Any, name: str) -> tuple[tuple[int, ...], list[tuple[tuple[Any, Any], torch.Tensor]]]:
+def _by_chunks(tensor: torch.Tensor, local: Any, name: str) -> tuple[tuple[int, ...], list[Part]]:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local.__create_chunk_list__()]
@@ -149,7 +163,7 @@ def _size_in_items(local: Any, name: str) -> tuple[int, ...]:
     return sizes.pop() if len(sizes) == 1 else tuple(local.shape)
 
 
-def _problem(shape: tuple[int, ...], parts: Sequence[tuple[tuple[Any, Any], torch.Tensor]]) -> str | None:
+def _problem(shape: tuple[int, ...], parts: Sequence[Part]) -> str | None:
     for (offset, sizes), memory in parts:
         if offset is None:
             return "its memory has no such parts"
@@ -163,7 +177,6 @@ def _problem(shape: tuple[int, ...], parts: Sequence[tuple[tuple[Any, Any], torc
 
 
 def _layout(tensor: torch.Tensor, name: str, boxes: Sequence[tuple[Any, Any]], rank: int) -> TensorLayout:
-    listed = (tuple((tuple(map(int, offset)), tuple(map(int, sizes))) for offset, sizes in boxes),)
     ranks: tuple[int, ...] = (rank,)
     if is_dtensor(tensor):
         if any(p.is_partial() for p in tensor.placements):
@@ -174,6 +187,10 @@ def _layout(tensor: torch.Tensor, name: str, boxes: Sequence[tuple[Any, Any]], r
         if where is not None:
             same = tuple(slice(None) if p.is_replicate() else at for p, at in zip(tensor.placements, where, strict=True))
             ranks = tuple(mesh.array()[same].reshape(-1).tolist())
-    if len(ranks) == 1:
-        return TensorLayout(Mesh((_OVER,), (1,), ranks), (StatedBoxes(_OVER, listed),))
-    return TensorLayout(Mesh((_OVER, _COPIES), (1, len(ranks)), ranks), (StatedBoxes(_OVER, listed),))
+    alone = _alone(boxes, rank)
+    return alone if len(ranks) == 1 else TensorLayout(Mesh((_OVER, _COPIES), (1, len(ranks)), ranks), alone.splits)
+
+
+def _alone(boxes: Sequence[tuple[Any, Any]], rank: int) -> TensorLayout:
+    listed = (tuple((tuple(map(int, offset)), tuple(map(int, sizes))) for offset, sizes in boxes),)
+    return TensorLayout(Mesh((_OVER,), (1,), (rank,)), (StatedBoxes(_OVER, listed),))

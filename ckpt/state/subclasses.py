@@ -89,7 +89,7 @@ def describe(tensor: torch.Tensor, path: str) -> dict[str, Node]:
         CLASS: _name(type(wrapper)),
         "dtype": str(wrapper.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "context": tree.encode(_reshaped(context, wrapper.shape, tensor.shape), f"{path} (context)", _describe_value),
+        "context": _context_node(context, wrapper.shape, tensor.shape, f"{path} (context)"),
     }
     return {**node, "inside": inside} if inside else node
 
@@ -102,7 +102,7 @@ def difference(stored: Node, tensor: torch.Tensor, path: str) -> str | None:
     """How a stored description, or whatever else is stored, differs from that of a wrapper; None if it does not."""
     mine = describe(tensor, path)
     if not is_description(stored):
-        return f"no tensor of a subclass in the checkpoint, a {mine[CLASS]} in the state"
+        return f"a {mine[CLASS]} in the state, and its inner tensors are not in the checkpoint"
     return _first_difference({key: value for key, value in stored.items() if key != TENSORS}, mine, "")
 
 
@@ -122,18 +122,22 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _describe_value(value: object, path: str) -> Node:
-    """What a context has that is not plain: it can be compared, and is not made again."""
-    if isinstance(value, enum.Enum):
-        return {"object": f"{_name(type(value))}.{value.name}"}
-    if isinstance(value, type) or (callable(value) and "<" not in getattr(value, "__qualname__", "<")):
-        return {"object": _name(value)}  # type: ignore[arg-type]  # functions have both names, too
-    parts: dict[str, object] | None = None
-    if is_dataclass(value):
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
-    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
-        parts = value._asdict()
-    return None if parts is None else {"object": _name(type(value)), "fields": tree.encode(parts, path, _describe_value)}
+def _context_node(context: Any, old: Sequence[int], new: Sequence[int], path: str) -> Node:
+    """A context as plain values, with the shape ``new`` for ``old``. What is not plain can be compared, and is not made again."""
+
+    def leaf(value: object, at: str) -> Node:
+        if isinstance(value, enum.Enum):
+            return {"object": f"{_name(type(value))}.{value.name}"}
+        if isinstance(value, type) or (callable(value) and "<" not in getattr(value, "__qualname__", "<")):
+            return {"object": _name(value)}  # type: ignore[arg-type]  # functions have both names, too
+        parts: dict[str, object] | None = None
+        if is_dataclass(value):
+            parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+            parts = value._asdict()
+        return None if parts is None else {"object": _name(type(value)), "fields": tree.encode(_reshaped(parts, old, new), at, leaf)}
+
+    return tree.encode(_reshaped(context, old, new), path, leaf)
 
 
 def _reshaped(context: Any, old: Sequence[int], new: Sequence[int]) -> Any:

@@ -284,6 +284,8 @@ class Binder:
         if problem is not None:
             if state_name in self.entries:
                 self._used(self.entries[state_name].name)
+                if self.catalog.record is None:
+                    problem += "; other software pickles such tensors, which is not read: load it with that, and save it again"
             self.binding.misfits.append(f"{state_name}: {problem}")
             return
         if tensor.is_meta:

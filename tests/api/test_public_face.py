@@ -21,6 +21,7 @@ import ckpt
 from ckpt import errors
 from ckpt.engine.save.options import SaveArguments
 from ckpt.errors import CkptError
+from ckpt.needs import PLUGINS
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLABLES = [name for name in ckpt.__all__ if callable(getattr(ckpt, name))]
@@ -260,7 +261,7 @@ def _is_public(name: str) -> bool:
         place = ROOT / "ckpt" / "integrations"
         return not rest or (place / f"{rest[0]}.py").exists() or (place / rest[0] / "__init__.py").exists()
     if first not in ckpt.FACES:
-        return first in ckpt.__all__ or first in NOT_NAMES
+        return first in ckpt.__all__ or first in NOT_NAMES or f"ckpt.{first}" in PLUGINS
     return not rest or rest[0] == "conformance" or rest[0] in getattr(ckpt, first).__all__
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import datetime
 import enum
-import io
 import math
 import random
 import threading
@@ -97,7 +96,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "module class": (nn.Linear, "make it a tensor"),
     "date": (datetime.date(2020, 1, 1), "make it a tensor"),
     "path": (Path("x"), "os.fspath(value)"),
-    "bytes in a file": (io.BytesIO(b"x"), "value.getvalue()"),
     "slice": (slice(1, 2), "value.start"),
     "range": (range(3), "value.start"),
     "enum": (Colour.RED, ".value"),

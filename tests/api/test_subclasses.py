@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_a_plain_tensor_and_one_made_of_others_do_not_fit(root: str) -> None:
     ckpt.save(f"{root}/dense", dense)
     with pytest.raises(ShapeError, match="w: a tensor made of codes, scale, table in the checkpoint, a plain tensor in the state"):
         ckpt.load(f"{root}/made", dense)
-    with pytest.raises(ShapeError, match="w: no tensor of a subclass in the checkpoint, a tests.fixtures.rows8.Rows8 in the state"):
+    with pytest.raises(ShapeError, match="w: a tests.fixtures.rows8.Rows8 in the state, and its inner tensors are not in the checkpoint"):
         ckpt.load(f"{root}/dense", made)
     with pytest.raises(ShapeError, match=r"w: class .*Rows8.* in the checkpoint, .*TwoTensor.* in the state"):
         ckpt.load(f"{root}/made", {"w": made["o"], "o": made["o"]})
@@ -191,6 +192,20 @@ def test_parts_go_by_the_name_of_the_whole(root: str) -> None:
     moved = Rows8.random(8, 6, rounding="up")
     ckpt.load(f"{root}/whole", {"base": {"w": moved}}, only="base.w", rename={"model.weight": "base.w"})
     assert torch.equal(moved.codes, state["model"].weight.codes)
+
+
+@dataclass
+class Meta:
+    shape: torch.Size
+    device: torch.device
+
+
+def test_a_context_is_the_same_on_every_device(url: str) -> None:
+    ckpt.save(url, {"w": Rows8.random(2, 2, rounding=Meta(torch.Size((2, 2)), torch.device("cuda", 1)))})
+    assert ckpt.open(url).state()["w"]["context"]["rounding"] == {
+        "object": f"{__name__}.Meta",
+        "fields": {"shape": torch.Size((2, 2)), "device": torch.device("cuda")},
+    }
 
 
 class Holder:

@@ -327,6 +327,7 @@ VALUES: dict[str, Any] = {
     "set": {"$set": [1, "x"]},
     "frozenset": {"$frozenset": [{"$tuple": [1, 2]}]},
     "bytes": {"$bytes": _b64(bytes(range(256)))},
+    "bytesio": {"$bytesio": _b64(b"\0\xff")},
     "floats": [{"$float": "nan"}, {"$float": "inf"}, {"$float": "-inf"}],
     "complex": [{"$complex": [1.0, -2.5]}, {"$complex": [{"$float": "inf"}, 0.0]}],
     "scalar": {"$scalar": ["float32", _b64(struct.pack("<f", 1.5))]},
@@ -473,6 +474,8 @@ def typed(node: Any) -> list[Any]:
             return [tag[1:], kind, shape, base64.b64decode(raw).hex()]
         if tag == "$bytes":
             return ["bytes", base64.b64decode(payload).hex()]
+        if tag == "$bytesio":
+            return ["bytesio", base64.b64decode(payload).hex()]
         if tag == "$float":
             return ["float", payload]
         if tag == "$complex":

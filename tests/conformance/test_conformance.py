@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -58,6 +59,8 @@ def as_typed(value: object) -> list[Any]:
         return ["complex", repr(value.real), repr(value.imag)]
     if isinstance(value, bytes):
         return ["bytes", value.hex()]
+    if isinstance(value, io.BytesIO):
+        return ["bytesio", value.getvalue().hex()]
     assert isinstance(value, int | float | str)
     return ["string", value] if isinstance(value, str) else [type(value).__name__, repr(value)]
 

@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PRELOAD = (
     "pytest",
+    "hypothesis.strategies",
+    "click.testing",
     "numpy.ma",
     "torch",
     "torch.distributed",
@@ -56,6 +58,10 @@ PRELOAD = (
     "zstandard",
     "encodings.idna",
     "ckpt.api",
+    "ckpt.cli.main",
+    "ckpt.converters.selected_state",
+    "ckpt.formats.deltas.chain",
+    "ckpt.formats.safetensors",
     "ckpt.training.data",
     "ckpt.engine.dry_run.load",
     "ckpt.engine.dry_run.save",
@@ -67,7 +73,14 @@ PRELOAD = (
     "ckpt.runs.reporter",
     "ckpt.formats.registry",
     "ckpt.live",
+    "ckpt.live.pull",
+    "ckpt.live.server",
+    "ckpt.live.sink",
+    "ckpt.live.source",
     "ckpt.runs.checkpointer",
+    "tests.distributed.ranks",
+    "tests.live.jobs",
+    "tests.memory.daemons",
     "tests.distributed.first_calls",
 )
 """Imported once, in the server that ranks are forked from. A test sees that all can be: a fork server passes over what cannot."""

@@ -88,8 +88,14 @@ def at_places(saved: Path) -> list[tuple[str, int]]:
     return [(f"{saved}/{extents[name].path}", extents[name].offset + at) for name, at in within.items()]
 
 
-@pytest.mark.parametrize("options", [{"exchange": True}, {"exchange": True, "apart": True}, {"exchange": True, "threads": 3}])
-@pytest.mark.parametrize("kind", ["whole", "rows", "columns"])
+HANDED_OUT = [
+    pytest.param(kind, {"exchange": True, **more}, id=f"{kind}-{more or ''}", marks=pytest.mark.slow if more and kind != "rows" else ())
+    for kind in ("whole", "rows", "columns")
+    for more in ({}, {"apart": True}, {"threads": 3})
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), HANDED_OUT)
 def test_pieces_that_were_handed_out_are_read_again(ranks: Ranks, saved: Path, kind: str, options: dict[str, Any]) -> None:
     found = ranks.run(3, load, str(saved), at_places(saved), kind, options)
     assert all(same for same, *_ in found)

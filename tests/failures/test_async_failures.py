@@ -47,7 +47,16 @@ def save(url: str, value: float, fault: Fault | None = None) -> tuple[FaultyProc
     return process, handle.durable.exception()
 
 
-@pytest.mark.parametrize(("kind", "error"), [("no_space", NoSpaceError), ("error", StorageError)])
+AT_ANY_OPERATION = [
+    ("posix", "no_space", NoSpaceError),
+    ("memory", "error", StorageError),
+    pytest.param("posix", "error", StorageError, marks=pytest.mark.slow),
+    pytest.param("memory", "no_space", NoSpaceError, marks=pytest.mark.slow),
+]
+"""All of a synchronous save are in ``test_every_operation``."""
+
+
+@pytest.mark.parametrize(("root", "kind", "error"), AT_ANY_OPERATION, indirect=["root"])
 def test_storage_that_fails_at_any_operation_leaves_what_was_there(root: str, kind: str, error: type[CkptError]) -> None:
     save(f"{root}/counted", 1.0)
     log = save(f"{root}/counted", 2.0)[0].log

@@ -22,6 +22,7 @@ from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.net.group import Group
 from ckpt.net.store import group_store
 from tests.failures.states import layout, state, stored
+from tests.pairwise import pairwise
 
 BEFORE, NEW, LATER = 1, 2, 3
 ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError}
@@ -83,8 +84,7 @@ def operations(root: str, rank: int) -> tuple[str, ...]:
     return job.processes[rank].log
 
 
-@pytest.mark.parametrize("kind", ["error", "no_space", "short_write"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("root", "rank", "kind"), pairwise(["posix", "memory"], [0, 1], [*ERRORS]), indirect=["root"])
 def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: str) -> None:
     log = operations(root, rank)
     publish = log.index("put_if checkpoint.json") if rank == 0 else len(log)
@@ -121,7 +121,8 @@ def test_a_crash_of_one_rank_ends_the_save_on_the_other(directory: str, rank: in
         url, where = f"{directory}/{n}", f"crash {'after' if after else 'before'} operation {n} of rank {rank}, {log[n]}"
         save(url, BEFORE)
         job = save(url, NEW, rank, Fault(at=n, kind="crash", after=after, lose_unsynced=True, seed=n), timeout=DEADLINE)
-        assert isinstance(job.raised[rank], SimulatedCrash), where
+        # what a save has replaced may be removed after the call has returned, if that takes long
+        assert isinstance(job.raised[rank], SimulatedCrash) or (n > publish and job.raised[rank] is None), where
         other = job.raised[1 - rank]
         if other is None:
             assert n >= publish and stored(url) == NEW, where

@@ -22,7 +22,7 @@ DATA = np.random.default_rng(8).integers(0, 256, 11 * MIB + 77, dtype=np.uint8).
 OLD, NEW = b"the old record " * 20, b"the new record " * 20
 
 
-@pytest.fixture(params=["object_store", "moto_store"])
+@pytest.fixture(params=["object_store", pytest.param("moto_store", marks=pytest.mark.slow)])
 def proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     store: ObjectStore = request.getfixturevalue(request.param)
     use(store, monkeypatch)

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.runs.joint import JointRun
 from ckpt.runs.members import Generation, JointOutcome, MemberChanges, check_members, member_path
@@ -330,6 +330,12 @@ def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path
     assert listed[0]["stored_bytes"] > 2 * own[0]["stored_bytes"] > 0
     assert "of trainer, buffer, rollouts" in ckpt_command("ls", root).stdout
     assert f"{root}/buffer/step-00000002" in ckpt_command("inspect", two).stdout
+
+    assert ckpt.open(two, member="buffer").url == ckpt.open(f"{root}/buffer/step-00000002").url
+    with pytest.raises(NotFoundError, match="member 'judge' has no part in this step: it is of trainer, buffer, rollouts"):
+        ckpt.load(two, {}, member="judge")
+    with pytest.raises(NotFoundError, match="of one job, or none"):
+        ckpt.open(f"{root}/buffer/step-00000002", member="buffer")
 
     assert ckpt_command("tag", two, "good").exit_code == 0
     assert ckpt_command("rm", two, "--yes").exit_code != 0

@@ -20,9 +20,6 @@ TO_CPU: Ports = (
     (r"cuda:(?:\d|\{[^}]*\})", "cpu"),
     (r"(device=|device_type=|init_device_mesh\(\s*)\"cuda\"", r'\1"cpu"'),
     (r"cpu:gloo,cuda:nccl", "gloo"),
-    (r"\"losses\": loss_bytes,", '"losses": loss_bytes.getvalue(),'),  # what the error of an io.BytesIO in a state says
-    (r"state_dict\[\"losses\"\]\.seek\(0\)", ""),
-    (r"torch\.load\(state_dict\[\"losses\"\]\)", 'torch.load(BytesIO(state_dict["losses"]))'),
     (  # the generators of CPUs do not go on alike on ranks that draw different numbers of elements, those of GPUs do
         r"(\"replicated\": torch\.rand\(tensor_size), device=self\.rank\)",
         r"\1, generator=torch.Generator().manual_seed(4 * specs.index(save_spec) + specs.index(load_spec)))",

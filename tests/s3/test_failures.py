@@ -93,7 +93,7 @@ def test_an_object_whose_last_answer_got_lost(s3_url: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(("size", "operation"), [(100, "PutObject"), (11 * MIB, "CompleteMultipartUpload"), (11 * MIB, "UploadPart")])
 def test_what_cannot_be_committed_leaves_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch, size: int, operation: str) -> None:
     """The object may come into being, but the store does not answer any more until it is too late."""
-    monkeypatch.setenv("CKPT_TIMEOUT", "1")
+    monkeypatch.setenv("CKPT_TIMEOUT", "3")
     gone: list[Seen] = []
 
     def fail(seen: Seen) -> Any:
@@ -156,7 +156,7 @@ def test_a_store_that_stays_busy(s3_url: str, monkeypatch: pytest.MonkeyPatch) -
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"SlowDown meddled \(HTTP 503\), \d+ times \(s3://") as error:
         open_backend(s3_url).read("a")
-    assert 1 < time.monotonic() - began < 10
+    assert 1 < time.monotonic() - began < 30
     assert f"{len(seen)} times" in str(error.value)
     assert 3 <= len(seen) <= 12
 
@@ -251,7 +251,7 @@ def test_ranges_that_are_read_at_once_are_of_one_version(s3_url: str, object_sto
 @pytest.mark.alone
 def test_a_slow_line_is_no_silence(s3_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload that takes longer than any time-out, but goes on: it is sent once."""
-    monkeypatch.setenv("CKPT_TIMEOUT", "8")  # silence: 2 s
+    monkeypatch.setenv("CKPT_TIMEOUT", "14")  # silence: 3.5 s
     data = bytes(range(256)) * (40 << 10)
     with slow(object_store.endpoint, 2 * MIB) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
@@ -268,7 +268,7 @@ def test_a_name_that_is_taken_meanwhile_keeps_what_it_has(s3_url: str, monkeypat
     writer = backend.create("data/a", 6)
     writer.write(0, [b"oursss"])
     with monkeypatch.context() as patch:
-        patch.setenv("CKPT_TIMEOUT", "1")
+        patch.setenv("CKPT_TIMEOUT", "3")
         watch(patch, lambda s: lost_request(s.request) if s.operation == "PutObject" and s.path.endswith("/a") else None)
         lost = open_backend(s3_url).create("data/a", 6)
         lost.write(0, [b"oursss"])

@@ -33,6 +33,8 @@ from tests.s3.stores import ObjectStore
 s3fs = pytest.importorskip("s3fs")
 
 SCHEMES = ("s3", "s3a")
+ALIKE = ("s3", pytest.param("s3a", marks=pytest.mark.slow))
+"""Where what a store answers is looked at, which does not depend on the name of its scheme."""
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +291,7 @@ def test_who_asks_pays(object_store: ObjectStore, options: dict[str, Any], monke
 # ---- reading without keys
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ALIKE)
 @pytest.mark.parametrize("how", ["option", "variable"])
 def test_public_buckets(object_store: ObjectStore, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, scheme: str, how: str) -> None:
     bucket = object_store.new_bucket()
@@ -315,7 +317,7 @@ def test_public_buckets(object_store: ObjectStore, options: dict[str, Any], monk
             ckpt.save(f"{root}/b", state())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ALIKE)
 def test_without_keys_the_hint_says_how_to_read_public_buckets(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
@@ -353,7 +355,7 @@ def test_errors_name_the_options_that_decide(
 # ---- guarantees
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ALIKE)
 def test_a_bucket_of_a_mistyped_name_is_not_made(object_store: ObjectStore, options: dict[str, Any], scheme: str) -> None:
     before = [b["Name"] for b in object_store.client.list_buckets()["Buckets"]]
     root = f"{scheme}://no-such-bucket-anywhere/run"
@@ -364,7 +366,7 @@ def test_a_bucket_of_a_mistyped_name_is_not_made(object_store: ObjectStore, opti
     assert [b["Name"] for b in object_store.client.list_buckets()["Buckets"]] == before
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ALIKE)
 def test_a_store_that_ignores_conditions_is_refused(
     moto_store: ObjectStore, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:

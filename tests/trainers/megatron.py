@@ -1,9 +1,13 @@
-"""megatron-core on two ranks, then on one and three: its states through ckpt's DCP storage, and by ckpt itself. Its own saves need CUDA."""
+"""megatron-core on two ranks, then on one, three and four: its states through ckpt's DCP storage, by ckpt itself, and by ckpt as a backend
+of its own saves. The model is a GPTModel with experts: on two ranks tensors are cut, on three data, on four tensors and stages."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
-from collections.abc import Callable
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +16,31 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt
 from ckpt.integrations.dcp import CkptReader, CkptWriter
+from ckpt.integrations.megatron import CkptSave, plain
 
-from .lives import Job, digest
+from .lives import SAVED, Job, digest, world
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
+import megatron_memory as memory
+import megatron_writer as writer
 
 ROWS = 24
+CUT = {1: [], 2: ["--tp", "2"], 3: [], 4: ["--tp", "2", "--pp", "2"]}
+"""By the number of ranks."""
+
+
+@functools.cache
+def started() -> argparse.Namespace:
+    """What the model of this process is made with."""
+    options = writer.options().parse_args(["--out", "", "--plain", "bf16", "--experts", "4", *CUT[world()]])
+    writer.started(options)
+    return options
 
 
 class CkptStrategy(SaveShardedStrategy):
@@ -38,38 +58,33 @@ class CkptStrategy(SaveShardedStrategy):
         dcp.save(state, storage_writer=CkptWriter(checkpoint_dir), planner=mcore.MCoreSavePlanner(flatten_state_dict=False))
 
 
-class Sharded(Job):
+class Rows(Job):
     """Rows of one weight on each rank. A step knows which rows these are, so it computes the same on every number of ranks."""
 
-    def __init__(self, seed: int, *, with_object: bool = False) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
+    def __init__(self, seed: int) -> None:
+        started()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.rows = torch.arange(ROWS).chunk(self.size)[self.rank]
         self.weight = torch.full((len(self.rows), 4), float(seed))
-        self.with_object = with_object
+        self.extra = {"tensor": torch.full((2,), seed)}
 
     def train(self, begin: int, end: int) -> None:
         for number in range(begin, end):
             self.weight.mul_(0.5).add_((self.rows + number)[:, None])
 
     def sharded(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"w": ShardedTensor.from_rank_offsets("w", self.weight, (0, self.rank, self.size))}
-        if self.with_object:
-            state["extra"] = ShardedObject("extra", {"tensor": torch.ones(2)}, (1,), (0,), replica_id=self.rank)
-        return state
+        weight = ShardedTensor.from_rank_offsets("w", self.weight, (0, self.rank, self.size))
+        return {"w": weight, "extra": ShardedObject("extra", self.extra, (1,), (0,), replica_id=self.rank)}
 
     def digests(self) -> dict[str, str]:
         parts: list[Any] = [None] * self.size
         dist.all_gather_object(parts, self.weight)
-        return {"w": digest(torch.cat(parts))}
+        return {"w": digest(torch.cat(parts)), "extra": digest(self.extra["tensor"])}
 
 
-class ByStrategy(Sharded):
+class ByDcp(Rows):
     def save(self, url: str) -> None:
-        if self.rank == 0:
-            os.makedirs(url)
-        dist.barrier()
+        made(url)
         try:
             dist_checkpointing.save(self.sharded(), url, sharded_strategy=CkptStrategy())
         except CheckpointException as err:  # of DCP, no Exception, around those of all ranks
@@ -79,26 +94,125 @@ class ByStrategy(Sharded):
         own = mcore._get_filesystem_reader
         mcore._get_filesystem_reader = lambda path, cache_metadata=False: CkptReader(path)
         try:
-            self.weight.copy_(dist_checkpointing.load(self.sharded(), url)["w"])
+            state = dist_checkpointing.load(self.sharded(), url)
         finally:
             mcore._get_filesystem_reader = own
+        self.weight.copy_(state["w"])
+        self.extra = state["extra"]
 
 
-class ByCkpt(Sharded):
+class ByCkpt(Rows):
     def save(self, url: str) -> None:
         ckpt.save(url, self.sharded())
 
     def load(self, url: str) -> None:
-        ckpt.load(url, self.sharded())
+        ckpt.load(url, state := self.sharded())
+        self.extra = plain(state)["extra"]
 
 
-def objects(kind: type[Sharded]) -> Callable[[int], Job]:
-    return lambda seed: kind(seed, with_object=True)
+class Model(Job):
+    """A GPTModel and Megatron's mixed-precision Adam, with generators that are of a tensor and pipeline rank."""
+
+    def __init__(self, seed: int) -> None:
+        self.models, self.optimizer = made_model(started(), seed)
+        self.random = {"seed": torch.full((3,), seed), "state": (seed, [1.5])}
+
+    def train(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            for name, p in (found for model in self.models for found in memory.placed(model)):
+                p.main_grad.copy_(memory.gradient(name, p, step))
+            self.optimizer.step()
+
+    def sharded(self, *, loading: bool = False) -> dict[str, Any]:
+        from megatron.core import parallel_state as ps
+
+        metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True), "chained_optim_avoid_prefix": True}
+        state: dict[str, Any] = {"model": self.models[0].sharded_state_dict(metadata=metadata), "iteration": SAVED}
+        state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
+        if not loading or dist.get_world_size() == 2:  # as --no-load-rng on other numbers of ranks
+            sizes = ps.get_pipeline_model_parallel_world_size(), ps.get_tensor_model_parallel_world_size()
+            place = ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank()
+            replica = ps.get_data_parallel_rank(with_context_parallel=True)
+            state["rng_state"] = ShardedObject("rng_state", self.random, sizes, place, replica_id=replica)
+        return state
+
+    def save(self, url: str) -> None:
+        ckpt.save_async(url, self.sharded(), capture="eager").result()
+
+    def load(self, url: str) -> None:
+        state = self.sharded(loading=True)
+        report = ckpt.load(url, state, strict="rng_state" in state)
+        assert not report.missing
+        self.take(plain(state))
+
+    def take(self, state: dict[str, Any]) -> None:
+        assert state["iteration"] == SAVED
+        self.models[0].load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.random = state.get("rng_state", {"seed": torch.full((3,), 1), "state": (1, [1.5])})
+
+    def digests(self) -> dict[str, str]:
+        """Of every tensor of the model and the optimizer, put together from the boxes of all ranks."""
+        every: list[Any] = [None] * dist.get_world_size()
+        mine: list[Any] = []
+        state = self.sharded()
+        dist_checkpointing.mapping.apply_factories(state)
+        for each in dist_checkpointing.dict_utils.nested_values(state):
+            if isinstance(each, ShardedTensor):
+                box = (slice(o, o + n) for o, n in zip(each.global_offset, (*(1,) * each.prepend_axis_num, *each.local_shape), strict=True))
+                mine.append((each.key, each.global_shape, tuple(box), each.data.detach()))
+        dist.all_gather_object(every, mine)
+        tensors: dict[str, torch.Tensor] = {}
+        for key, shape, box, data in (part for rank in every for part in rank):
+            whole = tensors.setdefault(key, torch.full(shape, float("nan"), dtype=data.dtype))
+            whole[box] = data.view(whole[box].shape)
+        steps = {g["step"].item() if "step" in g else 0 for s in self.optimizer.chained_optimizers for g in s.optimizer.state.values()}
+        values = {"steps": repr(steps), "rng": repr(self.random)}
+        return {key: digest(whole) for key, whole in sorted(tensors.items())} | values
+
+
+class ModelByBackend(Model):
+    """By Megatron's own functions, with ckpt as a backend, in the background."""
+
+    def save(self, url: str) -> None:
+        from megatron.core import parallel_state as ps
+
+        made(url)
+        strategy = FullyParallelSaveStrategyWrapper(CkptSave(), ps.get_data_parallel_group(with_context_parallel=True))
+        dist_checkpointing.save(self.sharded(), url, strategy, async_sharded_save=True).execute_sync()
+
+    def load(self, url: str) -> None:
+        names = dist_checkpointing.serialization.load_sharded_metadata(url)
+        assert "rng_state/shard_0.0_1." in " ".join(names)
+        state, stored_alone, absent = dist_checkpointing.load(self.sharded(loading=True), url, strict="return_all")
+        assert not absent
+        assert not {name for name in stored_alone if not name.startswith("rng_state")}
+        self.take(state)
+
+
+def made(folder: str) -> None:
+    if dist.get_rank() == 0:
+        os.makedirs(folder)
+    dist.barrier()
+
+
+def made_model(a: argparse.Namespace, seed: int) -> tuple[list[Any], Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = writer.config_of(a)
+    models = writer.models_of(a, config)
+    with torch.no_grad():
+        for parameter in (p for model in models for p in model.parameters()):
+            parameter.mul_(seed)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
+    return models, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, clip_grad=0.0), wrapped)
 
 
 CASES = {
-    "strategy-tensors": ByStrategy,
-    "strategy-objects": objects(ByStrategy),
-    "sharded-tensors": ByCkpt,
-    "sharded-objects": objects(ByCkpt),
+    "dcp": ByDcp,
+    "sharded": ByCkpt,
+    "model": Model,
+    "model-by-backend": ModelByBackend,
 }

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 from .lives import Job
 
@@ -31,14 +32,31 @@ def optimizer_job(make: Callable[..., Any], width: int) -> Callable[[int], Job]:
     return made
 
 
-class Adapted(torch.nn.Module):
-    """A quantised base, the same for every seed, and an adapter beside it: QLoRA in small."""
+def int8(base: torch.nn.Module) -> None:
+    quantize_(base, Int8WeightOnlyConfig())
 
-    def __init__(self, seed: int) -> None:
+
+class Nf4Linear(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(to_nf4(weight, 64, 64), requires_grad=False)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return linear_nf4(data, self.weight)
+
+
+def nf4(base: torch.nn.Module) -> None:
+    base[0] = Nf4Linear(base[0].weight.detach())  # type: ignore[operator,index]  # it is a Sequential
+
+
+class Adapted(torch.nn.Module):
+    """A quantised base, and an adapter beside it: QLoRA in small."""
+
+    def __init__(self, seed: int, quantise: Callable[[torch.nn.Module], None], base_seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(base_seed)
         self.base = torch.nn.Sequential(torch.nn.Linear(128, 128)).requires_grad_(False)
-        quantize_(self.base, Int8WeightOnlyConfig())
+        quantise(self.base)
         torch.manual_seed(seed)
         self.adapter = torch.nn.Linear(128, 128)
 
@@ -46,8 +64,9 @@ class Adapted(torch.nn.Module):
         return self.base(data) + self.adapter(data)
 
 
-def adapter_job(seed: int, **options: Any) -> Job:
-    model = Adapted(seed)
+def adapter_job(seed: int, quantise: Callable[[torch.nn.Module], None] = int8, **options: Any) -> Job:
+    """With ``trainable`` the base is not in the checkpoint, so it is the same for every seed."""
+    model = Adapted(seed, quantise, 0 if options else seed)
     optimizer = torch.optim.AdamW(model.adapter.parameters(), lr=1e-2)
 
     def step(number: int) -> None:
@@ -64,5 +83,8 @@ CASES = {
     "adamw-fp8": optimizer_job(AdamWFp8, 256),
     "adamw-8bit-small": optimizer_job(AdamW8bit, 16),
     "int8-weights": adapter_job,
+    "int8-dynamic-weights": lambda seed: adapter_job(seed, lambda base: quantize_(base, Int8DynamicActivationInt8WeightConfig())),
+    "float8-weights": lambda seed: adapter_job(seed, lambda base: quantize_(base, Float8WeightOnlyConfig())),
+    "nf4-weights": lambda seed: adapter_job(seed, nf4),
     "int8-base-trainable": lambda seed: adapter_job(seed, trainable=True),
 }

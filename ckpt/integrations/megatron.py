@@ -1,0 +1,154 @@
+"""Megatron-Core's distributed checkpoints, stored by ckpt.
+
+>>> import ckpt.integrations.megatron  # the backend ("ckpt", 1)
+>>> dist_checkpointing.save(sharded_state_dict, folder, ("ckpt", 1))  # doctest: +SKIP
+>>> state = dist_checkpointing.load(sharded_state_dict, folder)  # doctest: +SKIP
+
+Megatron keeps its part: it checks the state, writes ``common.pt`` and, last, ``metadata.json``, from which a load knows the backend.
+Tensors and sharded objects are an ordinary checkpoint in the same folder, without pickles. :func:`ckpt.save` and :func:`ckpt.load` take
+a sharded state dict, too; this module is not needed for that, but for :func:`plain`.
+
+The interfaces: ``megatron.core.dist_checkpointing.strategies.base`` and ``async_utils``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron import core
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
+
+from ckpt import api
+from ckpt.errors import NamesError, UsageError
+from ckpt.state.named import plain, stored_name
+
+__all__ = ["CkptLoad", "CkptSave", "plain"]
+
+TRIED = ("0.16.1",)
+_BACKEND, _VERSION = "ckpt", 1
+
+
+class CkptSave(AsyncSaveShardedStrategy):
+    """Saves what Megatron-Core hands over. ``checkpointing_context={"save_strategy": CkptSave()}`` is how Megatron-LM and Bridge take it;
+    ``FullyParallelSaveStrategyWrapper(CkptSave())`` has all data-parallel replicas write.
+
+    Args:
+        options: as for :func:`ckpt.save`: ``codec``, ``threads``, ``timeout``, …
+    """
+
+    can_handle_sharded_objects = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(_BACKEND, _VERSION)
+        self.options = options
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        api.save(checkpoint_dir, _listed(nested_values(sharded_state_dict)), **self.options)
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        """The state may change when this returns. The request that Megatron schedules only waits until threads of this process have saved:
+        its own process has nothing to write."""
+        handle = api.save_async(checkpoint_dir, _listed(nested_values(sharded_state_dict)), capture="eager", **self.options)
+        saving, name = tempfile.mkstemp(prefix="ckpt-saving-")
+        os.close(saving)
+
+        def note_end() -> None:
+            handle.durable.error()
+            os.unlink(name)
+
+        threading.Thread(target=note_end, name="ckpt-megatron", daemon=True).start()
+        return AsyncRequest(_wait_while_saving, (name, os.getpid()), [handle.result])
+
+
+def _wait_while_saving(name: str, pid: int) -> None:
+    with suppress(ProcessLookupError):
+        while os.path.exists(name):
+            os.kill(pid, 0)
+            time.sleep(0.02)
+
+
+class CkptLoad(LoadShardedStrategy):
+    """Loads what :class:`CkptSave` has saved, on any number of ranks. ``dist_checkpointing.load`` chooses it by itself.
+
+    Args:
+        options: as for :func:`ckpt.load`: ``cast``, ``verify``, ``threads``, …
+    """
+
+    can_handle_sharded_objects = True
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != _BACKEND:
+            raise UsageError(f"the checkpoint is of Megatron's backend {loaded_backend!r}", hint="load it without a strategy of ckpt")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != _VERSION:
+            raise UsageError(f"the checkpoint is of version {loaded_version} of the backend 'ckpt'", hint="load it with a newer ckpt")
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        """Fill the tensors, and give the state with these and with the objects in their places. Megatron itself says what to do about names
+        that only the checkpoint has.
+
+        Raises:
+            NamesError: the checkpoint lacks something; nothing was changed. Other errors of :func:`ckpt.load`.
+        """
+        values, known = list(nested_values(sharded_state_dict)), api.open(checkpoint_dir).state()
+        names = {each.key if isinstance(each, ShardedTensor) else stored_name(each) for each in values}
+        lacking: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(lacking, sorted(names - known.keys()))
+        if missing := sorted({name for each in lacking for name in each}):
+            text = f"it lacks {len(missing)} names of the state: {', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}"
+            hint = (
+                "objects keep the parallel sizes that they were saved with: --no-load-rng leaves out generators, --no-load-optim optimizers"
+            )
+            raise NamesError(text, where=str(checkpoint_dir), hint=hint)
+        for each in values:
+            if isinstance(each, ShardedTensor) and each.data is None:
+                each.init_data("cpu")
+        api.load(checkpoint_dir, _listed(values), strict=False, **self.options)
+        return plain(sharded_state_dict)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Every tensor, whole and without data."""
+        return {k: v for k, v in self.load_sharded_metadata(checkpoint_dir).items() if isinstance(v, ShardedTensor)}
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Every tensor and object, without data."""
+        found: dict[str, Any] = {}
+        for key, value in api.open(checkpoint_dir).state().items():
+            if "/shard_" in key:
+                found[key] = ShardedObject.empty_from_unique_key(key)
+            else:
+                found[key] = ShardedTensor.from_rank_offsets(key, torch.empty(value.shape, dtype=value.dtype, device="meta")).without_data()
+        return found
+
+
+def _listed(values: Iterable[Any]) -> dict[str, Any]:
+    """A state of values whose places say nothing: each says itself what it is."""
+    return {str(number): value for number, value in enumerate(values)}
+
+
+if core.__version__ not in TRIED:
+    warnings.warn(f"ckpt was tried with Megatron-Core {', '.join(TRIED)}; this is {core.__version__}", stacklevel=2)
+register_default_strategy(StrategyAction.SAVE_SHARDED, _BACKEND, _VERSION, CkptSave())
+register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, CkptLoad())
