@@ -707,7 +707,17 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "anchors-digest": ("15", "no XXH3-128 of what a difference stands for", _anchored(header=_without_128)),
         "anchors-feature": ("15", "differences without the feature", _anchored(record={"features": ["codecs"]})),
         "anchors-and-extents": ("15", "anchors and extents at once", _with(record={"features": ["codecs", "anchors", "extents"]})),
+        "joint-record": ("17", "a joint record, which has no tensors of its own", _joint("trainer/step-00000010")),
+        "joint-given-up": ("17", "a step that does not exist", _joint(None, given_up="buffer did not come")),
+        "joint-path-upwards": ("17", "a member's path with ..", _joint("trainer/../../step-00000010")),
+        "joint-feature": ("17", "a joint record with another feature", _joint("trainer/step-00000010", features=["codecs", "members"])),
     }
+
+
+def _joint(path: str | None, **members: Any) -> Checkpoint:
+    """A joint record of one member, or of none."""
+    row = {} if path is None else {"trainer": {"path": path, "id": "0conformance0001"}}
+    return _with(record={"features": ["members"], "index": {}, "members": row, "generation": "0conformance0000", **members})
 
 
 def _upwards(index: dict[str, bytes]) -> None:
@@ -754,6 +764,9 @@ def _spoil(case: str, root: Path) -> None:
         _change(data[0], 4000)
     elif case == "file-missing":
         data[1].unlink()
+    elif case.startswith("joint"):
+        for directory in (root / "data", next(root.glob("index-*"))):
+            shutil.rmtree(directory)
     elif case == "file-truncated":
         data[1].write_bytes(data[1].read_bytes()[:-1])
 

@@ -64,9 +64,9 @@ def live(python: Path, name: str, life: str, world: int, folder: Path, *, launch
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
-def run(name: str, packages: list[str], world: int, others: list[int]) -> dict[str, tuple[str, str]]:
+def run(name: str, packages: list[str], alone: list[str], world: int, others: list[int]) -> dict[str, tuple[str, str]]:
     """Outcome and remark for each case of a scenario."""
-    python = interpreter(name, packages)
+    python = interpreter(name, packages, alone)
     folder = CACHE / "run" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -104,9 +104,9 @@ def main() -> int:
     wrong = 0
     for name in given.only or table:
         row = table[name]
-        print(f"{name} {' '.join(row['packages'])}".rstrip(), flush=True)
+        print(f"{name} {' '.join([*row.get('alone', ()), *row['packages']])}".rstrip(), flush=True)
         try:
-            found = run(name, row["packages"], row.get("ranks", 1), row.get("then", []))
+            found = run(name, row["packages"], row.get("alone", []), row.get("ranks", 1), row.get("then", []))
         except UnavailableError as err:
             print(f"  NOT RUN: {err}")
             wrong += 1

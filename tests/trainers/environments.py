@@ -19,17 +19,18 @@ class UnavailableError(Exception):
     """The packages cannot be had here; the message says why."""
 
 
-def interpreter(name: str, packages: Sequence[str]) -> Path:
-    """A Python that has ``packages``, each ``name==version``; they are installed into ``.trainers/<name>`` if this one lacks them.
+def interpreter(name: str, packages: Sequence[str], alone: Sequence[str] = ()) -> Path:
+    """A Python that has ``packages``, each ``name==version``; they are installed into ``.trainers/<name>`` if this one lacks them. Those of
+    ``alone`` are installed without their dependencies, such as another torch.
 
     Raises:
         UnavailableError: pip cannot install them.
     """
-    if all(_installed(package) for package in packages):
+    if all(_installed(package) for package in (*packages, *alone)):
         return Path(sys.executable)
     folder = CACHE / name
     python, done = folder / "bin" / "python", folder / "installed.txt"
-    wanted = "\n".join([*packages, sys.version])
+    wanted = "\n".join([*packages, *alone, sys.version])
     if done.exists() and done.read_text() == wanted:
         return python
     # No pip and no setuptools of its own: older ones would hide those below. What is below counts as installed, torch above all.
@@ -39,6 +40,8 @@ def interpreter(name: str, packages: Sequence[str]) -> Path:
     (folder / "same.txt").write_text(f"torch=={metadata.version('torch')}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
     _ran(*pip, "--no-build-isolation", "-c", str(folder / "same.txt"), *packages)
+    if alone:
+        _ran(*pip, "--no-deps", *alone)
     done.write_text(wanted)
     return python
 
