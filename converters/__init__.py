@@ -1,6 +1,6 @@
 """Conversions between formats, exports, virtual checkpoints and comparisons.
 
-The names here are for writers of further formats. A distribution adds one by an entry point of the group ``ckpt.converters``, named like
+The names here are for writers of further formats. A distribution adds one by an entry point of the group ``ckpt.targets``, named like
 the format and with a :class:`Target` as its object.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from ckpt.formats.pickles.stand_ins import StoredPart, StoredView
 from ckpt.formats.torchzip.archive import open_archive
 from ckpt.formats.torchzip.catalog import SUFFIXES, TensorTable, is_torch_file
 from ckpt.plan import tree
+from ckpt.plan.layout.geometry import row_major_strides
 
 from .protocol import Format
 
@@ -23,22 +25,32 @@ if TYPE_CHECKING:
 # One ``torch.save`` file per rank, as users of FSDP write them: ``model_world_size_2_rank_0.pt``, ``local_rank1.pt``.
 #
 # ShardedTensors and DTensors say which box of which tensor each rank has: they become one tensor. A plain tensor says nothing of the
-# kind, so it belongs to its rank, and so does a value that differs between ranks.
+# kind, so it belongs to its rank, and so does a value that differs between ranks. Beside sharded tensors, a plain one that is the same on
+# all ranks, by the checksums of the archives, is one tensor too: a buffer, or the step of an optimizer.
+#
+# verl writes model, optimizer and the rest in such sets, and numbers the parameters of the optimizer in the order of the model.
 
 FORMAT_NAME = "torch.save files of ranks"
+_OF_VERL = "fsdp_config.json"
+_NUMBERED = re.compile(r"optim\.state\.(\d+)(\..+)")
 _FILE = re.compile(r"(.*?)(?:_?world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})(?:\.pt|\.pth|\.bin|\.ckpt)")
 
 
 def rank_sets(names: Sequence[str]) -> dict[str, dict[int, str]]:
     """The files by what they are called besides the rank (``model``, ``optim``), then by rank. Empty unless all ``torch.save`` files of
-    the directory are of such sets, each from rank 0 up without a gap. Sets whose names say how many ranks there were may lack files."""
+    the directory are of such sets, each from rank 0 up without a gap. Sets whose names say how many ranks there were may lack files, and
+    have others beside them, such as the position in the data."""
     sets: dict[str, dict[int, str]] = {}
     world_sizes: dict[str, int] = {}
+    others = False
     for name in names:
         if not name.endswith(SUFFIXES):
             continue
         match = _FILE.fullmatch(name)
-        if match is None or int(match[3]) in sets.setdefault(match[1], {}):
+        if match is None:
+            others = True
+            continue
+        if int(match[3]) in sets.setdefault(match[1], {}):
             return {}
         sets[match[1]][int(match[3])] = name
         world = int(match[2] or 0)
@@ -48,7 +60,8 @@ def rank_sets(names: Sequence[str]) -> dict[str, dict[int, str]]:
     complete = all(
         max(files) < world_sizes[name] if world_sizes[name] else sorted(files) == list(range(len(files))) for name, files in sets.items()
     )
-    return sets if complete and len(worlds) == 1 and worlds.pop() > 1 else {}
+    named = sets and all(world_sizes.values())
+    return sets if complete and len(worlds) == 1 and (named or (not others and worlds.pop() > 1)) else {}
 
 
 def _check_all_there(sets: Mapping[str, Mapping[int, str]], url: str) -> int:
@@ -73,16 +86,19 @@ def recognises(backend: Backend, names: Sequence[str]) -> bool:
 
 def open_ranks(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found. With several sets, names begin with that of the set."""
-    sets = rank_sets(backend.list_dir())
+    names = backend.list_dir()
+    sets = rank_sets(names)
     ranks = _check_all_there(sets, backend.url)
     paths = [(name, rank, files[rank]) for name, files in sorted(sets.items()) for rank in range(ranks)]
     files = [ExternalFile(path, backend.size(path), rank) for _, rank, path in paths]
     joined = _Joined(TensorTable([open_archive(backend, path) for _, _, path in paths], files))
     nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for number, (name, rank, _) in enumerate(paths):
+        if (name, rank) == ("optim", 0) and "model" in sets and _OF_VERL in names:
+            joined.name_parameters(number)
         nodes[rank][name] = joined.node(number, rank, name if len(sets) > 1 else "")
     roots = [node if len(sets) > 1 else next(iter(node.values())) for node in nodes]
-    joined.finish()
+    joined.finish(ranks)
     values = RankValues({name for name, entry in joined.table.entries.items() if entry.rank is not None})
     state = values.merge(dict(enumerate(roots)), "")
     table = joined.table
@@ -101,24 +117,70 @@ class _Joined:
         self.table = table
         self.opaque: dict[str, str] = {}
         self._parts: dict[str, list[tuple[int, StoredPart]]] = {}
+        self._plain: dict[str, list[tuple[int, int, StoredView, dict[str, Any]]]] = {}
+        self._parameters: list[str] = []
+        """Those of the optimizer, if it numbers them."""
+        self._groups: list[dict[str, Any]] = []
 
     def node(self, file: int, rank: int, path: str) -> tree.Node:
         archive = self.table.archives[file]
 
         def place(node: StoredView | StoredPart, at: str) -> tree.Node:
+            if self._parameters and (numbered := _NUMBERED.fullmatch(at)):
+                at = f"optim.state.{self._parameters[int(numbered[1])]}{numbered[2]}"
             if isinstance(node, StoredPart):
                 self._parts.setdefault(at, []).append((file, node))
                 return {"$tensor": at}
-            name = f"{at}@rank{rank}"
-            self.table.add(name, file, node, rank)
-            return {"$tensor": name}
+            plain = {"$tensor": f"{at}@rank{rank}"}
+            self._plain.setdefault(at, []).append((file, rank, node, plain))
+            return plain
 
         maker = NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
         node = maker.root(archive.load(), path)
         self.opaque |= maker.opaque
+        if self._parameters and path == "optim":
+            return {"state": {"$tensors": "optim.state"}, "param_groups": {"$param_groups": self._groups}}
         return node
 
-    def finish(self) -> None:
+    def name_parameters(self, file: int) -> None:
+        """Have the parameters of the optimizer in ``file`` named after those of the model, if it has as many, of the same shapes in the
+        same order, and options that are the same for all. Else they keep their numbers."""
+        model: dict[object, tuple[str, tuple[int, ...]]] = {}
+        for name, ((_, part), *_) in self._parts.items():
+            if name.startswith("model."):  # tied ones by their first name
+                model.setdefault(views_of(part) or name, (name, part.shape))
+        names, shapes = zip(*model.values(), strict=True) if model else ((), ())
+        seen: dict[str, tuple[int, ...]] = {}
+
+        def look(tensor: StoredView | StoredPart, at: str) -> tree.Node:
+            seen[at] = tensor.shape
+            return {"$tensor": at}
+
+        archive = self.table.archives[file]
+        root = NodeMaker(archive.values, look, pickle_bytes=archive.pickle_bytes).root(archive.load(), "optim")
+        groups = tree.find(root, ["param_groups"])
+        if not isinstance(groups, list) or len(groups) != 1 or groups[0].get("params") != list(range(len(names))):
+            return
+        known = {f"optim.state.{number}": shape for number, shape in enumerate(shapes)}
+        fits = all(at.rpartition(".")[0] in known and shape in ((), known[at.rpartition(".")[0]]) for at, shape in seen.items())
+        if fits and len(seen) == len(list(tree.leaves(tree.find(root, ["state"])))):  # no state is a plain value
+            self._parameters = list(names)
+            self._groups = [{"params": self._parameters, "options": {k: v for k, v in groups[0].items() if k != "params"}}]
+
+    def finish(self, ranks: int) -> None:
+        for name, copies in self._plain.items():
+            if (
+                (self._parts or ranks == 1)
+                and len(copies) == ranks
+                and len({self._content(file, view) for file, _, view, _ in copies}) == 1
+            ):
+                _, _, view, _ = copies[0]
+                self.table.add_parts(name, view.dtype, view.shape, [(file, (0,) * len(view.shape), each) for file, _, each, _ in copies])
+                for *_, node in copies:
+                    node["$tensor"] = name
+            else:
+                for file, rank, view, node in copies:
+                    self.table.add(node["$tensor"], file, view, rank)
         for name, parts in self._parts.items():
             first = parts[0][1]
             for file, part in parts:
@@ -129,6 +191,18 @@ class _Joined:
                         hint="the files are of different saves",
                     )
             self.table.add_parts(name, first.dtype, first.shape, [(file, o, view) for file, part in parts for o, view in part.boxes])
+
+    def _content(self, file: int, view: StoredView) -> object:
+        """Equal for tensors of one content; that of no other tensor where the archive has no checksum of it."""
+        archive, length = self.table.archives[file], math.prod(view.shape) * view.itemsize
+        whole = view.strides == row_major_strides(view.shape) and not view.lazy
+        crc = (archive.crc32(view.storage, view.offset * view.itemsize, length) if length else 0) if whole else None
+        return file if crc is None else (view.dtype, view.shape, crc)
+
+
+def views_of(part: StoredPart) -> object:
+    """Equal for tensors that share their memory, as tied weights do; nothing for a part without elements."""
+    return tuple((view.storage.key, view.offset, view.shape) for _, view in part.boxes)
 
 
 class RankValues:

@@ -7,8 +7,6 @@
 Megatron keeps its part: it checks the state, writes ``common.pt`` and, last, ``metadata.json``, from which a load knows the backend.
 Tensors and sharded objects are an ordinary checkpoint in the same folder, without pickles. :func:`ckpt.save` and :func:`ckpt.load` take
 a sharded state dict, too; this module is not needed for that, but for :func:`plain`.
-
-The interfaces: ``megatron.core.dist_checkpointing.strategies.base`` and ``async_utils``.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ _BACKEND, _VERSION = "ckpt", 1
 
 
 class CkptSave(AsyncSaveShardedStrategy):
-    """Saves what Megatron-Core hands over. ``checkpointing_context={"save_strategy": CkptSave()}`` is how Megatron-LM and Bridge take it;
-    ``FullyParallelSaveStrategyWrapper(CkptSave())`` has all data-parallel replicas write.
+    """``checkpointing_context={"save_strategy": CkptSave()}`` is how Megatron-LM and Bridge take it.
 
     Args:
         options: as for :func:`ckpt.save`: ``codec``, ``threads``, ``timeout``, …
@@ -64,8 +61,7 @@ class CkptSave(AsyncSaveShardedStrategy):
         api.save(checkpoint_dir, _listed(nested_values(sharded_state_dict)), **self.options)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
-        """The state may change when this returns. The request that Megatron schedules only waits until threads of this process have saved:
-        its own process has nothing to write."""
+        """The state may change when this returns. Threads of this process save; what Megatron schedules, in another one, waits for them."""
         handle = api.save_async(checkpoint_dir, _listed(nested_values(sharded_state_dict)), capture="eager", **self.options)
         saving, name = tempfile.mkstemp(prefix="ckpt-saving-")
         os.close(saving)
@@ -144,7 +140,7 @@ class CkptLoad(LoadShardedStrategy):
 
 
 def _listed(values: Iterable[Any]) -> dict[str, Any]:
-    """A state of values whose places say nothing: each says itself what it is."""
+    # Where they lie says nothing: each says itself what it is.
     return {str(number): value for number, value in enumerate(values)}
 
 

@@ -18,6 +18,7 @@ from ckpt.concurrency import Pending
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.paths import step_number
 from ckpt.io_backends.registry import open_backend, scheme_of
+from ckpt.runs.step_listing import step_name
 
 _PREFIX = ".sidecars-"
 _BLOCK = 8 << 20
@@ -85,8 +86,9 @@ class Sidecars:
             return
         pending, self._pending = self._pending, None
         pending.result()
-        for step in filter(step_number, self.backend.list_dir()):
-            if COMMIT_PATH not in self.backend.list_dir(step.rstrip("/")):
+        for step in self.backend.list_dir():
+            number = step_number(step)
+            if number is not None and step == f"{step_name(number)}/" and COMMIT_PATH not in self.backend.list_dir(step.rstrip("/")):
                 there = [entry.path for entry in self.backend.list_prefix(step)]
                 if self._names.issuperset(path.removeprefix(step) for path in there):
                     self.backend.delete_many(there)

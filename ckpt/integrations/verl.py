@@ -1,8 +1,8 @@
 """verl's rollouts take weights from a ``ckpt.live.Source`` on the trainer: every byte checked, and nobody waits for a rollout that died.
 
-Import this module where verl's workers start (``external_lib`` of the model) and set ``checkpoint_engine.backend: ckpt``. verl hands whole
-tensors over: the trainer's first rank has all of them in host memory. To send to each rank only what it keeps, use ``EngineSink`` in the
-rollout instead. Machines other than the trainer's first need the same ``CKPT_LIVE_SECRET``. For verl 0.9.1.
+Set ``checkpoint_engine.backend: ckpt`` and ``checkpoint_engine.custom_backend_module: ckpt.integrations.verl``. verl hands whole tensors
+over: the trainer's first rank has all of them in host memory. To send to each rank only what it keeps, use ``EngineSink`` in the rollout
+instead. Machines other than the trainer's first need the same ``CKPT_LIVE_SECRET``. For verl 0.9.1.
 """
 
 from __future__ import annotations

@@ -132,16 +132,16 @@ class _BindWalk(Binder):
                 self.module(target, node, path)
         elif isinstance(target, Optimizer):
             self.optimizers.bind(target, node, path)
-        elif is_named(target):
-            self.named = self.named or NamedValues()
-            self.named.add(target)
-            self.binding.values.append(path)  # of a list that has plain values too: a save left its place empty
         elif is_stateful(target):
             self.stateful(target, node, path)
         elif isinstance(target, dict) and ((live := _has_live(target) if path else _LIVE) or self.nodes.children(node) is not None):
             self.mapping(target, node, path, live=live)
         elif isinstance(target, (list, tuple)) and _has_live(target):
             self.sequence(target, node, path, put)
+        elif type(target) not in tree.SCALARS and is_named(target):
+            self.named = self.named or NamedValues()
+            self.named.add(target)
+            self.binding.values.append(path)  # of a list that has plain values too: a save left its place empty
         elif self.selection.wants(path):
             self.plain(node, path, lambda value: put(restore_in_place(target, value)))
 
@@ -391,7 +391,7 @@ def _has_live(value: object) -> int:
                 break
         return most
     live = isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer))
-    return _LIVE if live else _NAMED if is_named(value) else _LIVE if is_stateful(value) else 0
+    return _LIVE if live or is_stateful(value) else _NAMED if is_named(value) else 0
 
 
 def _tensor_names(node: Node) -> list[str]:

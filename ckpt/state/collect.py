@@ -245,10 +245,6 @@ class _CollectWalk:
         if isinstance(value, torch.nn.Module):
             engine = id(value) in self.collected.params.engines
             return self.leaf(EngineState(value), path) if engine else self.module(value, path)
-        if is_named(value):
-            self.named = self.named or NamedValues()
-            self.named.add(value)
-            return LEFT_OUT
         before = len(self.shard_table.names)
         node: Node = None
         if isinstance(value, Compound):
@@ -257,6 +253,10 @@ class _CollectWalk:
             node = self.optimizer(value, path)
         elif is_stateful(value):
             node = self.stateful(value, path)
+        elif is_named(value):
+            self.named = self.named or NamedValues()
+            self.named.add(value)
+            return LEFT_OUT
         self.collected.changers.append((value, before, len(self.shard_table.names)))
         return node
 
@@ -286,7 +286,7 @@ class _CollectWalk:
 
     def inner_leaf(self, value: object, path: str) -> Node:
         """Inside of what has a ``state_dict``: only what ``load_state_dict`` can be given back."""
-        if isinstance(value, (PerRank, Compound, torch.nn.Module, Optimizer)) or is_named(value):
+        if isinstance(value, (PerRank, Compound, torch.nn.Module, Optimizer)) or (not isinstance(value, torch.Tensor) and is_named(value)):
             raise StateError(
                 f"a {type(value).__name__} inside of an object's state_dict could not be loaded again",
                 where=path,

@@ -152,7 +152,7 @@ def not_shared(folder: str, first: str) -> str:
 def test_disks_that_ranks_do_not_share_are_refused(ranks: Ranks, tmp_path: Path, first: str) -> None:
     found = ranks.run(2, not_shared, str(tmp_path), first)
     assert "cannot see what rank 0 writes there" in found[0]
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["ckpt-log.json"] * (first == "save")  # it is a save that failed
 
 
 def preempted(folder: str) -> tuple[bool, list[int | None]]:

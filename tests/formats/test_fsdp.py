@@ -111,3 +111,58 @@ def test_copies_of_a_box_that_differ(tmp_path):
     (problem,) = check_semantic(open_catalog(str(tmp_path))).problems
     assert (problem.tensor, problem.box.offset) == ("model._flat_param", (963,))
     assert problem.message == "1 of 952 elements differ from the copy in local_rank3.pt"
+
+
+def test_a_job_of_verl_goes_on_in_one_process(tmp_path):
+    """Its own files of two ranks, by verl 0.9.1: the optimizer's numbers become names, the buffer and the steps are the job's, and what
+    lies beside is no hindrance. Compared with what torch reads of each file."""
+    shutil.copytree(FIXTURES / "verl", tmp_path / "actor")
+    torch.save({"epoch": 1}, tmp_path / "actor" / "data_0.pt")
+    url = str(tmp_path / "actor")
+    names = ["embed_tokens.weight", *(f"layers.0.{n}.weight" for n in VERL_LAYER), "norm.weight"]
+    shapes = [tuple(ckpt.open(url)[f"model.model.{name}"].shape) for name in names]
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    for name, shape in zip(names, shapes, strict=True):
+        *inside, last = name.split(".")
+        owner = model.model
+        for part in inside:
+            owner = getattr(owner, part, None) or owner.register_module(part, torch.nn.Module()) or getattr(owner, part)
+        owner.register_parameter(last, torch.nn.Parameter(torch.zeros(shape)))
+    model.lm_head = torch.nn.Module()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.register_buffer("scale", torch.zeros(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    state = {"model": model, "optim": optimizer, "extra_state": {"lr_scheduler": schedule}}
+    ckpt.load(url, state, only=["model.*", "optim.*", "extra_state.lr_scheduler.*"])
+    halves = [[torch.load(f"{url}/{kind}_world_size_2_rank_{r}.pt", weights_only=False) for r in (0, 1)] for kind in ("model", "optim")]
+    for name, tensor in model.state_dict().items():
+        assert same(tensor, joined(half[name] for half in halves[0])), name
+    assert len(optimizer.state) == len(names)
+    for number, states in enumerate(optimizer.state.values()):
+        assert states.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(same(tensor, joined(half["state"][number][key] for half in halves[1])) for key, tensor in states.items())
+    assert (optimizer.param_groups[0]["lr"], schedule.last_epoch) == (halves[1][0]["param_groups"][0]["lr"], 2)
+
+
+VERL_LAYER = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+VERL_LAYER += ["input_layernorm", "post_attention_layernorm"]
+
+
+def joined(parts):
+    parts = list(parts)
+    return torch.cat([part._local_tensor for part in parts]) if hasattr(parts[0], "_local_tensor") else parts[0]
+
+
+def test_what_is_equal_on_all_ranks_is_one_tensor_beside_sharded_ones(tmp_path):
+    """Only there, and only by the archives' checksums: the extra state of verl's fixture without the sharded sets is each rank's."""
+    for rank in range(2):
+        shutil.copy(FIXTURES / f"verl/extra_state_world_size_2_rank_{rank}.pt", tmp_path)
+    assert {e.rank for e in open_catalog(str(tmp_path)).tensors.values()} == {0, 1}
+    report = check_semantic(open_catalog(str(FIXTURES / "verl")))
+    assert report.replicas and report.problems == ()
+    torch.save({"w": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
+    for file in tmp_path.glob("extra*"):
+        file.unlink()
+    assert open_catalog(str(tmp_path)).tensors["w"].rank is None

@@ -77,6 +77,12 @@ def saved(kind: str, tensors: dict[str, Tensor], folder: Path) -> dict[str, Any]
     url = f"inprocess://{folder.name}/step" if kind == "inprocess" else str(folder.parent / kind)
     if kind == "hf":
         return {}
+    if kind == "translated":
+        ckpt.save(url, {"policy": dict(tensors)})
+        rules = folder / "rules.toml"
+        terms = "".join(f'[[term]]\nleft = "policy.{name}"\nright = "{name}"\n' for name in tensors)
+        rules.write_text(f'left = "one"\nright = "hub"\n{terms}')
+        return {"url": url, "names": str(rules), "convention": "hub"}
     if kind == "dcp":
         dcp.save({"policy": dict(tensors)}, checkpoint_id=url, no_dist=True)
     else:
@@ -85,7 +91,7 @@ def saved(kind: str, tensors: dict[str, Tensor], folder: Path) -> dict[str, Any]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("kind", ["native", "inprocess", "dcp", "hf"])
+@pytest.mark.parametrize("kind", ["native", "inprocess", "translated", "dcp", "hf"])
 @pytest.mark.parametrize("engine", LOADS)
 def test_an_engine_starts_from_a_checkpoint(engine: str, kind: str, tmp_path: Path) -> None:
     tensors = stored(SIZES, tmp_path / "model")

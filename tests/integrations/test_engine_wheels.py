@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT
+from tests.integrations import engine_stubs
 from tests.integrations.engine_stubs import SIGNATURES
 
 WHEELS = ROOT / ".trainers" / "wheels"
@@ -56,3 +58,25 @@ def test_the_newest_release_has_the_signatures(library: str) -> None:
                 wrong += [f"{file}: {kind}.{n.name} is new and abstract" for n in abstract if f"{kind}.{n.name}" not in functions]
         wrong += [file for file, text in SIGNATURES[library].get("texts", {}).items() if text not in wheel.read(file).decode()]
     assert wrong == [], newest(library).name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_sglang_itself_puts_the_hook_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its registry of hooks, which needs nothing else of SGLang; what is hooked is a stub."""
+    modules = engine_stubs.modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    registry = modules["sglang.srt.plugins.hook_registry"]
+    with zipfile.ZipFile(newest("sglang")) as wheel:
+        exec(wheel.read("sglang/srt/plugins/hook_registry.py"), vars(registry))
+    adapter = importlib.import_module("ckpt.integrations.sglang")
+    try:
+        adapter.register()
+        registry.HookRegistry.apply_hooks()  # type: ignore[attr-defined]
+        get = modules["sglang.srt.model_loader.loader"].get_model_loader  # type: ignore[attr-defined]
+        config = engine_stubs.LoadConfig(model_loader_extra_config={"ckpt": {"url": "a"}})
+        assert type(get(load_config=config, model_config=None)) is adapter.CkptLoader
+        assert type(get(engine_stubs.LoadConfig(), None)) is engine_stubs.DefaultModelLoader
+    finally:
+        sys.modules.pop("ckpt.integrations.sglang", None)

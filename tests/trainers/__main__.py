@@ -35,6 +35,16 @@ SECONDS = 900
 """How long one life of a scenario may take: all of its cases, on a machine that does other things too."""
 
 
+_START = f"""
+import sys, types
+sys.modules["tests"] = types.ModuleType("tests")  # not that of a package, such as verl's
+sys.modules["tests"].__path__ = [{str(ROOT / "tests")!r}]
+from pathlib import Path
+from tests.trainers import lives
+lives.main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+"""
+
+
 def live(python: Path, name: str, life: str, world: int, folder: Path, *, launched: bool) -> list[dict[str, Any]]:
     """What each rank of a life wrote: by case. A rank that wrote nothing died before its end, or hung. ``launched``: in
     the environment that torchrun gives, also if there is one rank."""
@@ -45,7 +55,7 @@ def live(python: Path, name: str, life: str, world: int, folder: Path, *, launch
     if launched:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         common |= {"TORCHELASTIC_RUN_ID": "trainers", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    command = [str(python), "-m", "tests.trainers.lives", name, life, str(folder)]
+    command = [str(python), "-c", _START, name, life, str(folder)]
     ranks = []
     with (folder / f"{life}-{world}.log").open("w") as log:
         for rank in range(world):

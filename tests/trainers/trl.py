@@ -1,4 +1,5 @@
-"""TRL's trainers with ``use(trainer, root)``: SFT, also with an adapter of PEFT and with 8-bit moments; DPO. The trainer has the loop."""
+"""TRL's trainers with ``use(trainer, root)``: SFT, also with an adapter of PEFT, on a base of 4 bits, and with 8-bit moments; DPO. The
+trainer has the loop."""
 
 from __future__ import annotations
 
@@ -9,9 +10,17 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ckpt.integrations.transformers import use
@@ -38,8 +47,11 @@ class Stop(TrainerCallback):
 class Trained(Job):
     """``train`` runs the trainer up to a step, from its newest checkpoint if it has one."""
 
-    def __init__(self, seed: int, trainer: type, config: type, columns: dict[str, Any], adapter: bool, **settings: Any) -> None:
+    def __init__(
+        self, seed: int, trainer: type, config: type, columns: dict[str, Any], adapter: bool, *, bits: int = 32, **settings: Any
+    ) -> None:
         self.make = (trainer, config, columns, adapter, settings)
+        self.bits = bits
         self.seed, self.root, self.trainer = seed, None, None
 
     def train(self, begin: int, end: int) -> None:
@@ -54,6 +66,11 @@ class Trained(Job):
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
         torch.manual_seed(0 if adapter else self.seed)
         model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, eos_token_id=1))
+        if self.bits == 4:
+            with tempfile.TemporaryDirectory() as base:
+                model.save_pretrained(base)
+                quantised = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)}
+                model = AutoModelForCausalLM.from_pretrained(base, device_map={"": "cpu"}, dtype=torch.float32, **quantised)
         torch.manual_seed(self.seed)
         arguments = config(
             output_dir=root, max_steps=4, save_steps=SAVED, per_device_train_batch_size=2, use_cpu=True, report_to="none", **settings
@@ -65,6 +82,12 @@ class Trained(Job):
         self.trainer.add_callback(Stop(end))
         with contextlib.suppress(StopError):
             self.trainer.train()
+            if adapter:  # what PEFT loads lies beside the checkpoint
+                beside, trained = (
+                    load_file(f"{root}/step-00000004/adapter_model.safetensors"),
+                    get_peft_model_state_dict(self.trainer.model),
+                )
+                assert beside.keys() == trained.keys() and all(torch.equal(beside[name], trained[name]) for name in beside)
 
     def save(self, url: str) -> None:
         self._run(url, SAVED + 1)
@@ -92,9 +115,9 @@ PAIRS = {
 }
 
 
-def sft(*, adapter: bool = False, **settings: Any) -> Callable[[int], Job]:
+def sft(*, adapter: bool = False, bits: int = 32, **settings: Any) -> Callable[[int], Job]:
     settings = {"max_length": 16, "logging_steps": 1, "bf16": False, "learning_rate": 1e-2, **settings}
-    return lambda seed: Trained(seed, SFTTrainer, SFTConfig, TEXTS, adapter, **settings)
+    return lambda seed: Trained(seed, SFTTrainer, SFTConfig, TEXTS, adapter, bits=bits, **settings)
 
 
 def dpo(seed: int) -> Job:
@@ -106,6 +129,7 @@ CASES = {
     "sft": sft(),
     "sft-accumulated": sft(gradient_accumulation_steps=2, gradient_checkpointing=False),
     "sft-adapter-trainable": sft(adapter=True),
+    "sft-4bit-base-trainable": sft(adapter=True, bits=4),
     "sft-8bit-moments": sft(optim="adamw_bnb_8bit"),
     "dpo-adapter-trainable": dpo,
 }

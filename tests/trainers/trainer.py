@@ -1,0 +1,93 @@
+"""The Trainer of transformers on several ranks, with DDP and with FSDP2, which accelerate would leave out on CPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from ckpt.integrations.transformers import use
+
+from .lives import SAVED, Job, digests
+
+SHARDED: dict[str, Any] = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["GPT2Block"]},
+}
+_numbers = itertools.count()
+_made = AcceleratorState.__init__
+
+
+def made_with_fsdp(self: AcceleratorState, *given: Any, **named: Any) -> None:
+    _made(self, *given, **named)
+    if named.get("fsdp_plugin") is not None:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, named["fsdp_plugin"]
+
+
+AcceleratorState.__init__ = made_with_fsdp
+
+
+class StopError(Exception):
+    """The job ends in the middle of a step's work."""
+
+
+class Stop(TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.at:
+            raise StopError
+
+
+class Trained(Job):
+    """``train`` runs the trainer up to a step, from its newest checkpoint if it has one."""
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        self.seed, self.settings = seed, settings
+        self.root = os.path.abspath(f"alone-{os.environ['MASTER_PORT']}-{next(_numbers)}")  # one of this life, the same on all ranks
+        self.saved: str | None = None
+
+    def train(self, begin: int, end: int) -> None:
+        """Saving needs the root, so it is done again in :meth:`save`."""
+        self.run(self.root, end)
+
+    def run(self, root: str, end: int) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        rows = torch.randint(64, (24, 16), generator=torch.Generator().manual_seed(1))
+        torch.manual_seed(self.seed)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+        common = {"max_steps": 4, "save_steps": SAVED, "logging_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+        arguments = TrainingArguments(output_dir=root, use_cpu=True, report_to="none", **common, **self.settings)
+        self.trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+        use(self.trainer, root)
+        self.trainer.add_callback(Stop(end))
+        with contextlib.suppress(StopError):
+            self.trainer.train(resume_from_checkpoint=self.saved)
+        assert all(isinstance(p, DTensor) is bool(self.settings) for p in self.trainer.model.parameters())
+
+    def save(self, url: str) -> None:
+        self.run(url, SAVED + 1)
+
+    def load(self, url: str) -> None:
+        """Up to the step that was saved the trainer makes none: it restores, and begins the next."""
+        self.root, self.saved = url, f"{url}/step-{SAVED:08d}"
+        self.run(url, SAVED)
+
+    def digests(self) -> dict[str, str]:
+        return digests({"model": self.trainer.model, "optimizer": getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)})
+
+
+def job(**settings: Any) -> Callable[[int], Job]:
+    return lambda seed: Trained(seed, **settings)
+
+
+CASES = {"ddp": job(), "fsdp2": job(**SHARDED)}
