@@ -26,7 +26,7 @@ from ckpt.api import open as open_view
 from ckpt.errors import StateError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
-from ckpt.needs import needed
+from ckpt.needs import needed, warn_if_untried
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy, StepInfo
 from ckpt.runs.checkpointer import Checkpointer
 from ckpt.runs.step_listing import step_name
@@ -294,6 +294,7 @@ def use(
     Raises:
         UsageError: the trainer uses something that this does not go with.
     """
+    warn_if_untried("transformers", "5.23")
     root = url_text(root)
     limit = trainer.args.save_total_limit
     keep = keep if keep is not None else Latest(limit) if limit else All()

@@ -27,6 +27,7 @@ from ckpt.errors import UsageError
 from ckpt.formats.fsdp import FORMAT_NAME
 from ckpt.formats.registry import find_format
 from ckpt.io_backends.registry import join_url
+from ckpt.needs import warn_if_untried
 from ckpt.runs.removal import remove_at
 from ckpt.training import Generators
 
@@ -154,6 +155,7 @@ def use(root: str | os.PathLike[str] | None = None, **options: Any) -> None:
             position in the data and the tracker file in any case, so it must outlive the machine.
         options: of :func:`ckpt.save_async`: ``codec``, ``timeout``, ``threads``...
     """
+    warn_if_untried("verl", "0.9.1")
     CkptCheckpointManager.root, CkptCheckpointManager.options = None if root is None else os.fspath(root), options
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "verl" and vars(module).get("FSDPCheckpointManager") is _OWN:

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.verify.verify import verify
-from ckpt.errors import MismatchError, NamesError, ShapeError, StateError, UsageError
+from ckpt.errors import LayoutError, MismatchError, NamesError, ShapeError, StateError, UsageError
 from ckpt.policies import EverySteps, TrustFrozen
 from tests.fixtures.rows8 import Rounding, Rows8
 from tests.formats import oracle
@@ -276,3 +276,12 @@ def test_an_export_has_what_they_stand_for(root: str) -> None:
     again = Tied()
     ckpt.load(f"{root}/d", {"net": again})
     assert all(torch.equal(a, b) for a, b in zip(inner(again.weight), inner(model.weight), strict=True))
+
+
+def test_a_layout_leaves_them_whole_or_refuses_them(root: str) -> None:
+    state, again = job(1), job(2)
+    ckpt.save(f"{root}/a", state, layout=ckpt.Layout({"dp": 1}, rules=[("*", ckpt.Replicate())]))
+    ckpt.load(f"{root}/a", again, layout=ckpt.Layout({"dp": 1}, rules=[("*", ckpt.Replicate())]))
+    assert_same(plain(again), plain(state))
+    with pytest.raises(LayoutError, match=r"model.weight"):
+        ckpt.save(f"{root}/b", state, layout=ckpt.Layout({"dp": 1}, rules=[("model.weight", ckpt.Shard(0, "dp"))]))

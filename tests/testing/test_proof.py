@@ -92,7 +92,13 @@ def notes(ranks: int, steps: dict[int, dict[Name, Noted]], restored: dict[int, d
     return Notes(ranks, *every)
 
 
-LOSS, TIME, PYTHON, TORCH = ("metric", "loss"), ("metric", "seconds"), ("generator", "python"), ("generator", "torch")
+BATCH, LOSS, TIME, PYTHON, TORCH = (
+    ("batch", "Samples"),
+    ("metric", "loss"),
+    ("metric", "seconds"),
+    ("generator", "python"),
+    ("generator", "torch"),
+)
 WHOLE: dict[int, dict[Name, Noted]] = {n: {LOSS: 1.0 / n, TIME: float(n), PYTHON: "idle", TORCH: f"at {n}"} for n in (1, 2, 3, 4)}
 
 
@@ -105,6 +111,7 @@ WHOLE: dict[int, dict[Name, Noted]] = {n: {LOSS: 1.0 / n, TIME: float(n), PYTHON
         (1, {LOSS: 0.25 * (1 + 1e-12)}, "step 4, rank 0: metric loss: 0.25000000000025, not 0.25"),
         (2, {LOSS: 0.25 * (1 + 1e-12), TORCH: "other"}, None),
         (2, {LOSS: 0.26}, "step 4: metric loss: 0.26, not 0.25"),
+        (1, {BATCH: ["skipped", "a"]}, None),  # and what was made of them is the same
         (2, {LOSS: float("nan")}, "step 4: metric loss: nan, not 0.25"),
     ],
 )
@@ -118,7 +125,7 @@ def test_what_counts_as_a_difference(ranks: int, changed: dict[Name, Noted], dif
 
 
 def test_batches_of_other_ranks_are_sets() -> None:
-    batch = ("batch", "Samples")
+    batch = ("observed", "samples")
     reference = Reference(notes(1, {1: {batch: ["a", "b"]}, 2: {batch: ["c", "d"]}}), notes(1, {1: {batch: ["a", "b"]}}), 1)
     split = Notes(2, {2: {0: {batch: ["d"]}, 1: {batch: ["c"]}}})
     assert not reference.compare(split, 0.0).differences
