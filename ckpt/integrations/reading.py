@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 
 from ckpt import settings
+from ckpt.api import load, save_async
 from ckpt.api import open as open_view
 from ckpt.catalog import TensorEntry
 from ckpt.engine.load.reader import Reader, TensorLoad
+from ckpt.engine.save.background import SaveHandle
+from ckpt.engine.save.options import SaveArguments
 from ckpt.engine.view import StoredPerRank, StoredTensor
+from ckpt.errors import UsageError
+from ckpt.io_backends.registry import join_url
 from ckpt.net.endpoints import own_addresses
 from ckpt.net.group import current_group
 from ckpt.plan.layout.geometry import Box
@@ -123,6 +128,40 @@ def own_address(name: str) -> str:
     """Where a source of this machine may listen: any free port of the interface that others reach (``CKPT_SOCKET_IFNAME``)."""
     host = own_addresses(None)[0]
     return f"tcp://{f'[{host}]' if ':' in host else host}:0/{name}"
+
+
+class NamedRun(Checkpointer):
+    """A run whose directories have a framework's names, such as ``checkpoint_{}``, and a job that also saves elsewhere."""
+
+    def __init__(self, root: str, name: str, **options: Any) -> None:
+        wrong = [key for key in ("local", "memory", "member", "members") if options.get(key)]
+        if wrong:
+            raise UsageError(f"{wrong[0]}= does not go with names of a framework", hint="save with a ckpt.Checkpointer of your own")
+        self._name = name
+        self._elsewhere: SaveHandle | None = None
+        self._saving = {k: v for k, v in options.items() if k in (*SaveArguments.__annotations__, "capture", "staging_bytes")}
+        super().__init__(root, **options)
+
+    def url(self, n: int) -> str:
+        return join_url(self.root, self._name.format(n))
+
+    _place = url
+
+    def save_at(self, url: str, state: Mapping[str, Any]) -> None:
+        """Begin to save to a place that is none of the run's steps."""
+        self.wait()
+        self._elsewhere = save_async(url, state, **self._saving)
+
+    def load_from(self, url: str, state: Mapping[str, Any], **options: Any) -> None:
+        """Load what is at ``url``, with the options of the run."""
+        same = ("only", "trainable", "layout", "timeout", "threads", "process_group", "progress")
+        load(url, state, **{k: v for k, v in self._saving.items() if k in same} | options)
+
+    def wait(self) -> None:
+        handle, self._elsewhere = self._elsewhere, None
+        if handle is not None:
+            handle.result()
+        super().wait()
 
 
 # What all ranks have to see alike before they go different ways.

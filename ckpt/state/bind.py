@@ -32,6 +32,7 @@ from .sharded import Sharded
 from .subclasses import PLAIN, is_wrapper
 from .targets import Binder, Binding, Setter, has_tensors, inline_only
 from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of
+from .zero import EngineState, partition_again, refresh
 
 # Finds under which names a checkpoint has the state of an optimizer's parameters, where these are not the state's own.
 #
@@ -125,7 +126,10 @@ class _BindWalk(Binder):
         elif isinstance(target, Compound):
             self.compound(target, node, path)
         elif isinstance(target, torch.nn.Module):
-            self.module(target, node, path)
+            if id(target) in self.optimizers.names.engines:
+                self.compound(EngineState(target), node, path)
+            else:
+                self.module(target, node, path)
         elif isinstance(target, Optimizer):
             self.optimizers.bind(target, node, path)
         elif is_stateful(target):
@@ -258,7 +262,8 @@ class _BindWalk(Binder):
             )
         before = len(self.binding.misfits)
         if parts.flat:
-            self.binding.create.append(lambda: reshard(module))
+            self.binding.create += [lambda: reshard(module), lambda: partition_again(module)]
+            self.binding.apply.append(lambda: refresh(module))
         for name, part in parts.flat.items():
             self.tensor(join(path, name), part)
         for name, tensor in parts.tensors.items():

@@ -125,6 +125,8 @@ class OptimizerBinder:
             self.binding.values.append(groups_path)
         if self.selection.wants(groups_path):
             self.options_without_parameters(optimizer, groups, groups_path)
+        # The parameters have options there, and none has state: it was saved before its first step, and goes back to that.
+        unused = bool(options) and not self.states_below(prefix) and not any(key for key, _ in tree.pairs_of(states) or ())
         for group, named in zip(optimizer.param_groups, params_of(optimizer, self.names, path), strict=True):
             wanted = []
             for name, placed in named:
@@ -139,6 +141,10 @@ class OptimizerBinder:
                 if not complete and not self.wants_state(optimizer, param, f"{prefix}.{name}", prefix):
                     continue
                 stored = self.shard_table.stored_name(name, placed)
+                if unused and complete and stored in options:
+                    self.binding.apply.append(partial(optimizer.state.pop, param, None))
+                    wanted.append(stored)
+                    continue
                 owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), complete, part)
                 self.param_state(owner, self.binder.nodes.child(states, stored, f"{prefix}.{stored}"))
                 if complete:

@@ -31,6 +31,7 @@ from .sharded import Sharded
 from .subclasses import PLAIN, TENSORS, describe, is_wrapper
 from .tensors import LocalTensor
 from .walk import Compound, PerRank, is_stateful, scan_state, state_of
+from .zero import EngineState
 
 # What of a state changes only behind a fence (``engine.save.fence``), so that a save in the background may copy it later.
 #
@@ -89,7 +90,9 @@ class Collected:
             if waiting is not None:
                 names.update(islice(stored, first, last))
                 optimizers.update(waiting)
-        for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        owners = self.params.owners
+        groups = (g for o in optimizers for g in owners.get(id(o)) or [group["params"] for group in o.param_groups])
+        for param in (p for group in groups for p in group if p.requires_grad):
             # Not the frozen ones, as a forward pass may write a momentum encoder or a codebook that the optimizer was given, too.
             # Only those in modules of the state: a name that the optimizer was given may be that of another tensor.
             if id(param) in self.params.plain:
@@ -240,7 +243,8 @@ class _CollectWalk:
             self.collected.own[path] = encode(value.saved(self.shard_table.rank, self.shard_table.ranks), path, self.own_leaf)
             return {"$per_rank": True}
         if isinstance(value, torch.nn.Module):
-            return self.module(value, path)
+            engine = id(value) in self.collected.params.engines
+            return self.leaf(EngineState(value), path) if engine else self.module(value, path)
         before = len(self.shard_table.names)
         node: Node = None
         if isinstance(value, Compound):
@@ -366,7 +370,7 @@ class _CollectWalk:
 
     def optimizer(self, optimizer: Optimizer, path: str) -> Node:
         taker, groups = self.taker, params_of(optimizer, self.collected.params, path)
-        check_keys(optimizer, path)
+        check_keys(optimizer, self.collected.params, path)
         prefix, groups_path = join(path, "state"), join(path, "param_groups")
         values: dict[str, Node] = {"": {"$tensors": prefix}}
         param_groups = []

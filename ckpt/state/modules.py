@@ -16,6 +16,7 @@ from ckpt.plan.values import LABEL, StatePart
 
 from .fsdp1 import FSDP1, FlatPart, flat_parts, own_tensors
 from .tensors import local_of
+from .zero import zero_parts
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attribute names that torch.compile, activation checkpointing and FSDP1 put into parameter names."""
@@ -58,7 +59,9 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
     fsdp = sys.modules.get(FSDP1)
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
-        return _of_flat(module)
+        return _of_flat(module, flat_parts(module))
+    if "deepspeed" in sys.modules and (parts := zero_parts(module)):
+        return _of_flat(module, parts)
     for key, value in module.state_dict(keep_vars=True).items():
         name = clean_name(key)
         prefix, _, attribute = name.rpartition(".")
@@ -72,11 +75,11 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     return module_tensors
 
 
-def _of_flat(module: nn.Module) -> ModuleTensors:
-    """The same where FSDP version 1 wraps it or a part of it: its ``state_dict`` would gather everything."""
+def _of_flat(module: nn.Module, flat: Mapping[tuple[int, str], FlatPart]) -> ModuleTensors:
+    """The same where FSDP version 1 wraps it or a part of it, whose ``state_dict`` would gather everything, or DeepSpeed's ZeRO."""
     module_tensors = ModuleTensors()
     of_module: dict[int, dict[str, FlatPart]] = {}
-    for (number, attribute), part in flat_parts(module).items():
+    for (number, attribute), part in flat.items():
         of_module.setdefault(number, {})[attribute] = part
     for path, owner in module.named_modules(remove_duplicate=False):
         start = f"{clean_name(path)}." if clean_name(path) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,21 +15,16 @@ from ckpt.plan.tree_decoding import Node
 
 from .fsdp1 import FlatPart
 from .modules import ModuleTensors, tensors_of
-
-# Objects of DeepSpeed that no state can hold, recognised without importing it.
-#
-# ZeRO trains partitions of its own. Stage 3 leaves empty parameters in the module between steps; after a step of stages 1 and 2 the
-# parameters are what the partitions say, whatever was loaded into them. ``deepspeed.initialize`` marks the parameters: ``_hp_mapping``
-# (stages 1 and 2, BF16_Optimizer), ``ds_shape`` (``zero.Init``, stage 3), ``_z3_optimizer`` (stage 3). Source: DeepSpeed 0.19.8.
+from .zero import is_of_deepspeed, module_of, owners_of
 
 _HINT = (
-    "save with engine.save_checkpoint(folder) and resume with engine.load_checkpoint(folder); ckpt.open, ckpt.load and ckpt convert read "
-    'what it writes. With ZeRO stage 0 the state is {"model": engine.module, "optimizer": engine.optimizer}'
+    'put the engine itself into the state ({"engine": engine}), or save with engine.save_checkpoint(folder); ckpt.open, ckpt.load and '
+    "ckpt convert read what that writes"
 )
-_KINDS = {"DeepSpeedEngine": "an engine of DeepSpeed", "ZeROOptimizer": "an optimizer of DeepSpeed's ZeRO"}
 
 
 def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
+    """ZeRO leaves empty parameters in the module between steps, or makes them from its partitions after each step, whatever was loaded."""
     partitioned = hasattr(tensor, "ds_shape") and tensor.ds_shape != tensor.shape
     if partitioned or hasattr(tensor, "_hp_mapping") or hasattr(tensor, "_z3_optimizer"):
         what = "the parameter is one of DeepSpeed's ZeRO, which keeps the values in partitions of its own"
@@ -36,18 +32,20 @@ def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
 
 
 def refuse_zero(value: object, path: str) -> None:
-    for kind in type(value).__mro__:
-        if kind.__name__ in _KINDS and kind.__module__.startswith("deepspeed."):
-            raise StateError(f"{_KINDS[kind.__name__]} cannot be part of a state", where=path, hint=_HINT)
+    if "deepspeed" in sys.modules and is_of_deepspeed(value, "DeepSpeedOptimizer"):
+        raise StateError("an optimizer of DeepSpeed cannot be part of a state without its engine", where=path, hint=_HINT)
 
 
 @dataclass(eq=False, slots=True)
 class ParamNames:
     """``whole``: ``id(parameter)`` → name in the state. ``flat``: what FSDP version 1 has in one parameter of an optimizer, by that one's
-    ``id``: each part once, with its first name."""
+    ``id``: each part once, with its first name; ZeRO's of DeepSpeed too. ``owners``: the parameters of an optimizer, by its ``id`` and
+    group, where its groups do not have them. ``engines``: DeepSpeed's among the modules, by ``id``."""
 
     plain: dict[int, str] = field(default_factory=dict)
     flat: dict[int, dict[int, tuple[str, FlatPart]]] = field(default_factory=dict)
+    owners: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
+    engines: set[int] = field(default_factory=set)
 
 
 def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, ModuleTensors] | None = None) -> ParamNames:
@@ -55,7 +53,11 @@ def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, Mo
     first name."""
     names = ParamNames()
     for path, module in modules:
-        refuse_zero(module, path)
+        if "deepspeed" in sys.modules and (inner := module_of(module, path)) is not None:
+            names.engines.add(id(module))
+            module, path = inner, f"{path}.module"
+            if (owners := owners_of(inner)) is not None:
+                names.owners[id(owners[0])] = owners[1]
         module_tensors = tensors_of(module)
         for name, tensor in module_tensors.tensors.items():
             refuse_partitioned(tensor, f"{path}.{name}" if path else name)
@@ -70,15 +72,16 @@ def names_in(modules: Iterable[tuple[str, torch.nn.Module]], parts: dict[int, Mo
 
 def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[tuple[str, torch.Tensor | FlatPart]]]:
     """Name and parameter of every parameter, by group; those of a flat parameter one by one."""
-    groups = []
+    groups, owners = [], names.owners.get(id(optimizer))
     for index, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names") or [None] * len(group["params"])
+        params = group["params"] if owners is None else owners[index]
+        given = group.get("param_names") or ()
         named: list[tuple[str, torch.Tensor | FlatPart]] = []
-        for position, (param, own) in enumerate(zip(group["params"], given, strict=True)):
+        for position, param in enumerate(params):
             if id(param) in names.flat:
                 named += names.flat[id(param)].values()
                 continue
-            name = names.plain.get(id(param), own)
+            name = names.plain.get(id(param), given[position] if position < len(given) else None)
             if name is None:
                 raise StateError(
                     f"parameter {position} of group {index} (shape {tuple(param.shape)}) has no name",
@@ -91,9 +94,10 @@ def params_of(optimizer: Optimizer, names: ParamNames, path: str) -> list[list[t
     return groups
 
 
-def check_keys(optimizer: Optimizer, path: str) -> None:
+def check_keys(optimizer: Optimizer, names: ParamNames, path: str) -> None:
     """Raise StateError if an optimizer keeps state that belongs to none of its parameters, or under keys that give no names."""
-    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    given = names.owners.get(id(optimizer)) or [group["params"] for group in optimizer.param_groups]
+    params = {id(p) for group in given for p in group}
     for owner, state in optimizer.state.items():
         if id(owner) not in params and state:
             what = f"a parameter of shape {tuple(owner.shape)}" if isinstance(owner, torch.Tensor) else repr(owner)

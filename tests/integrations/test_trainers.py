@@ -295,7 +295,7 @@ def test_lightning_removes_links_alone(lightning_runs: tuple[Path, Any]) -> None
     assert (here / "last-epoch=2.ckpt").is_symlink() and ckpt.open(str(here / "last-epoch=2.ckpt")).state()["epoch"] == 2
 
 
-@pytest.mark.parametrize("library", ["transformers", "lightning", "torchtitan"])
+@pytest.mark.parametrize("library", ["transformers", "accelerate", "deepspeed", "lightning", "torchtitan"])
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     # also its modules: one that another test has imported is taken from sys.modules without asking for its package
     for name in {library, *(name for name in sys.modules if name.startswith(f"{library}."))}:

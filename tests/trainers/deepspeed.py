@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks: stage 0 resumes. ZeRO's modules and optimizers are refused: what the module has is not what is trained."""
+"""DeepSpeed's engines of all stages on two ranks, then on one and three; loaded into another stage, and into plain modules and back."""
 
 from __future__ import annotations
 
@@ -7,58 +7,193 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import distributed as dist
 
 import ckpt
+from ckpt.integrations.deepspeed import use
 
-from .lives import Job
+from .lives import Job, digest
 
 deepspeed.comm.torch.build_shm_op = lambda: None  # it compiles one for minutes, to be faster on one machine
+deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch computes it on CPUs
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def job(stage: int, *parts: str) -> Callable[[int], Job]:
-    """``parts`` of the state: module, optimizer, engine."""
+def net() -> torch.nn.Module:
+    """Sizes that no number of ranks divides, a parameter that is not trained, a tied one, and a buffer."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 17), torch.nn.Linear(17, 8), torch.nn.Linear(8, 17), torch.nn.Linear(17, 8))
+    model[2].weight = model[0].weight
+    model[3].weight.requires_grad_(requires_grad=False)
+    model.register_buffer("count", torch.tensor(3.0))
+    return model
 
-    def made(seed: int) -> Job:
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+
+def optimizers(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": trained[:3], "weight_decay": 0.1}, {"params": trained[3:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+class Engine(Job):
+    def __init__(self, stage: int, dtype: str, **zero: Any) -> None:
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": stage > 0},
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": stage, **zero},
+            "bf16": {"enabled": dtype == "bf16"},
+            "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 4, "loss_scale_window": 1},
         }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        kind = next(engine.module.parameters()).dtype
+        model = net()
+        optimizer, scheduler = optimizers(model)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler)
+        self.zero = stage > 0
+        self.dtype, self.rank = DTYPES[dtype], dist.get_rank()
+        super().__init__({"engine": self.engine}, self.one)
 
-        def step(number: int) -> None:
-            engine.backward(engine((torch.randn(4, 8) + torch.distributed.get_rank()).to(kind)).float().square().sum())
-            engine.step()
+    def one(self, number: int) -> None:
+        self.engine.backward(self.engine((torch.randn(4, 8) + self.rank).to(self.dtype)).float().square().sum())
+        self.engine.step()
 
-        whole = {"module": engine.module, "optimizer": engine.optimizer, "engine": engine}
-        made = Job({name: whole[name] for name in parts}, step)
-        made.digests = lambda: Job({"module": engine.module}, step).digests() if stage == 0 else {}  # type: ignore[method-assign]
-        return made
+    def moment(self, param: Any, key: str) -> torch.Tensor:
+        """As a whole, by what DeepSpeed says of its fragments."""
+        if hasattr(param, "ds_id"):
+            return safe_get_full_optimizer_state(param, key)  # type: ignore[no-any-return]
+        if not hasattr(param, "_hp_mapping"):  # without ZeRO
+            return self.engine.optimizer.state[param][key]  # type: ignore[no-any-return]
+        states, mapping = self.engine.optimizer.optimizer.state, param._hp_mapping
+        whole = torch.zeros(param.numel())
+        if mapping is not None:
+            of, own = mapping.lp_fragment_address, mapping.hp_fragment_address
+            (flat,) = (f for f in states if f.untyped_storage().data_ptr() == mapping.hp_fragment.untyped_storage().data_ptr())
+            whole[of.start : of.start + of.numel] = states[flat][key][own.start : own.start + own.numel]
+        dist.all_reduce(whole)
+        return whole.view(param.shape)
 
-    return made
+    def digests(self) -> dict[str, str]:
+        """By DeepSpeed's own means: masters, moments, weights, counters."""
+        engine, values = self.engine, dict[str, Any]()
+        for name, param in engine.module.named_parameters():
+            if param.requires_grad:
+                values[f"{name}.master"] = safe_get_full_fp32_param(param) if self.zero else param
+                for key in ("exp_avg", "exp_avg_sq"):
+                    values[f"{name}.{key}"] = self.moment(param, key)
+            with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+                values[name] = param.detach().clone()
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        values |= {"steps": engine.global_steps, "skipped": engine.skipped_steps, "lr": engine.get_lr()}
+        values |= {"scale": getattr(scaler, "cur_scale", 1), "iteration": getattr(scaler, "cur_iter", 0), "count": engine.module.count}
+        return {name: digest(value) for name, value in values.items()}
 
 
-def loaded_into(stage: int) -> Callable[[int], Job]:
-    """The module alone, loaded from the checkpoint of a plain one: ZeRO's next step would undo it."""
+class InBackground(Engine):
+    def save(self, url: str) -> None:
+        """The next step waits for the copy, and the save has what was there before."""
+        handle = ckpt.save_async(url, self.state)
+        torch.manual_seed(100)
+        self.one(100)
+        handle.result()
+
+
+class Used(Engine):
+    def save(self, url: str) -> None:
+        use(self.engine, url)
+        self.engine.save_checkpoint(client_state={"epoch": 7})
+        use(self.engine, url).checkpointer.wait()
+
+    def load(self, url: str) -> None:
+        use(self.engine, url)
+        loaded, client = self.engine.load_checkpoint()
+        assert loaded.endswith("global_step2") and client == {"epoch": 7}, (loaded, client)
+
+
+class Weights(Engine):
+    """What a plain module has saved, in 16 bits: the masters are set, so a step goes on from it."""
+
+    def train(self, begin: int, end: int) -> None:
+        super().train(end if begin == 0 else begin, end)
+
+    def save(self, url: str) -> None:
+        torch.manual_seed(1)
+        ckpt.save(url, {"engine": {"module": net().bfloat16()}})
+
+    def load(self, url: str) -> None:
+        ckpt.load(url, self.state, only="engine.module.*", cast=True)
+
+    def digests(self) -> dict[str, str]:
+        values = super().digests() if self.engine.global_steps else {}
+        masters = {f"{n}.master": safe_get_full_fp32_param(p) for n, p in self.engine.module.named_parameters() if p.requires_grad}
+        return {**{name: digest(value) for name, value in masters.items()}, **values}
+
+
+class Still(Engine):
+    """Trains no further: a flat partition and a parameter are rounded otherwise."""
+
+    def train(self, begin: int, end: int) -> None:
+        if begin == 0:
+            super().train(begin, end)
+
+
+class Plain(Job):
+    """A module and its optimizer, which take what an engine has saved."""
+
+    def __init__(self, *_: Any) -> None:
+        model = net()
+        optimizer, scheduler = optimizers(model)
+        self.parts = {"module": model, "optimizer": optimizer, "lr_scheduler": scheduler, "counters": {}}
+        super().__init__({"engine": self.parts}, lambda number: None)
+
+    def digests(self) -> dict[str, str]:
+        model, optimizer = self.parts["module"], self.parts["optimizer"]
+        values = {"count": model.count, "steps": self.parts["counters"]["global_steps"], "lr": [g["lr"] for g in optimizer.param_groups]}
+        for name, param in model.named_parameters():
+            values[name] = param.detach()
+            values |= {f"{name}.{key}": v for key, v in optimizer.state.get(param, {}).items() if key != "step"}
+            values |= {f"{name}.master": param.detach()} if param.requires_grad else {}
+        return {name: digest(value) for name, value in (values | {"skipped": 0, "scale": 1.0, "iteration": 0}).items()}
+
+
+def engine(
+    stage: int, dtype: str = "bf16", kind: type[Engine] = Engine, then: Callable[[int], Job] | None = None, **zero: Any
+) -> Callable[[int], Job]:
+    """``then``: what goes on, if that is something else."""
 
     def made(seed: int) -> Job:
-        run = job(stage, "module")(seed)
-
-        def save(url: str) -> None:
-            plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)).bfloat16()
-            ckpt.save(url, {"module": plain}, check_replicas=False)
-
-        run.save = save  # type: ignore[method-assign]
-        return run
+        torch.manual_seed(seed)
+        return kind(stage, dtype, **zero) if seed == 1 or then is None else then(seed)
 
     return made
 
 
-CASES: dict[str, Any] = {"stage-0": job(0, "module", "optimizer")}
-CASES |= {f"stage-{stage}-{part}": job(stage, part) for stage in (1, 2, 3) for part in ("module", "optimizer", "engine")}
-CASES |= {f"load-into-stage-{stage}": loaded_into(stage) for stage in (1, 2, 3)}
+def part(name: str) -> Callable[[int], Job]:
+    """Without its engine: loading into it would be undone by the next step."""
+
+    def made(seed: int) -> Job:
+        job = engine(2)(seed)
+        job.state = {name: getattr(job.engine, name)}  # type: ignore[attr-defined]
+        return job
+
+    return made
+
+
+CASES: dict[str, Any] = {
+    "stage-0-fp32": engine(0, "fp32"),
+    "stage-1-bf16": engine(1),
+    "stage-2-fp16": engine(2, "fp16"),
+    "stage-2-fp32-offloaded": engine(2, "fp32", offload_optimizer={"device": "cpu"}),
+    "stage-3-bf16": engine(3, sub_group_size=40, stage3_param_persistence_threshold=20),
+    "stage-3-fp32": engine(3, "fp32"),
+    "stage-3-offloaded": engine(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+    "stage-1-then-3": engine(1, then=engine(3)),
+    "stage-3-then-2": engine(3, then=engine(2)),
+    "stage-1-then-plain": engine(1, "fp32", Still, then=Plain),
+    "stage-1-in-background": engine(1, kind=InBackground),
+    "stage-3-in-background": engine(3, kind=InBackground),
+    "use-stage-2": engine(2, kind=Used),
+    "weights-into-stage-1": engine(1, kind=Weights),
+    "weights-into-stage-3": engine(3, kind=Weights),
+    "module-alone": part("module"),
+    "optimizer-alone": part("optimizer"),
+}

@@ -1,0 +1,122 @@
+"""DeepSpeed's engine with ckpt's checkpoints.
+
+>>> use(engine, "runs/a")  # doctest: +SKIP
+>>> engine.save_checkpoint()  # to runs/a/global_step100, in the background  # doctest: +SKIP
+>>> engine.load_checkpoint()  # the newest of runs/a, of any stage and number of ranks  # doctest: +SKIP
+
+DeepSpeed hands a ``CheckpointEngine`` one pickled dict for each rank and file, without a layout, so the two methods are replaced on this
+engine. ``ckpt.state.zero`` has what an engine is made of. Source: ``deepspeed/runtime/engine.py``, 0.19.8.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.engine.save.background import SaveHandle
+from ckpt.errors import UsageError
+from ckpt.formats.native.writer import committed_id
+from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.needs import needed
+from ckpt.policies import All, KeepPolicy
+from ckpt.text import url_text
+
+from .reading import NamedRun
+
+with needed("deepspeed", "deepspeed"):
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+_REPLACED = ("save_checkpoint", "load_checkpoint")
+
+
+class EngineCheckpoints:
+    """What :func:`use` gives: what the engine's own methods are replaced by."""
+
+    def __init__(self, engine: DeepSpeedEngine, checkpointer: NamedRun) -> None:
+        self.engine = engine
+        self.checkpointer = checkpointer
+        self._own = {name: getattr(engine, name) for name in _REPLACED}
+        for name in _REPLACED:
+            setattr(engine, name, getattr(self, name))
+
+    def state(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state as ``ckpt.load`` takes it."""
+        return {"engine": self.engine, "client_state": dict(client_state)}
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,  # noqa: FBT001  DeepSpeed's
+        exclude_frozen_parameters: bool = False,  # noqa: FBT001
+    ) -> bool:
+        """In place of ``DeepSpeedEngine.save_checkpoint``. Without a ``tag``, below the root, it is one of the run's steps."""
+        if exclude_frozen_parameters or not save_latest:
+            hint = "use(engine, root, trainable=True) leaves frozen parameters out; the newest is found without a file that names it"
+            raise UsageError("exclude_frozen_parameters and save_latest=False are not those of this save_checkpoint", hint=hint)
+        state, run = self.state(client_state or {}), self.checkpointer
+        if tag is None and (save_dir is None or url_text(save_dir) == run.root):
+            run.save(self.engine.global_steps, state)
+        else:
+            run.save_at(join_url(url_text(save_dir or run.root), tag or f"global_step{self.engine.global_steps}"), state)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        load_module_strict: bool = True,  # noqa: FBT001
+        load_optimizer_states: bool = True,  # noqa: FBT001
+        load_lr_scheduler_states: bool = True,  # noqa: FBT001
+        load_module_only: bool = False,  # noqa: FBT001
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """In place of ``DeepSpeedEngine.load_checkpoint``; what DeepSpeed has written itself goes to its own method. Gives the URL and the
+        client's state; twice None if there is no checkpoint."""
+        run = self.checkpointer
+        root = run.root if load_dir is None else url_text(load_dir)
+        url = join_url(root, tag) if tag is not None else root
+        ours = committed_id(open_backend(url)) is not None
+        if not ours and (tag is not None or os.path.exists(os.path.join(root, "latest"))):
+            flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+            loaded: tuple[str | None, dict[str, Any] | None] = self._own["load_checkpoint"](root, tag, *flags)
+            return loaded
+        if custom_load_fn is not None:
+            raise UsageError("custom_load_fn is not called by this load_checkpoint", hint="ckpt.load(url, state, rename=...) maps names")
+        parts = {
+            "optimizer": load_optimizer_states and not load_module_only,
+            "lr_scheduler": load_lr_scheduler_states and not load_module_only,
+            "counters": not load_module_only,
+        }
+        only = ["engine.module.*", *(f"engine.{name}*" for name, wanted in parts.items() if wanted), "client_state*"]
+        options: dict[str, Any] = {"strict": load_module_strict} | ({} if all(parts.values()) else {"only": only})
+        state = self.state({})
+        if ours:
+            run.load_from(url, state, **options)
+        elif root == run.root:
+            step = run.restore(state, **options)
+            if step is None:
+                return None, None
+            url = run.url(step)
+        else:
+            raise UsageError(f"{root} is neither a checkpoint nor the run", hint="name the checkpoint, or a tag below the directory")
+        return url, state["client_state"]
+
+    @property
+    def handle(self) -> SaveHandle | None:
+        """The last save, until somebody was told how it ended."""
+        return self.checkpointer.handle
+
+
+def use(engine: DeepSpeedEngine, root: str | os.PathLike[str], *, keep: KeepPolicy | None = None, **options: Any) -> EngineCheckpoints:
+    """Make ``save_checkpoint`` and ``load_checkpoint`` of an engine ckpt's: in the background, loaded on any number of ranks and into any
+    stage.
+
+    Args:
+        root: path or URL of the run; ``save_checkpoint()`` saves to ``global_step<n>`` below it.
+        keep: what stays of the run, by default all.
+        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``trainable``...
+    """
+    return EngineCheckpoints(engine, NamedRun(url_text(root), "global_step{}", keep=keep or All(), **options))

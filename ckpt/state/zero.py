@@ -1,0 +1,201 @@
+"""Engines of DeepSpeed: ZeRO's fp32 partitions as ranges of the original parameters. deepspeed is recognised without being imported.
+
+ZeRO trains flat partitions of its own, and the module's parameters are made from these after each step: in stages 1 and 2 the parameters of
+a group lie one after another in a flat tensor that is cut evenly, in stage 3 each parameter is cut evenly, and a rank has its pieces one
+after another. So every parameter is a ``Flat`` tensor of sizes that each rank knows by arithmetic, as with FSDP version 1, and its values
+are the masters. Source: ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``runtime/bf16_optimizer.py``, 0.19.8.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.errors import StateError
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.layout.placements import Flat, Sizes, window_sizes
+from ckpt.plan.layout.tensor_layout import TensorLayout
+
+from .fsdp1 import SHARD, FlatPart
+from .walk import Compound
+
+log = logging.getLogger("ckpt")
+
+TRIED = "0.19"
+_STAGES = {"DeepSpeedZeroOptimizer": 2, "DeepSpeedZeroOptimizer_Stage3": 3, "BF16_Optimizer": 1}
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+_optimizers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""ZeRO's optimizers by the modules of their engines, once such an engine was in a state."""
+
+
+class EngineState(Compound):
+    """An engine as the values that it is made of, which a plain module and its optimizer under the same names can take."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.scaler = getattr(engine.optimizer, "loss_scaler", None)
+
+    def parts(self) -> dict[str, Any]:
+        return {**self._objects(), "counters": self._counters()}
+
+    def slots(self) -> dict[str, Any]:
+        return self.parts()
+
+    def loaded(self, slots: dict[str, Any]) -> None:
+        counters = slots["counters"]
+        for names, values, target in ((_COUNTS, counters, self.engine), (_SCALES, counters["loss_scale"], self.scaler)):
+            for name in names:
+                if name in values and hasattr(target, name):
+                    setattr(target, name, values[name])
+
+    def _objects(self) -> dict[str, Any]:
+        objects: dict[str, Any] = {"module": self.engine.module}
+        optimizer = self.engine.optimizer
+        base = optimizer.optimizer if type(optimizer).__name__ in _STAGES else optimizer
+        if isinstance(base, Optimizer):
+            objects["optimizer"] = base
+        if self.engine.lr_scheduler is not None:
+            objects["lr_scheduler"] = self.engine.lr_scheduler
+        return objects
+
+    def _counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = {name: getattr(self.engine, name) for name in _COUNTS}
+        counters["loss_scale"] = {name: getattr(self.scaler, name) for name in _SCALES if hasattr(self.scaler, name)}
+        return counters
+
+
+def is_of_deepspeed(value: object, name: str) -> bool:
+    """Whether it is a ``name`` of DeepSpeed, which is not imported for that."""
+    return any(kind.__name__ == name and kind.__module__.startswith("deepspeed.") for kind in type(value).__mro__)
+
+
+def module_of(engine: Any, path: str) -> nn.Module | None:
+    """The module of an engine, which is known from now on by its parts; None if it is no engine.
+
+    Raises:
+        StateError: it cannot be stored.
+    """
+    if not is_of_deepspeed(engine, "DeepSpeedEngine"):
+        return None
+    optimizer, module = engine.optimizer, engine.module
+    name = type(optimizer).__name__
+    problems = {
+        "the layers of a PipelineEngine have no names in the whole model": is_of_deepspeed(engine, "PipelineEngine"),
+        "tensor parallelism: nothing says how its parameters are cut": engine.mp_world_size > 1,
+        "experts of every rank have the same names": engine.has_moe_layers,
+        "states are swapped to NVMe": getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False),
+        f"its optimizer is a {name}": is_of_deepspeed(optimizer, "DeepSpeedOptimizer") and name not in _STAGES,
+    }
+    problem = next((what for what, is_so in problems.items() if is_so), None)
+    if problem is not None:
+        hint = "save with engine.save_checkpoint(folder); ckpt.open, ckpt.load and ckpt convert read what it writes"
+        raise StateError(f"this engine of DeepSpeed cannot be part of a state: {problem}", where=path, hint=hint)
+    if name in _STAGES and module not in _optimizers:
+        version = sys.modules["deepspeed"].__version__
+        if not version.startswith(f"{TRIED}."):
+            log.warning("DeepSpeed %s: ckpt was tried with %s", version, TRIED)
+        _optimizers[module] = optimizer
+    return module  # type: ignore[no-any-return]
+
+
+def owners_of(module: nn.Module) -> tuple[Optimizer, list[list[torch.Tensor]]] | None:
+    """The optimizer below ZeRO's, and the flat tensors that are the parameters of each of its groups; stage 3 gives it these one by one."""
+    zero = _optimizers.get(module)
+    if zero is None or _STAGES[type(zero).__name__] < 3:
+        return None
+    groups: list[list[torch.Tensor]] = [[] for _ in zero.optimizer.param_groups]
+    for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        groups[zero.sub_group_to_group_id[number]].append(flat)
+    return zero.optimizer, groups
+
+
+def zero_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
+    """The parameters of an engine's module that are partitioned, by the ``id`` of the submodule that has each and its attribute there."""
+    zero = _optimizers.get(module)
+    if zero is None:
+        return {}
+    parts = {id(param): part for param, part in _parts(zero)}
+    param: Any
+    for param in module.parameters():
+        if id(param) not in parts and hasattr(param, "ds_tensor"):  # not trained, in stage 3
+            if hasattr(param.ds_tensor, "ds_quant_scale"):
+                hint = "set zero_quantized_nontrainable_weights to false"
+                raise StateError("DeepSpeed has quantised a parameter that is not trained", where=f"parameter {param.ds_id}", hint=hint)
+            ranks = _ranks(zero.dp_process_group)
+            sizes = window_sizes(param.ds_tensor.ds_numel, 0, param.ds_numel, len(ranks))
+            parts[id(param)] = _part(param.ds_tensor, param, tuple(param.ds_shape), ranks, sizes, 0)
+    return {(id(m), name): parts[id(p)] for m in module.modules() for name, p in m._parameters.items() if id(p) in parts}
+
+
+def _parts(zero: Any) -> Iterator[tuple[torch.Tensor, FlatPart]]:
+    stage = _STAGES[type(zero).__name__]
+    if stage == 3:
+        for number, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
+            ranks, start = _ranks(zero._get_sub_group_process_group(number)), 0
+            for param in params:
+                each = param.partition_numel()
+                yield param, _part(flat, flat, tuple(param.ds_shape), ranks, window_sizes(each, 0, param.ds_numel, len(ranks)), start)
+                start += each
+        return
+    flats = zero.single_partition_of_fp32_groups if stage == 2 else zero.fp32_groups_flat_partition
+    groups = zero.round_robin_bit16_groups if stage == 2 else zero.bf16_groups
+    for number, (params, flat) in enumerate(zip(groups, flats, strict=True)):
+        ranks = _ranks(zero.real_dp_process_group[number])
+        ends = itertools.accumulate((p.numel() for p in params), initial=0)
+        offsets = getattr(zero, "round_robin_bit16_offsets", [[]])
+        begins = ranks.index(torch.distributed.get_rank()) * flat.numel()
+        for param, offset in zip(params, offsets[number] if any(offsets) else ends, strict=False):
+            sizes = window_sizes(flat.numel(), offset, param.numel(), len(ranks))
+            part = _part(flat, flat, tuple(param.shape), ranks, sizes, max(offset - begins, 0))
+            stated = getattr(param, "_hp_mapping", None)
+            if stated is not None and (stated.hp_fragment_address.start, stated.hp_fragment_address.numel) != (part.start, part.count):
+                text = f"DeepSpeed says that this rank has {stated.hp_fragment_address}, its sizes say {part.count} from {part.start} on"
+                raise StateError(text, where="ZeRO's partitions", hint=f"use DeepSpeed {TRIED}")
+            yield param, part
+
+
+def _part(flat: torch.Tensor, owner: torch.Tensor, shape: tuple[int, ...], ranks: Sequence[int], sizes: Sizes, start: int) -> FlatPart:
+    size = sizes[ranks.index(torch.distributed.get_rank())]
+    start = start if size else 0
+    layout = TensorLayout(Mesh((SHARD,), (len(ranks),), tuple(ranks)), (Flat(SHARD, sizes),))
+    memory = flat.detach().narrow(0, start, size)
+    return FlatPart(memory, shape, layout, counted=(flat,), owner=owner, alike=tuple(flat.shape), start=start)
+
+
+def _ranks(group: Any) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)
+
+
+def partition_again(module: nn.Module) -> None:
+    """Free what stage 3 has gathered: it would hide what is loaded into the partitions."""
+    zero = _optimizers.get(module)
+    if zero is not None and hasattr(zero, "checkpoint_event_prologue"):
+        zero.checkpoint_event_prologue()
+
+
+def refresh(module: nn.Module) -> None:
+    """Make the module's parameters from the partitions that were loaded. Collective."""
+    zero = _optimizers.get(module)
+    if zero is None:
+        return
+    if _STAGES[type(zero).__name__] < 3:
+        zero.update_lp_params()
+        return
+    groups = zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True)
+    for flat, masters, pieces in groups:
+        flat.data.copy_(masters.data)
+        for piece, new in zip(pieces, zero.unflatten(flat, pieces), strict=True):
+            piece.data = new.data
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].partition(zero.persistent_parameters)
+    zero.checkpoint_event_epilogue()

@@ -1,0 +1,109 @@
+"""``ckpt.integrations.accelerate`` in one process; `make trainers` and `make peers` have it on ranks and in accelerate's own tests."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import ConflictError, NotFoundError, UsageError
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
+
+from ckpt.integrations.accelerate import AcceleratorCheckpoints, use  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # of torchdata's loader, by torch
+    pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning"),
+]
+
+
+class Job:
+    def __init__(self, folder: Path, **naming: Any) -> None:
+        config = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, **naming)
+        data = DataLoaderConfiguration(use_stateful_dataloader=True)
+        self.accelerator = accelerate.Accelerator(cpu=True, project_config=config, dataloader_config=data)
+        net = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        self.own = {"net": net, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+        loader = torch.utils.data.DataLoader(torch.arange(60.0).reshape(20, 3), batch_size=1)
+        self.net, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(*self.own.values(), loader)
+        self.custom = torch.optim.swa_utils.AveragedModel(net)
+        self.accelerator.register_for_checkpointing(self.custom)
+
+    def train(self, batches: Any) -> list[float]:
+        losses = []
+        for _ in range(2):
+            loss = self.net(next(batches) + random.random()).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.custom.update_parameters(self.own["net"])
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def test_numbered_saves_go_on(tmp_path: Path) -> None:
+    job = Job(tmp_path, total_limit=2)
+    checkpoints = use(job.accelerator)
+    called: list[Any] = []
+    job.accelerator.register_save_state_pre_hook(lambda models, weights, folder: called.append((len(models), weights, folder)))
+    batches = iter(job.loader)
+    for _ in range(3):
+        job.train(batches)
+        url = job.accelerator.save_state()
+    expected = job.train(batches), job.custom.state_dict()
+    checkpoints.wait()
+    assert [s.url for s in ckpt.list_steps(str(tmp_path / "checkpoints"))] == [
+        str(tmp_path / f"checkpoints/checkpoint_{n}") for n in (1, 2)
+    ]
+    assert called[-1] == (1, [], url) and url.endswith("checkpoint_2")
+    assert not [p for kind in ("*.bin", "*.pkl", "*.pt") for p in tmp_path.rglob(kind)]
+    assert set(ckpt.open(url).state()) == {"model", "optimizer", "scheduler", "loader", "custom", "rng", "step"}
+
+    again = Job(tmp_path)
+    use(again.accelerator)
+    again.accelerator.project_configuration.iteration = 2
+    with pytest.raises(ConflictError, match=r"checkpoint of this number.*\n(.*\n)*.*load_state"):
+        again.accelerator.save_state()
+    again.accelerator.load_state()
+    assert again.accelerator.project_configuration.iteration == 3
+    assert (again.train(iter(again.loader)), {k: v.tolist() for k, v in again.custom.state_dict().items()}) == (
+        expected[0],
+        {k: v.tolist() for k, v in expected[1].items()},
+    )
+
+
+def test_directories_that_calls_name(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.accelerator.project_configuration.automatic_checkpoint_naming = False
+    job.accelerator.save_state(str(tmp_path / "own"))  # by accelerate itself
+    checkpoints: AcceleratorCheckpoints = use(job.accelerator, tmp_path, background=False)
+    before = {name: value.clone() for name, value in job.net.state_dict().items()}
+    job.accelerator.save_state(tmp_path / "a", safe_serialization=False)
+    assert checkpoints.checkpointer.handle is None
+    for folder in ("a", "own"):
+        job.train(iter(job.loader))
+        job.accelerator.load_state(str(tmp_path / folder))
+        assert all(torch.equal(before[name], value) for name, value in job.net.state_dict().items())
+    with pytest.raises(NotFoundError):
+        job.accelerator.load_state(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="'exclude_frozen_parameters'"):
+        job.accelerator.save_state(str(tmp_path / "b"), exclude_frozen_parameters=True)
+    with pytest.raises(UsageError, match="map_location"):
+        job.accelerator.load_state(str(tmp_path / "a"), map_location="meta")
+
+
+def test_what_it_does_not_go_with(tmp_path: Path) -> None:
+    job = Job(tmp_path, save_on_each_node=True)
+    with pytest.raises(UsageError, match="save_on_each_node"):
+        use(job.accelerator)
+    with pytest.raises(UsageError, match="memory="):
+        use(Job(tmp_path).accelerator, memory=ckpt.Memory())
