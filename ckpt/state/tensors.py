@@ -210,7 +210,9 @@ def _splits(name: str, tensor: DTensor, names: Sequence[str], sizes: Sequence[in
             continue
         split = split_from_dtensor(placement, DTensorAxis(over=names[number], shape=tuple(tensor.shape), later=tuple(order)))
         if split is None:
-            raise LayoutError(f"{placement} cannot be stored", where=f"tensor {name}", hint="redistribute it to Shard or Replicate first")
+            own = type(placement).__module__.startswith("torch.")
+            hint = "redistribute it to Shard or Replicate first" if own else "install or write a plug-in for its class (CONTRIBUTING.md)"
+            raise LayoutError(f"{placement} of {type(placement).__qualname__} cannot be stored", where=f"tensor {name}", hint=hint)
         order.insert(split[1], (split[0], sizes[number]))
     return [split for split, _ in order]
 

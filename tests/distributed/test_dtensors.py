@@ -319,8 +319,12 @@ def test_strided_shards_that_do_not_divide(ranks: Ranks, tmp_path: Path, saved: 
 # ---------------------------------------------------------------------------------------------------------- refused
 
 
-def save_partial(url: str) -> CkptError | None:
-    state = {"w": DTensor.from_local(torch.ones(2), mesh_of(dp=2), [Partial()], run_check=False)}
+class Reversed(Shard):
+    """Of another library: means something else by the fields of torch's."""
+
+
+def save_placement(url: str, placement: Placement) -> CkptError | None:
+    state = {"w": DTensor.from_local(torch.ones(2), mesh_of(dp=2), [placement], run_check=False)}
     try:
         ckpt.save(url, state)
     except CkptError as err:
@@ -328,8 +332,9 @@ def save_partial(url: str) -> CkptError | None:
     return None
 
 
-def test_a_partial_sum_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    errors = ranks.run(2, save_partial, str(tmp_path / "a"))
+@pytest.mark.parametrize(("placement", "hint"), [(Partial(), "redistribute it"), (Reversed(0), "plug-in")])
+def test_a_placement_that_nothing_knows_is_refused(ranks: Ranks, tmp_path: Path, placement: Placement, hint: str) -> None:
+    errors = ranks.run(2, save_placement, str(tmp_path / "a"), placement)
     assert [type(e) for e in errors] == [LayoutError, LayoutError]
-    assert "cannot be stored (tensor w)" in str(errors[0])
+    assert "cannot be stored (tensor w)" in str(errors[0]) and hint in str(errors[0])
     assert not (tmp_path / "a" / "checkpoint.json").exists()

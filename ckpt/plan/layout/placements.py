@@ -270,7 +270,9 @@ class Shard(AxisSplit):
 
 def strided_dim(placement: Any, axis: DTensorAxis) -> tuple[int, int] | None:
     """Dimension and split factor of torch's ``Shard`` (1) and ``_StridedShard``; the latter is a subclass of the former in some versions
-    only."""
+    only. Not of other libraries' subclasses, which may mean something else by the same fields."""
+    if not type(placement).__module__.startswith("torch."):
+        return None
     if not placement.is_shard() and not hasattr(placement, "split_factor"):
         return None
     return int(placement.dim) % max(len(axis.shape), 1), int(getattr(placement, "split_factor", 1))
