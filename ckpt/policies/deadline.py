@@ -70,7 +70,7 @@ class Before(SavePolicy):
             object.__setattr__(self, "deadline", self.deadline.timestamp())
         if self.deadline is not None:
             check_positive(self.deadline, "Before(deadline)")
-            if not _EARLIEST <= self.deadline < _LATEST:
+            if not _EARLIEST <= self._seconds < _LATEST:
                 hint = "add a duration to the clock: time.time() + 3600; divide milliseconds by 1000"
                 raise UsageError(f"Before(deadline) is a time in seconds since 1970, not {self.deadline!r}", hint=hint)
 
