@@ -105,7 +105,7 @@ def prove(
             there = "it notes no step" if last is None else f"its steps are {min(uninterrupted.steps)} to {last}"
             raise UsageError(
                 f"the job has no step after {at}: {there}",
-                hint="call Checkpointer.step(n, state) after each step, and choose an earlier one",
+                hint="call Checkpointer.step(n, state) after each step, or choose an earlier step to resume from",
             )
         begun = runs.run("interrupted", sizes[0], until=at, saves=True)
         reference = Reference(uninterrupted, begun, at)
