@@ -100,6 +100,11 @@ class Notes:
                 into.setdefault(row["step"], {})[rank] = items
         return notes
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether there is anything that shows the values of the model on any number of ranks."""
+        return any(kind in ("metric", "observed") for ranks in self.steps.values() for items in ranks.values() for kind, _ in items)
+
     def outcome(self, name: str, differences: Sequence[Difference] = (), cause: str | None = None, *, exact: bool = True) -> RunOutcome:
         first, last = min(self.steps, default=0), max(self.steps, default=0)
         return RunOutcome(

@@ -87,7 +87,7 @@ def prove(
         progress: told of each run that begins.
 
     Raises:
-        UsageError: the job does not come to step ``at``, or does not restore.
+        UsageError: the job does not come to step ``at``, or does not restore; or it notes no number that other ranks could compare.
         NotFoundError: there is no such script.
         GroupError: a process of a run failed, or a run took longer than ``timeout``.
     """
@@ -106,6 +106,11 @@ def prove(
             raise UsageError(
                 f"the job has no step after {at}: {there}",
                 hint="call Checkpointer.step(n, state) after each step, or choose an earlier step to resume from",
+            )
+        if set(sizes) != {sizes[0]} and not uninterrupted.has_numbers:
+            raise UsageError(
+                "on other numbers of ranks numbers are compared, and the job notes none",
+                hint='step(n, state, metrics={"loss": loss}), or ckpt.testing.observe("loss", loss)',
             )
         begun = runs.run("interrupted", sizes[0], until=at, saves=True)
         reference = Reference(uninterrupted, begun, at)
@@ -177,7 +182,11 @@ class _Runs:
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks
-                    process.wait(60)
+                    try:
+                        process.wait(60)
+                    except subprocess.TimeoutExpired:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait(60)
 
     def _processes(self, folder: Path, ranks: int, end: float) -> int | None:
         context = get_context("forkserver")

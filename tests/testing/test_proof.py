@@ -12,7 +12,7 @@ from ckpt.cli.main import cli
 from ckpt.errors import GroupError, NotFoundError, UsageError
 from ckpt.testing import assert_resumes, observe, prove
 from ckpt.testing.comparison import Name, Noted, Notes, Reference
-from tests.testing.jobs import failing, job
+from tests.testing.jobs import failing, job, silent
 
 SLOW = pytest.mark.slow
 MISTAKES = {
@@ -54,6 +54,8 @@ def test_jobs_that_cannot_be_proved(tmp_path: Path) -> None:
         prove("nothing.py", at=2)
     with pytest.raises(UsageError, match="at least 1"):
         prove(failing, at=0)
+    with pytest.raises(UsageError, match="the job notes none"):
+        prove(silent, at=1, after=1, worlds=(1, 2))
     (tmp_path / "mine").touch()
     with pytest.raises(UsageError, match="must be empty"):
         prove(failing, at=2, folder=tmp_path)
