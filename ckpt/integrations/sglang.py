@@ -65,6 +65,7 @@ def take_weights(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
     options, sink = _sinks.get(model, ({}, None))
     if sink is None or options != given:
         if sink is not None:
+            del _sinks[model]  # also if the request is wrong
             sink.close()
         further = {name: value for name, value in given.items() if name != "address"}
         sink = EngineSink(given["address"], model.load_weights, model, **further)

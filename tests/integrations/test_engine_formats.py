@@ -188,6 +188,9 @@ def test_sglang_follows_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         adapter.take_weights(model, adapter.update_request(source.address, timeout=19))
         assert adapter._sinks[model][1] is not held[1]  # other options: a new connection
         assert len(posts) == 3
+        with pytest.raises(UsageError, match="give convention="):
+            adapter.take_weights(model, adapter.update_request(source.address, names="llama"))
+        adapter.take_weights(model, adapter.update_request(source.address, timeout=19))  # after a wrong request
         with pytest.raises(UsageError, match="no request for ckpt"):
             adapter.take_weights(model, list(tensors.items()))
         adapter._sinks[model][1].close()
