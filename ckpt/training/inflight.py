@@ -68,9 +68,10 @@ class Inflight(Generic[T]):
     def take(self) -> Ticket[T] | None:
         """The next item: one that was handed out before and given back, or a new one. None if there is none."""
         with self._lock:
-            if self._waiting:
+            while self._waiting:
                 number = self._waiting.popleft()
-                return Ticket(number=number, item=self._unfinished[number])
+                if number in self._unfinished:  # else it was finished while it waited
+                    return Ticket(number=number, item=self._unfinished[number])
             if self._items is None:
                 source = self._source
                 self._items = iter(source[i] for i in range(self._count, len(source))) if isinstance(source, Sequence) else iter(source)
