@@ -137,7 +137,7 @@ def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: b
     else:
         written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
         again = report.finished and not report.written_files
-        verdict = style("ok, complete already" if again else "ok", "green") if report.finished else "other processes are not ready yet"
+        verdict = style("ok, complete already" if again else "ok", "green") if report.finished else "this part is done, others are not yet"
         output.line(f"{verdict}: {report.target}: {contents} ({report.source_format} to {report.to}), {written}")
     if report.repair is not None:
         _tell_repair(report.repair, output, dry_run=dry_run)

@@ -21,7 +21,7 @@ def command() -> None:
     """
 
 
-@command.command("status")
+@command.command("status", short_help="Show the versions of a source, and which sink has which.")
 @click.argument("address", metavar="ADDRESS")
 @click.option("--timeout", default="10s", metavar="TIME", show_default=True, help="Give up if nothing answers for TIME.")
 @options

@@ -34,7 +34,7 @@ _root = grouped("Source", "--root", metavar="KEY", help="Key of the state that c
 _threads = grouped("Resources", "--threads", type=click.IntRange(min=1), metavar="N", help="Reading threads. [default: cores, at most 4]")
 
 
-@command.command("merge", cls=GroupedCommand)
+@command.command("merge", cls=GroupedCommand, short_help="Write a model with an adapter merged into it.")
 @click.argument("base", metavar="BASE", type=URL)
 @click.argument("adapter", metavar="ADAPTER", type=URL)
 @click.argument("target", metavar="OUT", type=URL)
@@ -73,13 +73,13 @@ def merge_(base: str, adapter: str, target: str, *, dry_run: bool, as_json: bool
         elif not output.quiet:
             changes = f"{units.plural(report.updated, 'weight')} updated, {units.plural(report.replaced, 'tensor')} replaced"
             contents = f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)}; {changes}"
-            verdict = "other processes are not ready yet" if not written.finished else style("ok", "green")
+            verdict = "this part is done, others are not yet" if not written.finished else style("ok", "green")
             output.line(f"would write {contents}" if dry_run else f"{verdict}: {written.target}: {contents}")
             for note in written.notes if written.finished else ():
                 output.talk(note)
 
 
-@command.command("extract", cls=GroupedCommand)
+@command.command("extract", cls=GroupedCommand, short_help="Write the adapter between a base and a tuned model.")
 @click.argument("base", metavar="BASE", type=URL)
 @click.argument("tuned", metavar="TUNED", type=URL)
 @click.argument("target", metavar="OUT", type=URL)

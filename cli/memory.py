@@ -62,7 +62,7 @@ def serve_(*, budget: int | None, as_json: bool, quiet: bool) -> None:
     serve(folder, budget)
 
 
-@command.command("status")
+@command.command("status", short_help="Show what the daemon holds.")
 @click.option("--listen", is_flag=True, help="Listen for other machines, if it does not yet, and show the address.")
 @options
 def status_(*, listen: bool, as_json: bool, quiet: bool) -> None:

@@ -126,7 +126,7 @@ def _tell(report: MergeReport, output: Output, *, dry_run: bool) -> None:
     if dry_run:
         output.line(f"would write {contents}, {units.size(written.written_bytes)} to write")
     else:
-        verdict = style("ok", "green") if written.finished else "other processes are not ready yet"
+        verdict = style("ok", "green") if written.finished else "this part is done, others are not yet"
         output.line(f"{verdict}: {written.target}: {contents}, {units.size(written.written_bytes)} in {units.duration(written.seconds)}")
     for source, weight in zip(report.sources, report.weights, strict=True):
         output.line(f"  {weight:.6g} x {source}")

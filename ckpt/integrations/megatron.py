@@ -130,13 +130,15 @@ class CkptLoad(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Every tensor and object, without data."""
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for key, value in api.open(checkpoint_dir).state().items():
             if "/shard_" in key:
-                found[key] = ShardedObject.empty_from_unique_key(key)
+                metadata[key] = ShardedObject.empty_from_unique_key(key)
             else:
-                found[key] = ShardedTensor.from_rank_offsets(key, torch.empty(value.shape, dtype=value.dtype, device="meta")).without_data()
-        return found
+                metadata[key] = ShardedTensor.from_rank_offsets(
+                    key, torch.empty(value.shape, dtype=value.dtype, device="meta")
+                ).without_data()
+        return metadata
 
 
 def _listed(values: Iterable[Any]) -> dict[str, Any]:

@@ -83,5 +83,5 @@ class RayCheckpointer(Checkpointer):
         (n, handle, metrics), self._unreported = self._unreported, None
         if handle.durable.exception() is None:
             checkpoint = train.Checkpoint(handle.url) if self.group.rank == self.group.leader else None
-            told = {**{name: float(value) for name, value in metrics.items()}, "step": n}
-            train.report(told, checkpoint=checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)
+            reported = {**{name: float(value) for name, value in metrics.items()}, "step": n}
+            train.report(reported, checkpoint=checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)

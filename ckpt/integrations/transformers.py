@@ -167,13 +167,13 @@ class CheckpointCallback(TrainerCallback):
         if not (self.weights or adapter):
             return None
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        whole = {}
+        weights = {}
         for name, tensor in model.state_dict().items():
             if not adapter or name in trained:
                 value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 if self._sidecars is not None:
-                    whole[name] = value.cpu()
-        return whole
+                    weights[name] = value.cpu()
+        return weights
 
     def _write_pretrained(self, folder: str, tensors: dict[str, Any] | None) -> None:
         trainer = self.trainer

@@ -98,7 +98,7 @@ def _reached_at(address: str, end: float, alive: Callable[[], None]) -> list[tup
 
 
 def _no_address(address: object) -> UsageError:
-    return UsageError(f"{address!r} is no address of a source", hint='write it as "tcp://host:port/name"; port 0 means any free one')
+    return UsageError(f"{address!r} is not the address of a source", hint='write it as "tcp://host:port/name"; port 0 means any free one')
 
 
 Answer = tuple[Row, Sequence[bytes | memoryview]]
@@ -242,7 +242,7 @@ class SinkSecret:
             raise AccessError(
                 "no secret is known for this source",
                 where=self._address,
-                hint="give secret= or CKPT_LIVE_SECRET, the same as for the source; by itself it is found on its machine, in its account",
+                hint="set CKPT_LIVE_SECRET (or secret=) to that of the source; only on its machine, in its account, it is found without",
             )
         return secret
 

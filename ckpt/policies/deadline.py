@@ -21,8 +21,8 @@ VARIABLES = (
 _RECENT = 5
 _SAVES = 2
 """That the longest save counts for: one may be going on when the last one is due, and is waited for."""
-_LATEST = 1e11
-"""No time in seconds: later ones are milliseconds."""
+_EARLIEST, _LATEST = 1e9, 1e11
+"""No deadline in seconds since 1970 is outside: less is a duration, and more are milliseconds."""
 
 
 def machine_deadline(environ: Mapping[str, str] = os.environ) -> datetime | None:
@@ -39,7 +39,7 @@ def machine_deadline(environ: Mapping[str, str] = os.environ) -> datetime | None
                 seconds = float(text)
             except ValueError:
                 seconds = math.nan
-            if not 0 < seconds < _LATEST:
+            if not _EARLIEST <= seconds < _LATEST:
                 raise UsageError(f"{name}={text} is not a time in seconds since 1970", hint=f"unset {name}, or give Before() a time")
             times.append(datetime.fromtimestamp(seconds, timezone.utc))
     return min(times, default=None)
@@ -70,6 +70,9 @@ class Before(SavePolicy):
             object.__setattr__(self, "deadline", self.deadline.timestamp())
         if self.deadline is not None:
             check_positive(self.deadline, "Before(deadline)")
+            if not _EARLIEST <= self._seconds < _LATEST:
+                hint = "add a duration to the clock: time.time() + 3600; divide milliseconds by 1000"
+                raise UsageError(f"Before(deadline) is a time in seconds since 1970, not {self.deadline!r}", hint=hint)
 
     def reason(self, now: Moment) -> str | None:
         if not self.ends(now):

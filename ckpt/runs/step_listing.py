@@ -216,8 +216,8 @@ def none_here(url: str) -> NotFoundError:
         )
     runs = runs_below(url)
     more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
-    hint = f"below it are runs: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"
-    return NotFoundError("no checkpoint here, and none in a directory below", where=url, hint=hint)
+    hint = f"name one of the runs below: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"
+    return NotFoundError("this is neither a run nor a checkpoint", where=url, hint=hint)
 
 
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:

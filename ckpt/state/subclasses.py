@@ -50,14 +50,14 @@ def wrapper_of(tensor: torch.Tensor) -> Any:
 
 def inner_tensors(wrapper: Any) -> dict[str, torch.Tensor]:
     """The tensors that a wrapper is made of, by field; those of a wrapper inside have both fields, as ``a#b``."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for field in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, field)
         if is_wrapper(inner):
-            found |= {f"{field}#{below}": tensor for below, tensor in inner_tensors(wrapper_of(inner)).items()}
+            tensors |= {f"{field}#{below}": tensor for below, tensor in inner_tensors(wrapper_of(inner)).items()}
         else:
-            found[field] = inner.detach()
-    return found
+            tensors[field] = inner.detach()
+    return tensors
 
 
 def dequantized(tensor: torch.Tensor, path: str) -> torch.Tensor:

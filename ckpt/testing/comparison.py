@@ -127,10 +127,10 @@ class Reference:
     def repeats(self, again: Notes) -> RunOutcome:
         """Whether the job does the same if it begins anew. Else nothing can be said of a resume."""
         for step in sorted(again.steps):
-            found = list(_same_ranks(step, self.notes.steps.get(step, {}), again.steps[step]))
-            if any(d.kind in _TELLING for d in found):
+            differences = list(_same_ranks(step, self.notes.steps.get(step, {}), again.steps[step]))
+            if any(d.kind in _TELLING for d in differences):
                 self.unrepeatable = set()
-                return again.outcome("interrupted", found, _cause_of_no_repetition(found[0]))
+                return again.outcome("interrupted", differences, _cause_of_no_repetition(differences[0]))
         return again.outcome("interrupted")
 
     def compare(self, resumed: Notes, tolerance: float) -> RunOutcome:
@@ -139,8 +139,8 @@ class Reference:
         steps = sorted({step for step in (*self.notes.steps, *resumed.steps) if step > self.at})
         for step in steps:
             there, here = self.notes.steps.get(step, {}), resumed.steps.get(step, {})
-            found = _same_ranks(step, there, here) if exact else _other_ranks(step, there, here, tolerance)
-            wrong = [d for d in found if (d.kind, d.name) not in self.unrepeatable | self._idle]
+            differences = _same_ranks(step, there, here) if exact else _other_ranks(step, there, here, tolerance)
+            wrong = [d for d in differences if (d.kind, d.name) not in self.unrepeatable | self._idle]
             if any(d.kind != "batch" for d in wrong):  # batches alone: a trainer that skips those before the step gets them again
                 return resumed.outcome("resumed", wrong, self._cause(wrong, resumed), exact=exact)
         return resumed.outcome("resumed", exact=exact)

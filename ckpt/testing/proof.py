@@ -99,17 +99,17 @@ def prove(
         raise UsageError(f"worlds= are numbers of ranks, not {worlds!r}", hint="worlds=(1, 2)")
     with _folder(folder) as root:
         runs = _Runs(job, root, timeout, progress)
-        whole = runs.run("uninterrupted", sizes[0], until=at + after)
-        if at not in whole.steps or max(whole.steps) <= at:
-            last = max(whole.steps, default=None)
-            there = "it notes no step" if last is None else f"its steps are {min(whole.steps)} to {last}"
+        uninterrupted = runs.run("uninterrupted", sizes[0], until=at + after)
+        if at not in uninterrupted.steps or max(uninterrupted.steps) <= at:
+            last = max(uninterrupted.steps, default=None)
+            there = "it notes no step" if last is None else f"its steps are {min(uninterrupted.steps)} to {last}"
             raise UsageError(
                 f"the job has no step after {at}: {there}",
-                hint="call Checkpointer.step(n, state) after each step, and choose an earlier one",
+                hint="call Checkpointer.step(n, state) after each step, or choose an earlier step to resume from",
             )
         begun = runs.run("interrupted", sizes[0], until=at, saves=True)
-        reference = Reference(whole, begun, at)
-        outcomes = [whole.outcome("uninterrupted"), reference.repeats(begun)]
+        reference = Reference(uninterrupted, begun, at)
+        outcomes = [uninterrupted.outcome("uninterrupted"), reference.repeats(begun)]
         if not outcomes[-1].differences:
             for size in dict.fromkeys(sizes):
                 resumed = runs.run("resumed", size, until=at + after, saved=True)

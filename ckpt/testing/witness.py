@@ -156,7 +156,7 @@ class Witness:
             for i, group in enumerate(optimizer.param_groups):
                 items["learning rate", f"{path}.param_groups[{i}]"] = float(group["lr"]) if "lr" in group else 0.0
         items |= {("generator", name): digest(stream.get()) for name, stream in standard_streams().items()}
-        return items | {("not in the state", name): found for name, found in _left_out(objects.values()).items()}
+        return items | {("not in the state", name): digests for name, digests in _left_out(objects.values()).items()}
 
     def leave(self) -> NoReturn:
         """End the process at once, as a crash would: nothing that the script does after its loop can repair what a resume lacks."""
@@ -216,7 +216,7 @@ def _left_out(objects: Iterable[object]) -> dict[str, Noted]:
     kinds = {kind for kind in {*map(type, there)} if _may_be_saved(kind)}
     candidates = [value for value in there if type(value) in kinds and id(value) not in known]
     inner = {id(child) for value in candidates if isinstance(value, torch.nn.Module) for child in list(value.modules())[1:]}
-    found: dict[str, list[str]] = {}
+    digests_of: dict[str, list[str]] = {}
     for value in candidates:
         if id(value) in inner or (isinstance(value, torch.nn.Module) and all(id(tensor) in known for tensor in _tensors(value))):
             continue
@@ -224,8 +224,8 @@ def _left_out(objects: Iterable[object]) -> dict[str, Noted]:
             state = value.parts() if isinstance(value, Average) else value.state_dict()
         except Exception:  # noqa: BLE001  an object that is only half made, or of another use of the name
             continue
-        found.setdefault(type(value).__qualname__, []).append(digest(state))
-    return {name: digests[0] if len(digests) == 1 else sorted(digests) for name, digests in found.items()}
+        digests_of.setdefault(type(value).__qualname__, []).append(digest(state))
+    return {name: digests[0] if len(digests) == 1 else sorted(digests) for name, digests in digests_of.items()}
 
 
 def _may_be_saved(kind: Any) -> bool:

@@ -71,7 +71,7 @@ class PartOfArray(click.ParamType[tuple[int, int]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         number, _, count = str(value).partition("/")
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-            self.fail(f"{value!r} is no part: the first of 16 is 0/16, the last one 15/16", param, ctx)
+            self.fail(f"{value!r} is not a part: parts are counted from 0, so 16 parts are 0/16 to 15/16", param, ctx)
         return int(number), int(count)
 
 

@@ -65,7 +65,7 @@ def test_runs_further_below_are_named(tmp_path: Path, command: str) -> None:
     (tmp_path / "empty/logs").mkdir(parents=True)
     result = ckpt(command, tmp_path)
     assert result.exit_code == 10
-    assert f"below it are runs: {', '.join(f'{tmp_path}/run-{n}' for n in range(4))} and 2 more" in result.stderr
+    assert f"name one of the runs below: {', '.join(f'{tmp_path}/run-{n}' for n in range(4))} and 2 more" in result.stderr
     assert "name the directory that holds the steps" in ckpt(command, tmp_path / "empty").stderr
     nowhere = ckpt(command, tmp_path / "nowhere" / "at-all")
     assert nowhere.exit_code == 10

@@ -57,7 +57,7 @@ def test_each_element_of_an_array_verifies_its_part(tmp_path: Path) -> None:
         (["cp", url, str(tmp_path / "b"), "--part", "0/2"], "no part alone can know"),
         (["verify", url, "--part", "0/2", "--semantic"], "--semantic reads whole tensors"),
         (["verify", url, "--part", "0/2", "--no-distributed"], "exclude each other"),
-        *((["verify", url, "--part", wrong], "is no part") for wrong in ("2/2", "1", "-1/2", "a/b", "0/0")),
+        *((["verify", url, "--part", wrong], "is not a part") for wrong in ("2/2", "1", "-1/2", "a/b", "0/0")),
     ):
         refused = CliRunner().invoke(cli, arguments)
         assert refused.exit_code == 2 and words in str(refused.exception) + refused.output, arguments

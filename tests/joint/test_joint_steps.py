@@ -330,6 +330,10 @@ def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path
     assert listed[0]["stored_bytes"] > 2 * own[0]["stored_bytes"] > 0
     assert "of trainer, buffer, rollouts" in ckpt_command("ls", root).stdout
     assert f"{root}/buffer/step-00000002" in ckpt_command("inspect", two).stdout
+    stats = ckpt_command("stats", two)
+    assert (stats.exit_code, stats.stdout) == (2, "") and f"{root}/buffer/step-00000002" in stats.stderr, "where the spans are"
+    verdicts = {save["step"]: save["problem"] for save in json.loads(ckpt_command("stats", "--json", root).stdout)["saves"]}
+    assert verdicts == dict.fromkeys((1, 2, 3), "this is a step of several jobs: trainer, buffer, rollouts")
 
     assert ckpt.open(two, member="buffer").url == ckpt.open(f"{root}/buffer/step-00000002").url
     with pytest.raises(NotFoundError, match="member 'judge' has no part in this step: it is of trainer, buffer, rollouts"):

@@ -416,7 +416,7 @@ def test_what_does_not_fit_is_said_at_once_and_changes_nothing() -> None:
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"t": torch.zeros(3)}
     for address in ("actor", "tcp://host/x", "http://h:1/x", "tcp://h:99999/x"):
-        with pytest.raises(UsageError, match="is no address of a source"):
+        with pytest.raises(UsageError, match="is not the address of a source"):
             Source(address, state)
     for make in (Source, Sink):
         with pytest.raises(UsageError, match=r"'tcp://127.0.0.1:4000/' has no name"):

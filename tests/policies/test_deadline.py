@@ -31,13 +31,13 @@ def test_the_last_save_is_durable_in_time(step: float, block: float, lasts: floa
 
 
 def test_when_it_is_due() -> None:
-    policy = Before(1000.0, reserve=100.0)
+    policy = Before(EPOCH + 1000, reserve=100.0)
 
     def moment(time: float | None, **more: object) -> Moment:
-        return Moment(step=5, started_step=0, time=time, **more)  # type: ignore[arg-type]
+        return Moment(step=5, started_step=0, time=None if time is None else EPOCH + time, **more)  # type: ignore[arg-type]
 
     assert policy.due(moment(899.0)) is None and policy.due(moment(None)) is None
-    assert policy.due(moment(900.0)) == "before 1970-01-01 00:16:40 UTC" and policy.ends(moment(900.0))
+    assert policy.due(moment(900.0)) == "before 2027-01-15 08:16:40 UTC" and policy.ends(moment(900.0))
     assert policy.due(moment(800.0, step_seconds=50.0)) is not None
     assert policy.due(moment(5000.0)) is not None, "a deadline that has passed ends the job at once, with a save"
     assert policy.due(moment(950.0, ended=True)) is None
@@ -51,7 +51,7 @@ def test_what_a_deadline_is() -> None:
     utc = datetime(2027, 3, 1, 12, tzinfo=timezone.utc)
     berlin = utc.astimezone(timezone(timedelta(hours=1)))
     assert Before(utc) == Before(berlin) == Before(utc.timestamp()) == from_json(to_json(Before(utc)))
-    for wrong in ("12:00", True, 0, -1.0, float("nan"), utc.replace(tzinfo=None)):
+    for wrong in ("12:00", True, 0, -1.0, float("nan"), utc.replace(tzinfo=None), 3.5 * 3600, utc.timestamp() * 1000):
         with pytest.raises(UsageError, match="deadline"):
             Before(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="reserve"):
@@ -64,6 +64,6 @@ def test_what_machines_say() -> None:
     assert machine_deadline({sagemaker: "1800000200", mlp: "1800000100.5", slurm: "1800000300"}) == datetime.fromtimestamp(
         1800000100.5, timezone.utc
     )
-    for wrong in ("soon", "nan", "-5", "0", "1800000000000"):
+    for wrong in ("soon", "nan", "-5", "0", "3600", "1800000000000"):
         with pytest.raises(UsageError, match=slurm):
             machine_deadline({slurm: wrong})

@@ -99,9 +99,9 @@ class InBackground(Engine):
 
 class Used(Engine):
     def save(self, url: str) -> None:
-        use(self.engine, url)
+        checkpoints = use(self.engine, url)
         self.engine.save_checkpoint(client_state={"epoch": 7})
-        use(self.engine, url).checkpointer.wait()
+        checkpoints.checkpointer.wait()
 
     def load(self, url: str) -> None:
         use(self.engine, url)

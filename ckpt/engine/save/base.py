@@ -119,16 +119,16 @@ class RememberedBase:
 
     def shared(self, plan: RankPlan, numbers: Sequence[int], threads: int) -> dict[int, Referable]:
         """See ``OpenedBase``."""
-        found = {}
+        referable = {}
         for number in numbers:
             if number in self.referred:
-                found[number] = self.referred[number][0]
+                referable[number] = self.referred[number][0]
                 continue
             at = self._places.get(number, -1)
             digest, codec = self.written.strong_digests.get(at), self.written.codecs.get(at)
             if digest is not None and codec not in WITHOUT_ANCHOR and not plan.assignments[plan.chunks[number].name].alone:
-                found[number] = Referable(digest, self._files[self._file(at)], codec is not None)
-        return found
+                referable[number] = Referable(digest, self._files[self._file(at)], codec is not None)
+        return referable
 
     def whole(self, plan: RankPlan, number: int) -> ChunkPlace | None:
         """See ``OpenedBase``."""
@@ -186,7 +186,7 @@ class OpenedBase:
         places = {n: (e, c) for n in numbers if (e := self._entry(plan, n)) is not None and (c := self._number(e, plan, n)) is not None}
         rows = {entry.grid.file(chunk) for entry, chunk in places.values()}
         run_tasks([partial(self._read_header, row) for row in sorted(rows)], threads, "ckpt-base")
-        found = {}
+        referable = {}
         for number, (entry, chunk) in places.items():
             spec, row = plan.specs[number], entry.grid.file(chunk)
             digests = self._catalog.header(row).strong_digests
@@ -195,9 +195,9 @@ class OpenedBase:
                 keys += [coded_key(spec.name, spec.box, spec.shape, codec) for codec in CODECS if codec not in WITHOUT_ANCHOR]
             for i, key in enumerate(keys):
                 if key in digests:
-                    found[number] = Referable(digests[key], self._row(row), i > 0)
+                    referable[number] = Referable(digests[key], self._row(row), i > 0)
                     break
-        return found
+        return referable
 
     def unmatched(self, plan: RankPlan, number: int) -> str | None:
         """Why nobody can say whether it has a chunk that is not among ``shared``, if that is not as it should be: it has no such tensor, or

@@ -342,8 +342,8 @@ class Capture:
         kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
         with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
             with self._aside():
-                told = None if self._filled is None or self._streams else self._tell_filled
-                self.source.fill_batch(batch, room, 0, told, self._kept)
+                on_tensor = None if self._filled is None or self._streams else self._tell_filled
+                self.source.fill_batch(batch, room, 0, on_tensor, self._kept)
             with self._aside():
                 _refuse(self._samples.changed(batch, room))
         self.meter.add(captured=batch.length - kept)

@@ -133,7 +133,9 @@ def split_host(address: str) -> tuple[str, int]:
     """Host and port of ``host:port`` or ``[v6]:port``."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{address!r} is no address of a memory daemon", hint="write host:port, as `ckpt memory status --listen` shows it")
+        raise UsageError(
+            f"{address!r} is not the address of a memory daemon", hint="write host:port, as `ckpt memory status --listen` shows it"
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

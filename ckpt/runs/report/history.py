@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.catalog import read_record
+from ckpt.formats.native.catalog import joint_step, read_record
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import SPANS, index_path, step_number
 from ckpt.formats.native.runlog import LogEntry, read_log
@@ -79,6 +79,8 @@ def read_save(url: str) -> SavedSpans:
     if data is None:
         raise _no_record(url)
     record = CommitRecord.from_bytes(data, join_url(backend.url, COMMIT_PATH))
+    if record.generation is not None:  # each member's checkpoint has its spans
+        raise joint_step(url, record)
     saved = SavedSpans(url=url, step=step_number(url.rstrip("/").rpartition("/")[2]), record=record)
     try:
         tables = read_spans(backend, record)
