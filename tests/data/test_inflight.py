@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import ckpt
 from ckpt.errors import StateError, UsageError
 from ckpt.policies import Latest
-from ckpt.training import Batches, Inflight, ResumableLoader
+from ckpt.training import Batches, Inflight, ResumableLoader, Ticket
 from tests.data.datasets import Queue
 
 PROMPTS, ROUNDS, BATCH = 20, 40, 4
@@ -123,6 +123,8 @@ def test_what_is_not_finished_is_handed_out_again() -> None:
         Inflight("abc").load_state_dict(work.state_dict())
     with pytest.raises(UsageError, match="a sequence"):
         Inflight(iter("abc"))
+    work.finish([0])  # a rollout that was given up has ended all the same
+    assert work.take() == Ticket(number=3, item="d")
 
 
 def test_a_source_with_a_state_and_the_state_as_of_a_step() -> None:
