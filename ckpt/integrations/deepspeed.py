@@ -22,7 +22,7 @@ from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy
 from ckpt.text import url_text
 
-from .reading import NamedRun
+from .reading import NamedRun, ReceivedState
 
 with needed("deepspeed", "deepspeed"):
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -76,6 +76,7 @@ class EngineCheckpoints:
         """In place of ``DeepSpeedEngine.load_checkpoint``; what DeepSpeed has written itself goes to its own method. Gives the URL and the
         client's state; twice None if there is no checkpoint."""
         run = self.checkpointer
+        run.wait()  # a save that goes on may be the one to load
         root = run.root if load_dir is None else url_text(load_dir)
         url = join_url(root, tag) if tag is not None else root
         ours = committed_id(open_backend(url)) is not None
@@ -92,7 +93,8 @@ class EngineCheckpoints:
         }
         only = ["engine.module.*", *(f"engine.{name}*" for name, wanted in parts.items() if wanted), "client_state*"]
         options: dict[str, Any] = {"strict": load_module_strict} | ({} if all(parts.values()) else {"only": only})
-        state = self.state({})
+        client = ReceivedState()  # takes tensors, too, which an empty dict does not
+        state = {"engine": self.engine, "client_state": client}
         if ours:
             run.load_from(url, state, **options)
         elif root == run.root:
@@ -102,7 +104,7 @@ class EngineCheckpoints:
             url = run.url(step)
         else:
             raise UsageError(f"{root} is neither a checkpoint nor the run", hint="name the checkpoint, or a tag below the directory")
-        return url, state["client_state"]
+        return url, client.value or {}
 
     @property
     def handle(self) -> SaveHandle | None:

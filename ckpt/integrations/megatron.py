@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron import core
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -34,8 +33,9 @@ from megatron.core.dist_checkpointing.strategies.base import (
     register_default_strategy,
 )
 
-from ckpt import api
+from ckpt import api, settings
 from ckpt.errors import NamesError, UsageError
+from ckpt.net.group import current_group
 from ckpt.state.named import plain, stored_name
 
 __all__ = ["CkptLoad", "CkptSave", "plain"]
@@ -108,20 +108,20 @@ class CkptLoad(LoadShardedStrategy):
         Raises:
             NamesError: the checkpoint lacks something; nothing was changed. Other errors of :func:`ckpt.load`.
         """
-        values, known = list(nested_values(sharded_state_dict)), api.open(checkpoint_dir).state()
+        values, url = list(nested_values(sharded_state_dict)), os.fspath(checkpoint_dir)
         names = {each.key if isinstance(each, ShardedTensor) else stored_name(each) for each in values}
-        lacking: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(lacking, sorted(names - known.keys()))
-        if missing := sorted({name for each in lacking for name in each}):
+        call = current_group(self.options.get("process_group")).call("names", url, settings.timeout(self.options.get("timeout")))
+        if missing := call.map_reduce(
+            "names",
+            lambda: {"lacking": sorted(names - api.open(url).state().keys())},
+            lambda rows: sorted({name for row in rows.values() for name in row["lacking"]}),
+        ):
             text = f"it lacks {len(missing)} names of the state: {', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}"
-            hint = (
-                "objects keep the parallel sizes that they were saved with: --no-load-rng leaves out generators, --no-load-optim optimizers"
-            )
-            raise NamesError(text, where=str(checkpoint_dir), hint=hint)
-        for each in values:
-            if isinstance(each, ShardedTensor) and each.data is None:
-                each.init_data("cpu")
-        api.load(checkpoint_dir, _listed(values), strict=False, **self.options)
+            hint = "objects keep the parallel sizes of their save: --no-load-rng leaves out generators, --no-load-optim optimizers"
+            raise NamesError(text, where=url, hint=hint)
+        for each in (value for value in values if isinstance(value, ShardedTensor) and value.data is None):
+            each.init_data("cpu")
+        api.load(url, _listed(values), strict=False, **self.options)
         return plain(sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:

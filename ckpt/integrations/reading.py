@@ -20,7 +20,6 @@ from ckpt.engine.view import StoredPerRank, StoredTensor
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import join_url
 from ckpt.net.endpoints import own_addresses
-from ckpt.net.group import current_group
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -169,6 +168,6 @@ class NamedRun(Checkpointer):
 
 def agreed_latest(checkpointer: Checkpointer) -> int | None:
     """The newest committed step as the leading rank sees it; collective. Listings of shared storage may differ for a while."""
-    call = current_group().call("latest", checkpointer.root, settings.timeout(None))
+    call = checkpointer.group.call("latest", checkpointer.root, checkpointer.timeout)
     latest = call.map_reduce("latest", dict, lambda rows: checkpointer.latest)
     return None if latest is None else int(latest)

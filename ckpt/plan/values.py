@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from ckpt.errors import ConsistencyError, UsageError
+from ckpt.errors import ConsistencyError, CoverageError, UsageError
 from ckpt.settings import check_flags
 
 from .match import Selection, globs_of_only
@@ -19,6 +19,8 @@ from .tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping
 Variants: TypeAlias = Sequence[tuple[Sequence[int], Node]]
 """Ranks, and the node that they have."""
 _SHOWN = 10
+REPLICA = "$replica"
+"""The kind of a value at the top of a rank's state that another rank has to save. No checkpoint has one."""
 
 
 def join_values(nodes: Variants) -> Node:
@@ -39,6 +41,11 @@ def join_values(nodes: Variants) -> Node:
             f"the ranks disagree about {len(conflicts)} value{'s' * (len(conflicts) > 1)} of the state:{shown}{more}",
             hint="make the values equal on all ranks, or wrap a value that is meant to differ in ckpt.PerRank",
         )
+    unsaved = [str(key) for key, child in pairs_of(joined) or () if tag_of(child) == REPLICA]
+    if unsaved:
+        more = f", and of {len(unsaved) - 1} more" if len(unsaved) > 1 else ""
+        message = f"all ranks that have it say that they have a replica{more}, so none saves it"
+        raise CoverageError(message, where=f"object {unsaved[0]}", hint="one rank has to give it the replica_id 0")
     return joined
 
 
@@ -91,6 +98,8 @@ def _merge_mappings(path: str, mappings: Sequence[tuple[Sequence[int], list[tupl
     for ranks, pairs in mappings:
         for key_node, child in pairs:
             columns.setdefault(key_of(key_node), (key_node, []))[1].append((ranks, child))
+    if not path:
+        columns = {key: (node, [c for c in column if tag_of(c[1]) != REPLICA] or column[:1]) for key, (node, column) in columns.items()}
     return mapping_node([(key_node, _merge(child_path(path, key_node), column, conflicts)) for key_node, column in columns.values()])
 
 

@@ -19,7 +19,7 @@ from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.tree import encode, join, leaves
 from ckpt.plan.tree_decoding import Node, child_path, mapping_node, pairs_of, tag_of
-from ckpt.plan.values import StatePart
+from ckpt.plan.values import REPLICA, StatePart
 
 from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
@@ -306,8 +306,8 @@ class _CollectWalk:
             saved = [*filter(is_main, objects)]
             if len(saved) > 1:
                 raise StateError("two objects of the state have this name", where=name, hint="give all but one of them a replica_id")
-            if taker.wants(name) and saved:
-                beside[name] = taker.decided(encode(saved[0].data, name, self.object_leaf))
+            if taker.wants(name):
+                beside[name] = taker.decided(encode(saved[0].data, name, self.object_leaf) if saved else {REPLICA: True})
         left = pairs_of(taker.left(state)) or []
         taken = next((key for key, _ in left if key in beside), None)
         if taken is not None:

@@ -68,9 +68,10 @@ class Inflight(Generic[T]):
     def take(self) -> Ticket[T] | None:
         """The next item: one that was handed out before and given back, or a new one. None if there is none."""
         with self._lock:
-            if self._waiting:
+            while self._waiting:
                 number = self._waiting.popleft()
-                return Ticket(number=number, item=self._unfinished[number])
+                if number in self._unfinished:  # else it was finished all the same
+                    return Ticket(number=number, item=self._unfinished[number])
             if self._items is None:
                 source = self._source
                 self._items = iter(source[i] for i in range(self._count, len(source))) if isinstance(source, Sequence) else iter(source)
@@ -84,35 +85,35 @@ class Inflight(Generic[T]):
     def finish(self, numbers: Iterable[int], *, step: int | None = None) -> None:
         """These were used, in training step ``step``. With ``step``, :meth:`as_of` gives the state as of any step that was not saved yet,
         also if this process has heard of later ones."""
-        numbers = self._known(numbers)
+        numbers = list(numbers)  # outside of the lock, as it may take items
         with self._lock:
-            for number in numbers:
+            for number in self._known(numbers):
                 item = self._unfinished.pop(number)
                 if step is not None:
                     self._finished[number] = (step, item)
 
     def give_back(self, numbers: Iterable[int]) -> None:
         """These failed, such as a rollout whose engine died: they are handed out again, before new ones."""
-        numbers = self._known(numbers)
+        numbers = list(numbers)
         with self._lock:
-            self._waiting.extendleft(reversed([n for n in numbers if n not in self._waiting]))
+            waiting = set(self._waiting)
+            self._waiting.extendleft(reversed([n for n in self._known(numbers) if n not in waiting]))
 
     def keep(self, numbers: Iterable[int]) -> None:
         """After a restore: these are in a buffer that was restored, too, and are not handed out again. They are finished as others."""
-        numbers = self._known(numbers)
+        numbers = list(numbers)
         with self._lock:
-            self._waiting = deque(n for n in self._waiting if n not in set(numbers))
+            kept = set(self._known(numbers))
+            self._waiting = deque(n for n in self._waiting if n not in kept)
 
-    def _known(self, numbers: Iterable[int]) -> list[int]:
-        listed = list(numbers)
-        with self._lock:
-            unknown = [n for n in listed if n not in self._unfinished]
-        if unknown or len(set(listed)) < len(listed):
+    def _known(self, numbers: list[int]) -> list[int]:
+        unknown = [n for n in numbers if n not in self._unfinished]
+        if unknown or len(set(numbers)) < len(numbers):
             raise UsageError(
-                f"item {unknown[0]} is not in flight" if unknown else f"an item is there twice in {listed}",
+                f"item {unknown[0]} is not in flight" if unknown else f"an item is there twice in {numbers}",
                 hint="it was finished before, or handed out before a restore: drop what was in flight then",
             )
-        return listed
+        return numbers
 
     def as_of(self, step: int) -> StateOfStep:
         """The state as of a training step, for a checkpoint of that step: what was finished in later ones is still in flight there."""

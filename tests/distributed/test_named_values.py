@@ -187,6 +187,7 @@ class Holder:
         ({"a": box("w", torch.ones(2), (4,))}, CoverageError, "stored 0 times"),
         ({"a": box("w", torch.ones(2)), "w": torch.ones(1)}, StateError, "rename"),
         ({"a": ShardedObject("o", 1, (1,), (0,)), "b": ShardedObject("o", 2, (1,), (0,))}, StateError, "replica_id"),
+        ({"a": ShardedObject("o", 1, (1,), (0,), replica_id=(0, 1))}, CoverageError, "replica.*o/shard_0_1"),
         ({"a": ShardedObject("o", object(), (1,), (0,))}, StateError, "o/shard_0_1.*cannot be stored"),
         ({"a": Holder()}, StateError, "could not be loaded again"),
     ],
@@ -230,10 +231,11 @@ def loaded_by(url: str, stages: list[int], same: bool) -> tuple[Any, Any]:
 
 
 def refused(url: str) -> list[str]:
-    """All ranks call it a replica; nobody saves the second half; both save all of it."""
+    """All ranks call it a replica, tensor or object; nobody saves the second half; both save all of it."""
     told = []
     for state in (
         {"w": box("w", torch.ones(2), replica_id=1)},
+        {"o": ShardedObject("o", dist.get_rank(), (1,), (0,), replica_id=1), "p": ShardedObject("p", 1, (1,), (0,), dist.get_rank())},
         {"w": box("w", torch.ones(2), (4,), (2 * dist.get_rank(),), replica_id=dist.get_rank())},
         {"w": box("w", torch.ones(2))},
     ):
@@ -246,6 +248,6 @@ def refused(url: str) -> list[str]:
 def test_ranks_save_their_boxes_and_others_load_them(ranks: Ranks, tmp_path: Path) -> None:
     url = str(tmp_path / "a")
     _, loaded, told = ranks.run_in_turn(2, [(saved_by, url, [2, 1]), (loaded_by, url, [2, 1], True), (refused, str(tmp_path / "b"))])
-    assert all(re.search("0 times.*0 times.*2 times", " ".join(each), re.DOTALL) for each in told)
+    assert all(re.search("0 times.*replica.*o/shard_0_1.*0 times.*2 times", " ".join(each), re.DOTALL) for each in told)
     loaded += [*ranks.run(3, loaded_by, url, [3], False), *ranks.run(4, loaded_by, url, [1, 2], False)]
     assert [found for found, expected in loaded if found != expected] == []

@@ -99,14 +99,17 @@ class InBackground(Engine):
 
 class Used(Engine):
     def save(self, url: str) -> None:
-        checkpoints = use(self.engine, url)
-        self.engine.save_checkpoint(client_state={"epoch": 7})
-        checkpoints.checkpointer.wait()
+        use(self.engine, url)
+        self.engine.save_checkpoint(client_state={"epoch": 7, "seen": torch.arange(3)})
+        self.loads(tag="global_step2")  # waits for the save that goes on
 
     def load(self, url: str) -> None:
         use(self.engine, url)
-        loaded, client = self.engine.load_checkpoint()
-        assert loaded.endswith("global_step2") and client == {"epoch": 7}, (loaded, client)
+        self.loads()
+
+    def loads(self, **named: Any) -> None:
+        loaded, client = self.engine.load_checkpoint(**named)
+        assert loaded.endswith("global_step2") and (client["epoch"], client["seen"].tolist()) == (7, [0, 1, 2]), (loaded, client)
 
 
 class Weights(Engine):

@@ -4,6 +4,7 @@ of its own saves. The model is a GPTModel with experts: on two ranks tensors are
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
@@ -21,8 +22,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt
+from ckpt.errors import CkptError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from ckpt.integrations.megatron import CkptSave, plain
+from ckpt.integrations.megatron import CkptLoad, CkptSave, plain
 
 from .lives import SAVED, Job, digest, world
 
@@ -106,6 +108,8 @@ class ByCkpt(Rows):
         ckpt.save(url, self.sharded())
 
     def load(self, url: str) -> None:
+        with contextlib.suppress(CkptError):  # an error of one rank ends the call on all
+            CkptLoad().load(self.sharded(), url if self.rank == 0 else f"{url}/nothing")
         ckpt.load(url, state := self.sharded())
         self.extra = plain(state)["extra"]
 
