@@ -15,8 +15,10 @@ from tempfile import mkdtemp
 from typing import Any
 
 from ckpt.concurrency import Pending
+from ckpt.errors import StorageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.paths import step_number
+from ckpt.io_backends.posix.files import storage_errors
 from ckpt.io_backends.registry import open_backend, scheme_of
 from ckpt.runs.step_listing import step_name
 
@@ -40,18 +42,25 @@ class Sidecars:
         did not fail.
 
         Raises:
-            StorageError: those before could not be put.
+            StorageError: those before could not be put, and these are being put all the same; or these could not be written.
         """
-        self.wait()
-        if self._local is not None:
-            self._local.mkdir(parents=True, exist_ok=True)
-        folder = Path(mkdtemp(prefix=_PREFIX, dir=self._local))
+        failed: StorageError | None = None
         try:
-            write(str(folder))
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
+            self.wait()
+        except StorageError as err:
+            failed = err
+        with storage_errors(directory, "write the files beside the checkpoint"):
+            if self._local is not None:
+                self._local.mkdir(parents=True, exist_ok=True)
+            folder = Path(mkdtemp(prefix=_PREFIX, dir=self._local))
+            try:
+                write(str(folder))
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         self._pending = Pending(partial(self._put, directory, folder, durable), "ckpt-sidecars")
+        if failed is not None:
+            raise failed
 
     def _put(self, directory: str, folder: Path, durable: Future[Any] | None) -> None:
         try:
@@ -59,9 +68,10 @@ class Sidecars:
                 for file in filter(Path.is_file, sorted(folder.rglob("*"))):
                     name = file.relative_to(folder).as_posix()
                     self._names.add(name)
-                    self._put_file(file, f"{directory}/{name}")
+                    with storage_errors(f"{directory}/{name}", "write the file beside the checkpoint"):
+                        self._put_file(file, f"{directory}/{name}")
         finally:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _put_file(self, file: Path, path: str) -> None:
         if self._local is not None:

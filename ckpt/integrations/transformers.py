@@ -23,12 +23,13 @@ import torch
 
 from ckpt.api import load
 from ckpt.api import open as open_view
-from ckpt.errors import StateError, UsageError
+from ckpt.errors import StateError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.needs import needed, warn_if_untried
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy, StepInfo
 from ckpt.runs.checkpointer import Checkpointer
+from ckpt.runs.save_schedule import FailedSaves
 from ckpt.runs.step_listing import step_name
 from ckpt.text import url_text
 from ckpt.training import Generators
@@ -76,6 +77,7 @@ class CheckpointCallback(TrainerCallback):
         self.checkpointer: Checkpointer | None = None
         """While the trainer trains."""
         self._sidecars: Sidecars | None = None
+        self._failed = FailedSaves(1, leads=True)
         self._folder: str | None = None
         self._url: str | None = None
         self._step: int | None = None
@@ -150,7 +152,13 @@ class CheckpointCallback(TrainerCallback):
         if self._sidecars is not None:
             handle = self.running.handle  # None if it was the last one before a stop, which was waited for
             durable = None if handle is None else handle.durable
-            self._sidecars.put(step_name(step), lambda folder: self._write_pretrained(folder, tensors), durable)
+            error: BaseException | None = None
+            try:
+                self._sidecars.put(step_name(step), lambda folder: self._write_pretrained(folder, tensors), durable)
+            except StorageError as err:
+                error = err
+            if (error := self._failed.count("files beside a checkpoint are not written", error)) is not None:
+                raise error
 
     def _pretrained_tensors(self) -> dict[str, Any] | None:
         """The tensors that go beside a checkpoint, whole ones. Collective: each that is sharded is gathered. None for none."""
@@ -192,6 +200,7 @@ class CheckpointCallback(TrainerCallback):
         options = self.options if self.policy is None else {"save": self.policy, **self.options}
         with Checkpointer(self.root, **options) as self.checkpointer, TemporaryDirectory() as folder:
             self._sidecars = Sidecars(self.root) if self.trainer.args.process_index == 0 else None
+            self._failed = FailedSaves(options.get("give_up_after", 1), leads=True)
             self._saved = None
             self._url = self._from(resume_from_checkpoint)
             self._folder = folder if self._url is not None else None

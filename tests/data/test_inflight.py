@@ -115,6 +115,10 @@ def test_what_is_not_finished_is_handed_out_again() -> None:
     assert (len(work), len(again)) == (2, 2)
     again.keep([2])
     assert [(t.number, t.item) for t in iter(again.take, None)] == [(0, "a"), (3, "d"), (4, "e"), (5, "f")]
+    late = Inflight("abcdef")
+    late.load_state_dict(work.state_dict())
+    late.finish([0])  # a rollout that came in after all, while its item waited to be handed out again
+    assert [t.item for t in iter(late.take, None)] == ["c", "d", "e", "f"]
     with pytest.raises(StateError, match="another source"):
         Inflight("abc").load_state_dict(work.state_dict())
     with pytest.raises(UsageError, match="a sequence"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.errors import NoSpaceError
 from ckpt.integrations.sidecars import Sidecars
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.runs.removal import remove_at
@@ -69,3 +70,19 @@ def test_a_folder_that_a_killed_process_left_goes_and_files_of_others_stay(tmp_p
     with pytest.raises(ValueError, match="no configuration"):
         sidecars.put("step-00000009", lambda folder: (_ for _ in ()).throw(ValueError("no configuration")), done())
     assert not list(tmp_path.glob(".sidecars-*"))
+
+
+def test_after_a_failure_the_next_ones_come_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sidecars = Sidecars(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        sidecars.put("step-00000001", files("one"), done())
+        with pytest.raises(NoSpaceError, match="step-00000001/config.json"):
+            sidecars.wait()
+        sidecars.put("step-00000001", files("one"), done())
+        assert sidecars._pending is not None and sidecars._pending.wait()
+    ckpt.save(tmp_path / "step-00000002", {"w": torch.ones(2)})
+    with pytest.raises(NoSpaceError):
+        sidecars.put("step-00000002", files("two"), done())
+    sidecars.wait()
+    assert (tmp_path / "step-00000002" / "config.json").read_text() == "two"
