@@ -134,6 +134,9 @@ def check_members(member: object, members: Iterable[object]) -> tuple[str, ...]:
     if isinstance(members, str):
         raise UsageError(f"members= is a list of names, not {members!r}")
     names = tuple(members)
+    if member is None or not names:
+        hint = 'member="trainer", members=("trainer", "buffer")'
+        raise UsageError("member= and members= belong together: the name of this job, and those of all", hint=hint)
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MARKS:
             raise UsageError(f"{name!r} cannot be the name of a member", hint="take letters, digits, dots and underscores")
