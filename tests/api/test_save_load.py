@@ -536,3 +536,12 @@ def test_a_tensor_where_the_checkpoint_has_a_value_and_the_other_way_round(url: 
     with pytest.raises(MismatchError, match=r"(?s)a: tensors in the checkpoint, a plain value in the state"):
         ckpt.load(url, state)
     assert state["a"] is None and torch.equal(state["b"], torch.zeros(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_empty_tensor_that_lies_where_a_large_one_begins(tmp_path: Path, background: bool) -> None:
+    state = {"big": torch.arange(3 << 20).to(torch.uint8), "small": torch.ones(8, dtype=torch.int8), "void": torch.empty(0, 2)}
+    ckpt.save_async(tmp_path / "a", state).result() if background else ckpt.save(tmp_path / "a", state)
+    loaded = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
+    ckpt.load(tmp_path / "a", loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
