@@ -90,13 +90,14 @@ def installed(points: Points = TOY, *, name: str = "ckpt-toy", requires: Sequenc
         (info / "top_level.txt").write_text("\n".join(modules))
         sections = [f"[{group}]\n" + "\n".join(f"{key} = {value}" for key, value in entries.items()) for group, entries in points.items()]
         (info / "entry_points.txt").write_text("\n".join(sections))
+        before: list[tuple[dict[str, Any], set[str]]] = [(registry, {*registry}) for registry in (CODECS, SPLITS)]
         sys.path.insert(0, folder)
         importlib.invalidate_caches()
         try:
             yield
         finally:
             sys.path.remove(folder)
-            for group, registry in (("ckpt.codecs", CODECS), ("ckpt.placements", SPLITS)):
-                for key in points.get(group, ()):
-                    registry.pop(key, None)
+            for registry, known in before:  # only what was entered meanwhile: a plug-in may claim a name of our own
+                for key in registry.keys() - known:
+                    del registry[key]
             placements._enter_plugins.cache_clear()
