@@ -63,7 +63,23 @@ def load_from_checkpoint(
     return loaded
 
 
-class CkptIO(CheckpointIO):
+class BackgroundSave:
+    """What saves in the background, and waits for it."""
+
+    _handle: SaveHandle | None = None
+
+    def wait(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            CkptError: it failed.
+        """
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.result()
+
+
+class CkptIO(BackgroundSave, CheckpointIO):
     """A ``CheckpointIO`` for strategies that hold the whole state on each rank: one device, DDP. Values that are not tensors must be plain.
 
     Strategies for sharded models write by themselves and do not use it: take those of :mod:`ckpt.integrations.lightning_sharded`.
@@ -78,7 +94,6 @@ class CkptIO(CheckpointIO):
         self._options = SaveOptions.of({"check_replicas": False, "merge_flat_shards": False, "codec": codec, "threads": threads})
         self._group = Group(0, (0,))
         """Lightning calls this on one rank, whatever the size of the job."""
-        self._handle: SaveHandle | None = None
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
         """``storage_options`` hold for ``path`` from then on, also when it is loaded or removed: see :func:`ckpt.configure_storage`."""
@@ -113,16 +128,6 @@ class CkptIO(CheckpointIO):
         for folder, _, _ in () if os.path.islink(path) else os.walk(path, topdown=False):
             with suppress(OSError):  # a path that is still there is not used again by Lightning
                 os.rmdir(folder)
-
-    def wait(self) -> None:
-        """Wait for the save in the background.
-
-        Raises:
-            CkptError: it failed.
-        """
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            handle.result()
 
     def teardown(self) -> None:
         self.wait()

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.api import load, save, save_async
-from ckpt.engine.save.background import SaveHandle
 from ckpt.needs import needed
 from ckpt.runs.removal import remove_at
 
+from .lightning import BackgroundSave
 from .reading import read_state
 
 with needed("lightning", "lightning"):
@@ -28,7 +28,7 @@ _LIVE = ("state_dict", "optimizer_states")
 """What the state has as live objects."""
 
 
-class _ShardedCheckpoints:
+class _ShardedCheckpoints(BackgroundSave):
     """What replaces the checkpoints of a strategy.
 
     Args:
@@ -45,7 +45,6 @@ class _ShardedCheckpoints:
     def __init__(self, *arguments: Any, background: bool = False, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.background = background
-        self._handle: SaveHandle | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: the model is saved as it is, and nothing is copied or gathered for that."""
@@ -107,16 +106,6 @@ class _ShardedCheckpoints:
     def _live(self, *, optimizers: bool) -> dict[str, Any]:
         given = {str(i): optimizer for i, optimizer in enumerate(self.optimizers)} if optimizers else {}
         return {"model": self.model, **({"optimizer": given} if given else {})}
-
-    def wait(self) -> None:
-        """Wait for the save in the background.
-
-        Raises:
-            CkptError: it failed.
-        """
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            handle.result()
 
     def teardown(self) -> None:
         self.wait()
