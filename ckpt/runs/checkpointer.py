@@ -449,6 +449,8 @@ class Checkpointer:
                 handle.durable.add_done_callback(partial(self._on_durable, n))
         except BaseException as err:
             self._not_begun(n, err)
+            if failed is not None and self._failed_saves.tolerates(err):  # training would go on, and nobody would hear of the first
+                raise failed from err
             raise
         finally:
             self._finish_begin(durable, publish=publish)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.errors import CkptError, RankFailedError, StorageError, UsageError, storage_failed
+from ckpt.engine.save import background
+from ckpt.errors import CkptError, RankFailedError, ReplicaError, StorageError, UsageError, storage_failed
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
@@ -117,6 +118,23 @@ def waits(folder: str) -> None:
         assert [s.number for s in c.steps()] == [1, 3, 6]
         with pytest.raises(UsageError if rank == 1 else RankFailedError):
             c.step(7000, {"own": object() if rank == 1 else 1.0}) and c.wait()  # type: ignore[func-returns-value]
+
+
+def test_an_outage_hides_no_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(*_: object) -> None:
+        raise ReplicaError("replicas differ")
+
+    def unreachable() -> dict[str, Any]:
+        raise StorageError("the data set is not reachable")
+
+    with ckpt.Checkpointer(tmp_path, save=EverySteps(1), give_up_after=9) as c:
+        with monkeypatch.context() as patched:
+            patched.setattr(background, "write_and_commit", differs)
+            c.save(1, {"w": torch.ones(3)}).wait()
+        with pytest.raises(ReplicaError):
+            c.step(2, unreachable)
+        assert c.step(3, {"w": torch.ones(3)})
+    assert ckpt.latest(tmp_path) == c.url(3)
 
 
 def test_how_many_failures() -> None:
