@@ -1,4 +1,4 @@
-# make test   everything that has to pass: ruff, mypy, pytest
+# make test   everything that has to pass: ruff, mypy, pytest; up to five tests that fail are tried once more, alone
 # make quick  the tests that take minutes: formats, states, plans, storage, two ranks
 # make matrix the quick tests on the oldest torch and dependencies, then on the newest
 # make demo   a job is killed in the middle of a save and resumes on another mesh
@@ -39,7 +39,8 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	@touch $@
 
 test: lint s3-server machines
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --cache-clear $(PYTEST_ARGS)$(if $(filter-out --slow,$(PYTEST_ARGS)),, || \
+	  { [ $$? = 1 ] && $(BIN)/python -m tests.again $(PYTEST_ARGS); })
 
 quick: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' $(QUICK) $(PYTEST_ARGS)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -63,9 +65,15 @@ def save_exactly(url: str, state: dict[str, Any], expected: Mapping[str, torch.T
         assert found[name] == described(tensor), name
 
 
-def empty_directory() -> TemporaryDirectory[str]:
+@contextmanager
+def empty_directory() -> Iterator[str]:
     """In memory where there is one: a disk takes its time for every fsync."""
-    return TemporaryDirectory(prefix="ckpt-api-", dir=SHM if os.path.isdir(SHM) else None)
+    path = mkdtemp(prefix="ckpt-api-", dir=SHM if os.path.isdir(SHM) else None)
+    try:
+        yield path
+    finally:
+        while os.path.exists(path):  # a Checkpointer that is not closed may add to its log meanwhile
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def data_files(url: str) -> list[Path]:
