@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -56,7 +57,9 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, colon, other = where[name].partition(":")
         imported = import_module(module, package)
-        return imported if colon and not other else getattr(imported, other or name)
+        value = imported if colon and not other else getattr(imported, other or name)
+        setattr(sys.modules[package], name, value)  # nobody asks again
+        return value
 
     return get
 

@@ -9,11 +9,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
-from ckpt.formats.native.catalog import read_index, read_record
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
-from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, CommitRecord
-from ckpt.formats.native.index import decode_files
-from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path, is_reference
+from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, CommitRecord, read_record
+from ckpt.formats.native.paths import data_prefix, index_path, parity_prefix
 from ckpt.text import parse_json
 
 from .registry import CLAIM, ConversionRecord, mark_name, marks_prefix, record_path
@@ -358,19 +356,9 @@ def without_referred(backend: Backend, paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:
-    """Paths of all index and data files that the commit record ``data`` reaches, and of its spans; it is not among them itself, nor are
-    data files of other checkpoints. No record: no files. If its index is damaged, the data files that bear its id are listed instead."""
+    """Paths of all files that are there of the save that the commit record ``data`` names; the record itself is not among them, nor are
+    data files of other checkpoints. No record: no files."""
     if data is None:
         return ()
-    record = CommitRecord.from_bytes(data, f"{backend.url.rstrip('/')}/{COMMIT_PATH}")
-    index = [f.path for f in record.index.values()]
-    with suppress(NotFoundError):  # not every save keeps them
-        spans = index_path(record.id, SPANS)
-        backend.size(spans)
-        index.append(spans)
-    try:
-        rows = decode_files(read_index(backend, record, FILES), record.index[FILES].path)
-        files = [f.path for f in rows if not is_reference(f.path)]
-    except CorruptError:
-        files = [e.path for e in backend.list_prefix(data_prefix(record.id))]
-    return (*index, *files)
+    id = CommitRecord.from_bytes(data, f"{backend.url.rstrip('/')}/{COMMIT_PATH}").id
+    return tuple(e.path for prefix in (index_path(id, ""), data_prefix(id), parity_prefix(id)) for e in backend.list_prefix(prefix))

@@ -68,6 +68,7 @@ class Call:
     """Says how far this rank is, in its n-th sign; None where nobody asks. Any thread calls it."""
     signed: bytes = b""
     """The leader's own last sign."""
+    is_leader: bool = field(init=False)
     _phase: str = "start"
     _posted: bool = False
     """This rank's row of the phase is out, or about to be: its errors from now on are reported elsewhere."""
@@ -81,6 +82,7 @@ class Call:
 
     def __post_init__(self) -> None:
         group, position = self.group, self.group.ranks.index(self.group.rank)
+        self.is_leader = group.rank == group.leader
         self._store = group.store.within(self.timeout) if group.store is not None else None
         channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember) if self._store is not None else None
         self._own_channel: Any = channel  # which is None only where nobody asks for it
@@ -90,10 +92,6 @@ class Call:
     def phase_name(self) -> str:
         """The phase that is going on."""
         return self._phase
-
-    @property
-    def is_leader(self) -> bool:
-        return self.group.rank == self.group.leader
 
     # ---- phases
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.catalog import read_record
-from ckpt.formats.native.commit import COMMIT_PATH, Branches, CommitRecord, MemberCheckpoint, branches_of, writer_name
+from ckpt.formats.native.commit import COMMIT_PATH, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record, writer_name
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.text import parse_object
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,6 +153,11 @@ class ShardTable:
         if old is None or old[2] is not self.layout or (old[0], old[1], old[3]) != (self.rank, self.ranks, self.meshes):
             shards.known.clear()
         shards.context = self.rank, self.ranks, self.layout, self.meshes
+
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """The GPUs that hold something of the tensors; asked for when all are added."""
+        return {part.memory.device for local in self.tensors.values() for part in local.parts if part.memory.is_cuda}
 
     @property
     def position(self) -> int:

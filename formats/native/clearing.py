@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import DataFile, SourceFile
@@ -16,8 +17,8 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NoS
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 
-from .catalog import read_index, read_record
-from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours
+from .catalog import read_index
+from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours, read_record
 from .index import Recent, decode_files
 from .paths import (
     CLEARING,
@@ -340,22 +341,18 @@ def referrers_in(run: Backend) -> RunReferrers:
     unknown = []
     real = real_url(run.url).rstrip("/")
 
-    def read(name: str) -> _Uses:
-        data = read_record(run, f"{name}/")
-        return _Uses((), (), lasts=False) if data is None else _uses(open_backend(join_url(run.url, name)), data)
-
-    def read_all(names: Sequence[str]) -> dict[str, _Uses]:
-        return dict(zip(names, map_tasks(read, names, _THREADS, "ckpt-referrers"), strict=True))
+    def read(names: Sequence[str]) -> dict[str, _Uses]:
+        return dict(zip(names, map_tasks(partial(_uses, run), names, _THREADS, "ckpt-referrers"), strict=True))
 
     names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")]
     known = _known.get(real) or KnownRecords[_Uses]()
     _known.put(real, known)
-    using = known.read(run, names, read_all, lambda uses: uses.lasts)
+    using = known.read(run, names, read, lambda uses: uses.lasts)
     for name in names:
         paths, sources, _ = using[name]
         if paths is None or sources is None:
             unknown.append(name)
-        for path in (*(paths or ()), *_below(real, sources or ())):
+        for path in (*(paths or ()), *(_below(real, sources) if sources else ())):
             owner, _, inner = path.partition("/")
             referrers[owner][inner].append(name)
     return RunReferrers(by_directory=referrers, unknown=tuple(unknown))
@@ -370,8 +367,12 @@ def referred_files(checkpoint: Backend) -> FileReferrers:
     return referrers_in(open_backend(run)).to(name)
 
 
-def _uses(checkpoint: Backend, data: bytes) -> _Uses:
-    """What a checkpoint with the commit record ``data`` uses."""
+def _uses(run: Backend, name: str) -> _Uses:
+    """What a checkpoint of a run uses."""
+    data = read_record(run, f"{name}/")
+    if data is None:
+        return _Uses((), (), lasts=False)
+    checkpoint = open_backend(join_url(run.url, name))
     record: CommitRecord | None = None
     tables: Iterable[bytes] = ()
     try:

@@ -9,15 +9,14 @@ import secrets
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import xxhash
 
-from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.io_backends.checks import path_problem
+from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.io_backends.protocol import Backend
 from ckpt.settings import __version__
 from ckpt.text import parse_object
@@ -225,22 +224,24 @@ def inlined(files: Mapping[str, bytes], limit: int) -> dict[str, str]:
     return texts
 
 
-def new_id(after: bytes | None = None, *, later_than: str | None = None, random: int | None = None) -> str:
+def new_id(*earlier: str | None, random: int | None = None) -> str:
     """A fresh ``<id>``: 9 digits of milliseconds since 1970, so that ids sort by time, and 7 random digits, all in base 36.
 
-    ``after`` is the commit record that the save will replace: the id sorts after its id, also where this machine's clock is
-    behind. A record that cannot be read is replaced all the same. The id also sorts after the id ``later_than``, if that was given by
-    ``new_id``. ``random`` takes the place of the random digits, where they say what is saved.
+    It sorts after the ids ``earlier``, such as that of the save that it will replace, also where this machine's clock is behind: clean-up
+    relies on that. ``random`` takes the place of the random digits, where they say what is saved.
     """
-    # Ids order the saves at one URL, and clean-up relies on that order. A clock that is behind must not give a save
-    # an id from before the one that it replaces, so the id is at least one millisecond later than that.
-    moments = [time.time_ns() // 1_000_000]
-    if after is not None:
-        with suppress(CorruptError, FormatError):
-            moments.append(_moment(CommitRecord.from_bytes(after, COMMIT_PATH).id) + 1)
-    if later_than is not None:
-        moments.append(_moment(later_than) + 1)
-    return _base36(max(moments), 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
+    moment = max([time.time_ns() // 1_000_000, *(_moment(id) + 1 for id in earlier if id is not None)])
+    return _base36(moment, 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
+
+
+def id_in(record: bytes | None) -> str | None:
+    """The id in a commit record; None if there is no record, or nobody can read it."""
+    if record is None:
+        return None
+    try:
+        return CommitRecord.from_bytes(record, COMMIT_PATH).id
+    except (CorruptError, FormatError):
+        return None
 
 
 def has_random_digits(id: str, random: int) -> bool:
@@ -407,6 +408,29 @@ def _member(members: dict[str, Any], name: str, kind: type, where: str) -> Any:
     if type(value) is not kind:
         _damaged(f"its {name} is {value!r}, not {kind.__name__}", where)
     return value
+
+
+def read_record(backend: Backend, prefix: str = "") -> bytes | None:
+    """The bytes of the commit record below ``prefix`` (empty, or ending in a slash), or None if there is none.
+
+    What cannot be a record is read again; if it stays so, its bytes are given all the same: whoever parses them says what is wrong.
+    """
+    path, data = prefix + COMMIT_PATH, None
+
+    def read() -> bytes:
+        nonlocal data
+        data = backend.read_whole(path, RECORD_LIMIT)
+        CommitRecord.from_bytes(data, path)
+        return data
+
+    try:
+        return read_checked(backend, path, read)
+    except NotFoundError:
+        return None
+    except (CorruptError, FormatError):
+        if data is None:
+            raise
+        return data
 
 
 # What a process has learned of a run.

@@ -16,9 +16,8 @@ from ckpt.formats.journal import CheckpointJournal
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.values import part_in
 
-from .catalog import read_record
 from .clearing import check_no_link
-from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id, now, writer_name
+from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, now, read_record, writer_name
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, index_path, is_reference
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("ckpt")
-
-__all__ = ["CheckpointJournal", "IndexCache", "committed_id", "new_id", "read_record", "set_tags", "write_index"]
 
 
 def write_index(

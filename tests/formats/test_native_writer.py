@@ -8,8 +8,8 @@ import pytest
 from ckpt.errors import CkptError, ConflictError, ConsistencyError, CorruptError, StorageError
 from ckpt.formats.journal import CheckpointJournal, files_of
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.writer import committed_id, read_record, write_index
+from ckpt.formats.native.commit import CommitRecord, read_record
+from ckpt.formats.native.writer import committed_id, write_index
 from ckpt.io_backends.faulty import Fault, FaultyBackend, SimulatedCrash
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend

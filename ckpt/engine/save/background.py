@@ -18,7 +18,6 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 from ckpt.concurrency import Pending, gc_paused, program_ends
-from ckpt.engine.devices import devices_of
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
@@ -162,7 +161,7 @@ class SaveHandle:
     def start(self, run: BackgroundRun, threads: int, *, now: bool = False) -> None:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured."""
         _in_flight[run.job.call.group] = self
-        self._fence.up(on_devices=bool(devices_of(run.share.collected.shard_table.tensors.values())))
+        self._fence.up(on_devices=bool(run.share.collected.shard_table.devices))
         copy = partial(self._capture, run.capture, threads, run.job.beat)
         if now:
             self.hurry()

@@ -30,7 +30,6 @@ import torch
 
 from ckpt import settings
 from ckpt.concurrency import run_tasks
-from ckpt.engine.devices import devices_of
 from ckpt.errors import ConsistencyError
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import RAW, raw_view, reads_otherwise
@@ -205,7 +204,7 @@ class Capture:
         self._is_short = any(segment.waits_for is not None for segment in stage.segments)
         """The stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
         # For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host.
-        self._streams = [torch.cuda.Stream(device) for device in devices_of(shard_table.tensors.values())]  # type: ignore[no-untyped-call]
+        self._streams = [torch.cuda.Stream(device) for device in shard_table.devices]  # type: ignore[no-untyped-call]
         self._follow()
 
     # ---- in the caller's thread

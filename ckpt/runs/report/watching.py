@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt.errors import CkptError, NotFoundError
-from ckpt.formats.native.catalog import read_record
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.paths import data_prefix, step_number
 from ckpt.formats.native.runlog import entry_line, find_progress, read_log, read_progress
 from ckpt.io_backends.protocol import Backend
