@@ -23,11 +23,10 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
 from ckpt.formats.external.base import open_single
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.clearing import check_free, check_no_link
 from ckpt.formats.native.commit import VIRTUAL, id_in, new_id, read_record
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url

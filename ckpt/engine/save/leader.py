@@ -21,13 +21,12 @@ from typing import NamedTuple
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, CkptError, ConsistencyError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_in, new_id, read_record
 from ckpt.formats.native.index import IndexCache
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
-from ckpt.formats.native.writer import committed_id, write_index
+from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
