@@ -35,12 +35,12 @@ from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError,
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
     JOINT,
+    WRITER,
     CommitRecord,
     MemberCheckpoint,
     new_id,
     now,
     read_record,
-    writer_name,
 )
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
@@ -370,7 +370,7 @@ class JointRun:
         return CommitRecord(
             id=new_id(generation.id, *(mark.id for mark in marks.values())),
             created=now(),
-            writer=writer_name(),
+            writer=WRITER,
             world_size=sum(mark.ranks for mark in marks.values()),
             features=(JOINT,),
             index={},

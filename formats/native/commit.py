@@ -269,9 +269,8 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def writer_name() -> str:
-    """Name and version of this software."""
-    return f"ckpt {__version__}"
+WRITER = f"ckpt {__version__}"
+"""Name and version of this software."""
 
 
 def moment_of(created: str) -> datetime | None:

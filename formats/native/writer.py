@@ -17,7 +17,7 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.plan.values import part_in
 
 from .clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
-from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, now, read_record, writer_name
+from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, WRITER, Branches, CommitRecord, IndexFile, inlined, now, read_record
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, data_prefix, index_path, is_reference, parity_prefix
 
@@ -249,7 +249,7 @@ def write_index(
     record = CommitRecord(
         id=journal.id,
         created=now(),
-        writer=writer_name(),
+        writer=WRITER,
         world_size=world_size,
         features=features,
         index={n: IndexFile(path=index_path(journal.id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()},
@@ -259,7 +259,7 @@ def write_index(
         lost=lost,
         reusable=reusable,
         branches=branches,
-        inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)),
+        inline=inlined(small, most) if (most := min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)) else {},
         part=None if cache.part is None else cache.part.text()[:PART_LIMIT],
     )
     try:
