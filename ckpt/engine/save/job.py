@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -35,10 +35,19 @@ from .options import SaveOptions
 from .plan import Plans
 from .staging import Arena
 
-if TYPE_CHECKING:
-    from .background import SaveHandle
-
 log = logging.getLogger("ckpt")
+
+
+class PendingSave(Protocol):
+    """A save in the background, as the job's next call waits for it."""
+
+    def wait(self) -> bool: ...
+
+    def done(self) -> bool: ...
+
+    def error_reported(self) -> bool: ...
+
+    def result(self) -> object: ...
 
 
 @dataclass(eq=False)
@@ -52,7 +61,7 @@ class SaveCache:
     """Of the run that the last save referred to: another run may have other tensors by these names."""
     bases: list[RememberedBase] = field(default_factory=list)
     """Saves that later ones may refer to without reading anything, the last one that was used last."""
-    in_flight: SaveHandle | None = None
+    in_flight: PendingSave | None = None
     """The last save in the background, until the job's next call has seen how it ended."""
     blocked: BlockedTime | None = None
     """By the last save in the background."""
