@@ -253,12 +253,12 @@ class Publication:
             ConsistencyError: the state was changed while it was captured, or the ranks' states do not make one.
             RankFailedError, DeadlineError: another rank failed, died or hangs.
         """
-        self._fence.hurry()
+        self._fence.throttle.haste.set()
         return self.sealed.result(timeout)
 
     def settle(self) -> None:
         """Wait until it has ended, and raise its error if nobody has asked for it."""
-        self._fence.hurry()
+        self._fence.throttle.haste.set()
         self.sealed.error()
         if not (self.sealed.error_reported or self.captured.error_reported):
             self.sealed.result()

@@ -93,7 +93,7 @@ def check_free(backend: Backend, what: str) -> None:
 def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseFiles | None = None) -> CommitRecord | None:
     """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away; and that the checkpoint is there
     whose files it refers to, with these files. Gives the record of that one."""
-    problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0])
+    _, problem = _looked_for(backend, id, sizes)
     record = None
     if problem is None and base is not None:
         record, problem = _base_record(backend, base)
@@ -115,12 +115,11 @@ def confirm(
     again, or nothing is. ``based`` is what ``check_there`` gave. Gives the paths of everything that is there, if it took a look at
     everything."""
     try:
-        there, everything = _listed(backend, id, sizes)
-        problem = _problem(backend, id, sizes, there)
+        everything, problem = _looked_for(backend, id, sizes)
         if problem is None and base is not None:
             problem = _base_record(backend, base, based)[1]
         if problem is None:
-            return list(there) if everything else None
+            return everything
         record = read_record(backend)
     except (StorageError, CorruptError) as err:  # no sign that anything is missing
         log.warning("%s is committed, but nobody could look whether its files are all there: %s", backend.url, err)
@@ -139,25 +138,23 @@ def confirm(
     raise problem
 
 
-def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[str, int], bool]:
-    """Sizes by path of what is there of a save, and whether that is all that is there: where every listing is a request, one does."""
+def _looked_for(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[list[str] | None, StorageError | None]:
+    """The paths of everything that is there, if all of that was listed: where every listing is a request, one does. And why the save is
+    not all there, or not for long."""
     starts = (data_prefix(id), index_path(id, ""))
     everything = bool(backend.io_hints.coalesce_gap) or not all(path.startswith(starts) for path in sizes)
-    return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}, everything
-
-
-def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int]) -> StorageError | None:
+    there = {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}
     lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
     if lost:
         message = (
             f"{len(lost)} of {len(sizes)} files are not there, or not whole, as the process that commits sees it; the first is {lost[0]}: "
             f"{there.get(lost[0], 'no')} of {sizes[lost[0]]} bytes"
         )
-        return StorageError(message, where=backend.url, hint=_HINT)
+        return None, StorageError(message, where=backend.url, hint=_HINT)
     if index_path(id, CLEARING) in there:
         hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
-        return StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
-    return None
+        return None, StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
+    return list(there) if everything else None, None
 
 
 def _base_record(backend: Backend, base: BaseFiles, before: CommitRecord | None = None) -> tuple[CommitRecord | None, ConflictError | None]:

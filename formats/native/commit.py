@@ -202,7 +202,59 @@ class CommitRecord:
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CommitRecord:
         """Read and verify a commit record; ``where`` is its URL, for messages."""
-        return _decoded(_verified(data, where), where)
+        members = _verified(data, where)
+        features = members["features"]
+        for feature in (CODED, APART, REFERENCED, ANCHORS):
+            if {feature, VIRTUAL} <= set(features):
+                _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
+        rows = _member(members, "index", dict, where)
+        more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
+        joint = JOINT in features
+        names = () if joint else (*INDEX_NAMES, *(name for feature in features for name in more.get(feature, ())))
+        missing = [n for n in names if not isinstance(rows.get(n), dict)]
+        if missing:
+            _damaged(f"its index lacks {', '.join(missing)}", where)
+        index = {}
+        for name in names:
+            path, size, digest = (_member(rows[name], m, t, where) for m, t in (("path", str), ("size", int), ("digest", str)))
+            problem = path_problem(path)
+            if problem is not None or size < 0 or not is_digest(digest):
+                _damaged(f"its row of {name} cannot be: {problem or (size, digest)}", where)
+            index[name] = IndexFile(path=path, size=size, digest=digest)
+        own = {name: _member(members, name, kind, where) for name, kind in _MEMBERS.items()}
+        if moment_of(own["created"]) is None:
+            _damaged(f"its created is {own['created'][:40]!r}, not a time", where)
+        metrics, inline, part, branches = (members.get(name) for name in ("metrics", "inline", "part", "branches"))
+        if not isinstance(metrics, dict | None) or ("metrics" in members and metrics is None):
+            _damaged("its metrics are not an object", where)
+        try:
+            metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        except (TypeError, ValueError, OverflowError):
+            _damaged("one of its metrics is not a number, or none that fits a float", where)
+        texts: dict[str, Any] = {}
+        for name, what in (("tags", "its tags"), ("lost", "its losses")):
+            value = members.get(name, [])
+            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+                _damaged(f"{what} are not an array of strings", where)
+            texts[name] = tuple(value)
+        begun: list[Any] = branches if isinstance(branches, list) else [branches] if "branches" in members else []
+        if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in begun):
+            _damaged("its branches are not an array of objects with id and after", where)
+        return cls(
+            **own,
+            **texts,
+            features=tuple(features),
+            index=index,
+            metrics=metrics,
+            # What cannot be used is no damage: the files that it repeats are there.
+            inline={name: text for name, text in inline.items() if isinstance(text, str)} if isinstance(inline, dict) else {},
+            reusable=members.get("reusable") is True,
+            part=part if isinstance(part, str) else None,
+            branches=tuple(Branch(row["id"], row["after"]) for row in begun),
+            members=_members(members.get("members"), where) if joint else {},
+            generation=_member(members, "generation", str, where) if joint else None,
+            given_up=_member(members, "given_up", str, where) if joint and "given_up" in members else None,
+        )
 
 
 def is_ours(data: bytes) -> bool:
@@ -333,61 +385,6 @@ def _verified(data: bytes, where: str) -> dict[str, Any]:
     if unknown:
         raise FormatError(f"it needs features that are not known: {', '.join(map(repr, unknown))}", where=where, hint=hint)
     return members
-
-
-def _decoded(members: dict[str, Any], where: str) -> CommitRecord:
-    features = members["features"]
-    for feature in (CODED, APART, REFERENCED, ANCHORS):
-        if {feature, VIRTUAL} <= set(features):
-            _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
-    rows = _member(members, "index", dict, where)
-    more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
-    joint = JOINT in features
-    names = () if joint else (*INDEX_NAMES, *(name for feature in features for name in more.get(feature, ())))
-    missing = [n for n in names if not isinstance(rows.get(n), dict)]
-    if missing:
-        _damaged(f"its index lacks {', '.join(missing)}", where)
-    index = {}
-    for name in names:
-        path, size, digest = (_member(rows[name], m, t, where) for m, t in (("path", str), ("size", int), ("digest", str)))
-        problem = path_problem(path)
-        if problem is not None or size < 0 or not is_digest(digest):
-            _damaged(f"its row of {name} cannot be: {problem or (size, digest)}", where)
-        index[name] = IndexFile(path=path, size=size, digest=digest)
-    own = {name: _member(members, name, kind, where) for name, kind in _MEMBERS.items()}
-    if moment_of(own["created"]) is None:
-        _damaged(f"its created is {own['created'][:40]!r}, not a time", where)
-    metrics, inline, part, branches = (members.get(name) for name in ("metrics", "inline", "part", "branches"))
-    if not isinstance(metrics, dict | None) or ("metrics" in members and metrics is None):
-        _damaged("its metrics are not an object", where)
-    try:
-        metrics = {name: float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, OverflowError):
-        _damaged("one of its metrics is not a number, or none that fits a float", where)
-    texts: dict[str, Any] = {}
-    for name, what in (("tags", "its tags"), ("lost", "its losses")):
-        value = members.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            _damaged(f"{what} are not an array of strings", where)
-        texts[name] = tuple(value)
-    begun: list[Any] = branches if isinstance(branches, list) else [branches] if "branches" in members else []
-    if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in begun):
-        _damaged("its branches are not an array of objects with id and after", where)
-    return CommitRecord(
-        **own,
-        **texts,
-        features=tuple(features),
-        index=index,
-        metrics=metrics,
-        # What cannot be used is no damage: the files that it repeats are there.
-        inline={name: text for name, text in inline.items() if isinstance(text, str)} if isinstance(inline, dict) else {},
-        reusable=members.get("reusable") is True,
-        part=part if isinstance(part, str) else None,
-        branches=tuple(Branch(row["id"], row["after"]) for row in begun),
-        members=_members(members.get("members"), where) if joint else {},
-        generation=_member(members, "generation", str, where) if joint else None,
-        given_up=_member(members, "given_up", str, where) if joint and "given_up" in members else None,
-    )
 
 
 _MEMBERS = {"id": str, "created": str, "writer": str, "world_size": int, "tensor_bytes": int}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -49,12 +49,12 @@ log = logging.getLogger("ckpt")
 # right-hand column, and removes it when nobody can need it any more.
 
 
+@dataclass(eq=False)
 class WriteJournal:
     """The files that one process makes at ``backend``: only these may be removed again."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._made: dict[str, None] = {}  # a dict for its order; threads add to it
+    backend: Backend
+    _made: dict[str, None] = field(default_factory=dict, init=False)  # a dict for its order; threads add to it
 
     @property
     def made(self) -> tuple[str, ...]:
@@ -84,6 +84,7 @@ class WriteJournal:
                 self.backend.delete(path)
 
 
+@dataclass(eq=False, kw_only=True)
 class CheckpointJournal(WriteJournal):
     """One writing of save ``id``, which ends with a commit record.
 
@@ -92,14 +93,10 @@ class CheckpointJournal(WriteJournal):
     ``base``: see ``BaseFiles``.
     """
 
-    def __init__(
-        self, backend: Backend, *, id: str, previous: bytes | None, resumable: bool = False, base: BaseFiles | None = None
-    ) -> None:
-        super().__init__(backend)
-        self.base = base
-        self.id = id
-        self.previous = previous
-        self.resumable = resumable
+    id: str
+    previous: bytes | None
+    resumable: bool = False
+    base: BaseFiles | None = None
 
     def put(self, path: str, data: bytes) -> None:
         """Make a small file that other processes of a resumable writing may make too: it appears whole, and is replaced if it differs."""

@@ -96,7 +96,7 @@ class SaveHandle:
 
     def hurry(self) -> None:
         """Take no more care of training's speed: somebody waits."""
-        self._fence.hurry()
+        self._fence.throttle.haste.set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""

@@ -348,7 +348,7 @@ class Capture:
         self.meter.add(captured=batch.length - kept)
 
     def _tell_filled(self, start: int, stop: int) -> None:
-        if self._filled is not None and not self.stage.throttle.hurried:
+        if self._filled is not None and not self.stage.throttle.haste.is_set():
             self._filled(start, stop)
 
 
