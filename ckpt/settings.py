@@ -118,14 +118,11 @@ def timeout(given: float | None) -> float:
 
 
 def threads(given: int | None) -> int:
-    return max(1, int(_positive("threads", given, "CKPT_THREADS", float(_cores()))))
-
-
-def _cores() -> int:
-    """Cores that this rank has for itself, at most 4; torchrun says how many ranks share the machine."""
+    """By default the cores that this rank has for itself, at most 4; torchrun says how many ranks share the machine."""
     shared = os.environ.get("LOCAL_WORLD_SIZE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // (int(shared) if shared.isdigit() and int(shared) else 1)))
+    share = max(1, min(4, cores // (int(shared) if shared.isdigit() and int(shared) else 1)))
+    return max(1, int(_positive("threads", given, "CKPT_THREADS", float(share))))
 
 
 def direct() -> Direct:

@@ -205,7 +205,8 @@ class Capture:
         """The stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
         # For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host.
         self._streams = [torch.cuda.Stream(device) for device in shard_table.devices]  # type: ignore[no-untyped-call]
-        self._follow()
+        if self._streams:
+            self._follow()
 
     # ---- in the caller's thread
 
@@ -228,7 +229,8 @@ class Capture:
                 self._samples.take(batch, self.stage.room(batch), unfenced)
             if self.replicas is not None:
                 self._samples.take_tensors(self.replicas.elsewhere() - unfenced)
-            self._follow()
+            if self._streams:
+                self._follow()
             # Addresses are noted last, since a clone has one of its own.
             self.source.note_addresses()
 

@@ -269,7 +269,8 @@ class Leader:
         id, backend = self.id, self.backend
         try:
             older = dict[str, list[str]]()
-            for path in sorted(self.listed or (e.path for e in backend.list_prefix())):
+            # A directory that is a link is listed by its own name alone: what is in it stays, and the log says so.
+            for path in sorted(self.listed or {e.path for prefix in ("", "data/") for e in backend.list_prefix(prefix)}):
                 save = id_of(path)
                 if save is not None and save < id:
                     older.setdefault(save, []).append(path)
