@@ -72,7 +72,7 @@ def observe(name: str, value: object) -> None:
 
 def attend() -> Witness | None:
     """What notes the steps of this process; None if nobody asked."""
-    folder = settings.prove()
+    folder = settings.text("CKPT_PROVE")
     return None if folder is None else _witness(folder)
 
 
