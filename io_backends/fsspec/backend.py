@@ -245,9 +245,7 @@ class FsspecBackend(Backend):
         where = self._place.where(path)
         conditional = self._place.is_conditional()
         with self._publishing:
-            content = self._content(path)
-            if content != expected:
-                raise _conflict(where, expected, content)
+            self._check_holds(path, expected)
             try:
                 with self._place.errors(where, "publish"):
                     self._publish(path, data, only_if_absent(self._fs) if conditional and expected is None else {})
@@ -283,6 +281,11 @@ class FsspecBackend(Backend):
         except BaseException:
             self.delete(aside)
             raise
+
+    def _check_holds(self, path: str, expected: bytes | None) -> None:
+        content = self._content(path)
+        if content != expected:
+            raise _conflict(self._place.where(path), expected, content)
 
     def _content(self, path: str) -> bytes | None:
         try:
