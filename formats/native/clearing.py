@@ -332,8 +332,8 @@ class RunReferrers:
         )
 
 
-def referrers_in(run: Backend) -> RunReferrers:
-    """All references among the checkpoints right below a run."""
+def referrers_in(run: Backend, but: str = "") -> RunReferrers:
+    """All references among the checkpoints right below a run, without those of ``but``."""
     referrers: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unknown = []
     real = real_url(run.url).rstrip("/")
@@ -341,7 +341,7 @@ def referrers_in(run: Backend) -> RunReferrers:
     def read(names: Sequence[str]) -> dict[str, _Uses]:
         return dict(zip(names, map_tasks(partial(_uses, run), names, _THREADS, "ckpt-referrers"), strict=True))
 
-    names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")]
+    names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/") and entry != f"{but}/"]
     known = _known.get(real) or KnownRecords[_Uses]()
     _known.put(real, known)
     using = known.read(run, names, read, lambda uses: uses.lasts)
@@ -361,7 +361,7 @@ def referred_files(checkpoint: Backend) -> FileReferrers:
         run, name = split_url(checkpoint)
     except UsageError:
         return FileReferrers()
-    return referrers_in(open_backend(run)).to(name)
+    return referrers_in(open_backend(run), but=name).to(name)
 
 
 def _uses(run: Backend, name: str) -> _Uses:
