@@ -138,7 +138,7 @@ class Membership:
         if given_up is not None:
             log.warning("step %d of %s cannot be relied on: %s", n, self.root, given_up)
         if self.reporter is not None:
-            self.reporter.joint(n, given_up)
+            self.reporter.tell("save.joint" if given_up is None else "save.given_up", n, None, reason=given_up)
         if isinstance(end, BaseException):
             return  # what it has saved stays: the step may exist
         if given_up is not None:
