@@ -117,7 +117,7 @@ dlio: venv .dlio/.installed
 
 .dlio/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear .dlio
-	.dlio/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/dev.txt \
+	.dlio/bin/python -m pip install --quiet --disable-pip-version-check \
 	  hydra-core==1.3.2 omegaconf pandas psutil h5py mpi4py mpich pydftracer pyyaml packaging pillow
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.dlio/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
 	@touch $@

@@ -1,9 +1,9 @@
 """DLIO's checkpoint workload with torch.save, DCP and ckpt: ``make dlio DLIO=/path/to/dlio_benchmark``.
 
 DLIO (github.com/argonne-lcf/dlio_benchmark, tried at e1919d7) makes the state of a transformer under ZeRO-3 and asks a plug-in to write and
-to read it ten times each. Its option ``fsync`` does not reach its own plug-in; ``TorchSave`` here calls fsync, as DCP and ckpt do. Files are
-dropped from the page cache before they are read. The table has, of the slowest rank, seconds (median and worst of ten), and of all ranks
-CPU seconds and bytes written by one save.
+to read it ten times each. Its option ``fsync`` does not reach its plug-in; ``TorchSave`` here calls fsync, as DCP and ckpt do. Files leave
+the page cache before they are read. The table has, of the slowest rank, seconds (median and worst of ten), and of all ranks CPU seconds and
+bytes written by one save.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if "dlio_benchmark" in sys.modules:  # the plug-ins, which DLIO imports
             super().__init__()
             self.rows: list[dict[str, Any]] = []
 
-        def save_state(self, suffix: str, state: Any, fsync: bool = False) -> None:
+        def save_state(self, suffix: str, state: Any, fsync: bool = False) -> None:  # noqa: FBT001  DLIO's
             super().save_state(suffix, state, fsync=True)
 
         def _measure(self, kind: str, act: Callable[[], None]) -> None:
@@ -158,17 +158,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the storage to measure")
     folder = parser.parse_args().folder
-    print("| plug-in | write s, median / worst | CPU s | MB written | read s, median / worst | CPU s |\n|---|---|---|---|---|---|")
+    print("| plug-in | write s, median / worst | CPU s | read s, median / worst | CPU s | MB written |\n|---|---|---|---|---|---|")
     for contestant in CONTESTANTS:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             got = run(contestant, Path(place))
             shutil.rmtree(Path(place) / "data")
-        (median, worst, cpu), (median_read, worst_read, cpu_read) = got["write"], got["read"]
-        written = got["bytes"] / 1e6
-        print(
-            f"| {contestant} | {median:.2f} / {worst:.2f} | {cpu:.2f} | {written:.0f} | {median_read:.2f} / {worst_read:.2f} | {cpu_read:.2f} |",
-            flush=True,
-        )
+        cells = [contestant]
+        for kind in ("write", "read"):
+            median, worst, cpu = got[kind]
+            cells += [f"{median:.2f} / {worst:.2f}", f"{cpu:.2f}"]
+        print(f"| {' | '.join([*cells, format(got['bytes'] / 1e6, '.0f')])} |", flush=True)
 
 
 if __name__ == "__main__":
