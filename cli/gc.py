@@ -39,9 +39,7 @@ _REMOVED = {False: style("would remove", "red"), True: style("remove", "red")}
 @click.option("--yes", is_flag=True, help="Remove. Without it, only list what would be removed.")
 @click.option("--dry-run", is_flag=True, help="Only list; the default.")
 @options
-def command(
-    root: str, rules: tuple[str, ...], *, abandoned: bool, older_than: str, yes: bool, dry_run: bool, as_json: bool, quiet: bool
-) -> None:
+def gc(root: str, rules: tuple[str, ...], *, abandoned: bool, older_than: str, yes: bool, dry_run: bool, output: Output) -> None:
     """List which checkpoints of the run at ROOT the rules keep or remove, and why; with --yes, remove them.
 
     Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. A checkpoint stays if any rule selects it. The newest
@@ -63,7 +61,6 @@ def command(
     least_age = units.seconds(older_than)
     if least_age is None:
         raise UsageError(f"{older_than!r} is not a time with a unit", where="--older-than", hint="30s, 90min, 36h, 1d12h, or 0")
-    output = Output(json=as_json, quiet=quiet)
     collection = _collect(root, rules, least_age, abandoned=abandoned)
     if not output.json:
         collection.show(output, acts=yes)

@@ -159,7 +159,7 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
 @click.option("--files", "show", flag_value="files", help="Show the data files.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Levels of the tree. [default: as many as fit 40 lines]")
 @options
-def command(url: str, glob: str | None, show: str | None, *, depth: int | None, as_json: bool, quiet: bool) -> None:
+def inspect(url: str, glob: str | None, show: str | None, *, depth: int | None, output: Output) -> None:
     """Show what the checkpoint at URL is and its tensors, as a tree with sizes. Reads the index only, no tensor data.
 
     With GLOB, show each tensor whose name matches; * matches dots too. With --state, GLOB selects paths of values; with --files, the
@@ -178,7 +178,6 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
 
     if depth is not None and (glob is not None or show is not None):
         raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")
-    output = Output(json=as_json, quiet=quiet)
     if parts := member_urls(url):
         if output.json:
             output.document({"url": url, "members": parts})

@@ -1,9 +1,13 @@
-"""``ckpt stats``: shows where the time of a save went, by phase and rank, and the saves of a run one after another."""
+"""``ckpt stats`` and ``ckpt report``: where the time of saves went, as tables and as one HTML file."""
 
 from __future__ import annotations
 
+import math
+import os
+import secrets
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -17,9 +21,11 @@ from ckpt.errors import StorageError, UsageError
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
     from ckpt.formats.native.runlog import LogEntry
+    from ckpt.plan.layout.mesh import Mesh
     from ckpt.runs.report.history import History, SavedSpans
     from ckpt.runs.report.summary import PhaseSummary, SaveSummary
     from ckpt.telemetry.spans import SpanTable
+
 
 _SHOWN = 8
 _MENTIONED = 0.01
@@ -32,7 +38,7 @@ _MENTIONED = 0.01
 @click.option("--heatmap", is_flag=True, help="Show all ranks at once, one line per phase; dark is slow.")
 @click.option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @options
-def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_json: bool, quiet: bool) -> None:
+def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: Output) -> None:
     """Show how long each phase of the save at URL took, the slowest first. If URL is a run, show one line per save.
 
     SECONDS is how long the threads of the slowest rank were busy and MEDIAN that of the median rank. WALL is the time from the first start
@@ -48,7 +54,6 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
     """
     from ckpt.runs.report.history import is_checkpoint, read_history, read_save
 
-    output = Output(json=as_json, quiet=quiet)
     if not is_checkpoint(url):
         history = read_history(url)
         if history.saves or history.log:
@@ -68,7 +73,7 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
         _write_trace(trace, tables)
     if output.json:
         output.document(_document(url, record, save, tables, by_rank=by_rank))
-    elif quiet:
+    elif output.quiet:
         for name in save.slowest if by_rank else [phase.phase for phase in save.phases]:
             output.line(str(name))
     else:
@@ -286,3 +291,97 @@ def _run_row(saved: SavedSpans) -> tuple[str, ...]:
     rate = _rate(record.tensor_bytes / save.seconds if save.seconds > 0 else None)
     slow = f"{len(save.stragglers):,}" if save.stragglers else "none"
     return (step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)
+
+
+@click.command("report", short_help="Draw saves as one HTML file.")
+@click.argument("urls", metavar="URL...", nargs=-1, required=True, type=URL)
+@click.option("-o", "--out", metavar="FILE", default="report.html", show_default=True, help="File to write; - is stdout.")
+@click.option("--price", metavar="NUMBER", help="Price of one rank for an hour, e.g. 2.50 or €2.50.")
+@click.option("--ranks-per-host", type=click.IntRange(1), metavar="N", help="Consecutive ranks that share a host.")
+@click.option("--mesh", metavar="NAME=SIZE,...", help="Parallel dimensions, the fastest-varying last, e.g. pp=4,dp=8,tp=8.")
+@options
+def report(urls: tuple[str, ...], *, out: str, price: str | None, ranks_per_host: int | None, mesh: str | None, output: Output) -> None:
+    """Draw where the time of saves went. URL is a run, or one or more checkpoints to compare.
+
+    The report is one HTML file that needs no network and no scripts: figures, advice, a heat map of ranks and phases, threads over time,
+    and what is stored. The newest save is shown in detail.
+
+    \b
+    Example:
+      ckpt report runs/a
+      ckpt report runs/a/step-1000 -o step.html --price 2.50
+      ckpt report runs/a/step-1000 runs/b/step-1000 -o both.html
+    """
+    from ckpt.runs.report.content import Setting, build_report
+    from ckpt.runs.report.html import render
+
+    if out == "-" and output.json:
+        raise UsageError("the report and the JSON document cannot both go to stdout", hint="name a file with -o")
+    currency, number = _price(price)
+    setting = Setting(price=number, currency=currency, ranks_per_host=ranks_per_host, mesh=_mesh(mesh))
+    report = build_report(urls, setting)
+    page = render(report).encode()
+    if out == "-":
+        sys.stdout.buffer.write(page)
+        return
+    _write(out, page)
+    saves = len([s for s in report.saves if s.summary is not None])
+    if output.json:
+        notes = list(report.notes)
+        output.document(
+            {"path": out, "bytes": len(page), "saves": saves, "detail": report.detail and report.detail.saved.url, "notes": notes}
+        )
+        return
+    for note in report.notes:
+        output.talk(note)
+    output.talk(f"{out}: {units.plural(saves, 'save')}, {units.size(len(page))}; open it in a browser")
+
+
+def _price(text: str | None) -> tuple[str, float | None]:
+    """Currency and number of ``€2.50``."""
+    if text is None:
+        return "", None
+    number = text.lstrip("$€£¥ ")
+    with suppress(ValueError):
+        price = float(number)
+        if math.isfinite(price) and 0 <= price < 1e9:
+            return text[: len(text) - len(number)], price
+    raise UsageError(f"{text!r} is not a price such as 2.50 or €2.50", where="--price")
+
+
+def _mesh(text: str | None) -> Mesh | None:
+    from ckpt.plan.layout.mesh import Mesh
+
+    if text is None:
+        return None
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or name in sizes or not (size.isascii() and size.isdecimal() and 0 < int(size) < 1 << 24):
+            raise UsageError(f"{text!r} is not a mesh such as pp=4,dp=8,tp=8", where="--mesh")
+        sizes[name] = int(size)
+    if math.prod(sizes.values()) >= 1 << 24:
+        raise UsageError("a mesh has fewer than 16,777,216 ranks", where="--mesh")
+    return Mesh.of(sizes)
+
+
+def _write(path: str, page: bytes) -> None:
+    """Write the whole file or nothing."""
+    # An earlier file stays if the disk is full.
+    part = f"{path}.{secrets.token_hex(4)}.part"
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, a pipe
+            with open(path, "wb") as file:
+                file.write(page)
+            return
+        with open(part, "wb") as file:
+            file.write(page)
+        os.replace(part, path)
+    except OSError as err:
+        with suppress(OSError):
+            os.unlink(part)
+        if isinstance(err, BrokenPipeError):
+            raise
+        raise StorageError(
+            f"the report cannot be written: {err.strerror or err}", where=path, hint="name a file in an existing directory"
+        ) from err

@@ -115,7 +115,7 @@ def _set(key: str, configured: Configured) -> None:
 
 def configured_for(url: str) -> Configured:
     """What was said of the longest URL that ``url`` lies below, by the program or else by the file."""
-    path = settings.storage_options()
+    path = settings.text("CKPT_STORAGE_OPTIONS")
     table = {**_of_file(path), **_table} if path is not None else _table
     if not table:
         return NOTHING

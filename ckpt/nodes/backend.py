@@ -18,7 +18,7 @@ from functools import partial
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, put_conflict
 from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
 from ckpt.io_backends.registry import serve_scheme
 from ckpt.io_backends.writer_base import WriterBase
@@ -181,9 +181,7 @@ class SpreadBackend(Backend):
         there = {node: content for node, content in {**contents, **further}.items() if content is not None}
         current = max(there.values(), key=lambda content: (_id(content), content)) if there else None
         if current != expected:
-            what = "the name is taken" if expected is None else "it is absent or holds something else now"
-            hint = "another save was first; read it again and decide anew"
-            raise ConflictError(f"cannot publish: {what}", where=f"{self.url}/{path}", hint=hint)
+            raise put_conflict(f"{self.url}/{path}", expected)
         written = sorted(n for n in there if n < len(self._nodes.nodes))
         targets = sorted(contents) if every else written or [self._nodes.own]
         for node in targets:
@@ -234,7 +232,7 @@ class _WriterOnEveryNode(WriterBase):
         super().__init__(where=f"{backend.url}/{path}", size=size)
         with suppress(NotFoundError):
             backend.size(path)
-            raise ConflictError("cannot create: the name is taken", where=self._where, hint="use a fresh name, or delete the object")
+            raise name_taken(self._where)
         self._path = path
         self._nodes = nodes
         self._made: list[Backend] = []

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import xxhash
 
 from ckpt.errors import CkptError, UsageError
+from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
-from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.nodes.backend import forget, know, run_url
 from ckpt.nodes.copies import Completed, NodeCopier, loss, note_copies
@@ -150,16 +151,13 @@ class SpreadTier:
         know(self._alone)
 
     def _set(self, meeting: JobNodes, behind: Sequence[StorageNode]) -> NodeSet:
-        def root_below(prefix: str) -> Any:
-            return open_backend(join_url(self._root, prefix.rstrip("/")) if prefix else self._root)
-
         return NodeSet(
             url=self.url,
             nodes=meeting.nodes,
             own=meeting.own,
             copies=self._copies,
             parity=self._parity,
-            fallback=root_below,
+            fallback=partial(open_below, self._root),
             further=[*meeting.survivors, *behind],
         )
 
@@ -235,7 +233,11 @@ class SpreadTier:
         if self._copier is not None and not self._copier.finish(self._timeout):
             log.warning("second copies are still being made after %g s", self._timeout)
         call = self._finishing.call("copies", self.url, self._timeout)
-        uncopied: list[int] = call.map_reduce("finish", lambda: {"uncopied": list(self.uncopied)}, _united)
+        uncopied: list[int] = call.map_reduce(
+            "finish",
+            lambda: {"uncopied": list(self.uncopied)},
+            lambda rows: sorted({step for row in rows.values() for step in row["uncopied"]}),
+        )
         if self._copier is not None:
             self._copier.report_complete()
         return tuple(uncopied)
@@ -248,10 +250,6 @@ class SpreadTier:
         forget(self._alone)
 
 
-def _united(rows: dict[int, Row]) -> list[int]:
-    return sorted({step for row in rows.values() for step in row["uncopied"]})
-
-
 def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """The bytes of several tiers, the nearest first, by place; what was computed from parity and the root last."""
     merged: Counter[str] = Counter()
@@ -259,3 +257,8 @@ def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
         merged.update(places)
     last = {place: merged.pop(place) for place in ("parity", "root") if place in merged}
     return {**merged, **last}
+
+
+def open_below(root: str, prefix: str) -> Backend:
+    """The place ``prefix`` below ``root``: empty, or ending in a slash."""
+    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)

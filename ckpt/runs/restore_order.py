@@ -177,7 +177,7 @@ def load_nearest(
         # Listed anew each time: what could not be read may have been removed because something newer is there.
         call = group.call("restore", tiers.root, timeout)
         copies: list[list[Any]] = call.map_reduce(
-            "list", dict, lambda rows: [c for c in tiers.copies(step, tried) if id is None or c[2] == id]
+            "list", dict, lambda rows: [c for c in tiers.later.copies(step, tried) if id is None or c[2] == id]
         )
         if not copies:
             break

@@ -131,8 +131,12 @@ def collect(
     for name in shard_table.unproven & shard_table.tensors.keys():
         _check_complete(shard_table.tensors[name], rank)
     shard_table.shards.known.update(shard_table.anew)
-    if _may_repeat(collected.state):
-        _check_paths(collected.state)
+    if _may_repeat(collected.state):  # a load could not tell the two apart
+        paths = set[str]()
+        for path, _ in leaves(collected.state):
+            if path in paths:
+                raise StateError("two values of the state have this path", where=path, hint="rename one of the keys on the way to it")
+            paths.add(path)
     return collected
 
 
@@ -152,15 +156,6 @@ def _may_repeat(node: Node) -> bool:
             at = key.find(".", at + 1)
     below = [n for n in node.values() if type(n) is list or (type(n) is dict and "$tensor" not in n)]
     return any(map(_may_repeat, below))
-
-
-def _check_paths(state: Node) -> None:
-    """Raise if two values of the state have one path: a load could not tell them apart."""
-    seen: set[str] = set()
-    for path, _ in leaves(state):
-        if path in seen:
-            raise StateError("two values of the state have this path", where=path, hint="rename one of the keys on the way to it")
-        seen.add(path)
 
 
 def _check_memory(tensors: Iterable[LocalTensor]) -> None:

@@ -308,6 +308,10 @@ class ModelConfig(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None
+"""A configuration of transformers, the content of ``config.json``, its path or URL, or that of a directory that has it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     """``files`` by name; ``numbers`` of the model that they tell, for translations."""
@@ -316,8 +320,7 @@ class Configuration:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_configuration(given: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None) -> Configuration:
-    """From a configuration of transformers, the content of ``config.json``, its path or URL, or that of a directory that has it."""
+def read_configuration(given: ConfigSource) -> Configuration:
     if given is None:
         return Configuration()
     if isinstance(given, os.PathLike):

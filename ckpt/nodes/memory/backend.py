@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from ckpt import settings
-from ckpt.errors import ConflictError, NotFoundError, UsageError
-from ckpt.io_backends.checks import byte_view, check_read, check_size, past_end
+from ckpt.errors import NotFoundError, UsageError
+from ckpt.io_backends.checks import byte_view, check_read, check_size, name_taken, past_end
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
 from ckpt.io_backends.writer_base import WriterBase
 
@@ -213,7 +213,7 @@ def _check_free(daemon: MemoryClient, key: str) -> None:
         daemon.stat(key)
     except NotFoundError:
         return
-    raise ConflictError("cannot create: the name is taken", where=f"{SCHEME}{key}", hint="use a fresh name, or delete the object")
+    raise name_taken(f"{SCHEME}{key}")
 
 
 def _check_inside(known: MemoryObject, offset: int, length: int) -> None:
