@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from ckpt import settings
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, Views
-from ckpt.errors import ConflictError, UsageError
+from ckpt.errors import UsageError
 from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import several
@@ -284,19 +284,6 @@ def parent_and_name(url: str) -> tuple[str, str]:
     if not name or url.endswith("://" + name):
         raise UsageError("this is no file to write to", where=url, hint="name a file")
     return ((head or "/") if slash else "."), name
-
-
-def publish_once(backend: Backend, path: str, data: bytes) -> None:
-    """Make a small file, unless the same is there: another process may have died after it had made it.
-
-    Raises:
-        ConflictError: something else is there.
-    """
-    try:
-        backend.put_if(path, data, expected=None)
-    except ConflictError:
-        if backend.read(path) != data:
-            raise
 
 
 # What a conversion is asked for, as one value that its parts hand on. Pure.
