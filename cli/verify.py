@@ -360,11 +360,7 @@ def _short(text: str | None) -> str:
 def _diff_fields(report: DiffReport) -> dict[str, Any]:
     document = {"same": report.same} | asdict(report)
     for row in document["differences"]:
-        row |= {key: _number(row[key]) for key in ("max_abs", "max_rel")}
+        row |= {key: "inf" for key in ("max_abs", "max_rel") if not math.isfinite(row[key])}
     for row, difference in zip(document["value_differences"], report.value_differences, strict=True):
         row["changes"] = [{"path": path, "left": left, "right": right} for path, left, right in _changes(difference)]
     return document
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else "inf"

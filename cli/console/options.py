@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -56,6 +57,31 @@ def parse_size(context: click.Context, parameter: click.Parameter, text: str | N
         return None if text is None else units.parse_size(text)
     except UsageError as err:
         raise click.BadParameter(err.message) from err
+
+
+def time_option(name: str, *, default: str, help: str) -> Callable[[Command], Command]:
+    """A time such as ``36h``, ``90min`` or ``1d12h``, which the command takes in seconds."""
+
+    def parse(context: click.Context, parameter: click.Parameter, text: str) -> float:
+        seconds = units.seconds(text)
+        if seconds is None:
+            raise UsageError(f"{text!r} is not a time with a unit", where=name, hint="30s, 90min, 36h, 1d12h, or 0")
+        return seconds
+
+    return click.option(name, default=default, metavar="TIME", show_default=True, callback=parse, help=help)
+
+
+def parse_mesh(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, int] | None:
+    """Sizes by dimension of ``pp=4,dp=8,tp=8``."""
+    sizes: dict[str, int] = {}
+    for part in () if text is None else text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or name in sizes or not (size.isascii() and size.isdecimal()):
+            raise UsageError(f"{text!r} is not a mesh such as pp=4,dp=8,tp=8", where=parameter.opts[0])
+        sizes[name] = int(size)
+    if math.prod(sizes.values()) >= 1 << 24:
+        raise UsageError("a mesh has fewer than 16,777,216 ranks", where=parameter.opts[0])
+    return None if text is None else sizes
 
 
 def part_of_job(work: DividedWork | None) -> Part:
