@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.groups import CommandGroup
-from ckpt.cli.console.options import time_option
+from ckpt.cli.console.options import CommandGroup, time_option
 from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.text import printable

@@ -158,7 +158,7 @@ def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[
     row = box.numel // box.shape[axis] * itemsize
     cuts = cuts_at(box.offset[axis], box.end[axis], max(1, most // row), () if axis else seams)
     for start, stop in pairwise(cuts):
-        yield from slabs(_along(box, axis, start, stop), itemsize, (), most)
+        yield from slabs(box.narrowed(axis, start, stop), itemsize, (), most)
 
 
 def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[int, ...]:
@@ -171,12 +171,6 @@ def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[in
         best = bisect_right(seams, cuts[-1] + count) - 1
         cuts.append(seams[best] if best >= 0 and seams[best] > cuts[-1] else cuts[-1] + count)
     return (*cuts, stop)
-
-
-def _along(box: Box, axis: int, start: int, stop: int) -> Box:
-    offset, shape = list(box.offset), list(box.shape)
-    offset[axis], shape[axis] = start, stop - start
-    return Box(tuple(offset), tuple(shape))
 
 
 Digest = Literal["xxh3", "crc32"]
