@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from ckpt.live.take import Puller
 from ckpt.training import Generators
 from tests.distributed.ranks import Ranks
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, until, wait_for
+from tests.ports import free_ports
 
 TIMEOUT = 20.0
 
@@ -564,8 +564,7 @@ def test_an_engine_that_starts_before_its_trainer_waits_for_it(secret: str | Non
     """For as long as it was told to, and not where the trainer was there before: that one has ended. ``None``: the trainer leaves a secret
     of its own in a file, another one each time, and that of a trainer that was killed may be there still."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}/a"
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}/a"
     into = {"t": torch.zeros(3)}
     began, started = time.monotonic(), list[Source]()
     with Sink(address, into, secret=secret, relay=True, timeout=TIMEOUT) as sink:
