@@ -85,47 +85,31 @@ class InterfaceAddress:
     host: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class InterfaceFilter:
-    """Interfaces by name, written as for NCCL: ``eth,ib`` are prefixes, ``=eth0,eth1`` names, and ``^`` before either excludes them."""
-
-    names: tuple[str, ...]
-    exact: bool
-    exclude: bool
-
-    @classmethod
-    def parse(cls, text: str, *, exact: bool = False) -> InterfaceFilter:
-        """``exact``: names without ``=`` are whole names, too."""
-        rest = text.strip()
-        exclude = rest.startswith("^")
-        rest = rest.removeprefix("^")
-        exact = exact or rest.startswith("=")
-        names = tuple(name.strip() for name in rest.removeprefix("=").split(",") if name.strip())
-        return cls(names=names, exact=exact, exclude=exclude)
-
-    def of(self, addresses: list[InterfaceAddress]) -> list[InterfaceAddress]:
-        """Those that are chosen; in the order of the names, or their own where names exclude."""
-        if self.exclude:
-            return [a for a in addresses if self._place(a.interface) is None]
-        places = [(place, a) for a in addresses if (place := self._place(a.interface)) is not None]
-        return [a for _, a in sorted(places, key=lambda pair: pair[0])]
-
-    def _place(self, interface: str) -> int | None:
-        for i, name in enumerate(self.names):
-            if interface == name or (not self.exact and interface.startswith(name)):
-                return i
-        return None
-
-
 def choose(variable: str, text: str, addresses: list[InterfaceAddress]) -> list[InterfaceAddress]:
-    """What the setting chooses of ``addresses``. The names of ``GLOO_SOCKET_IFNAME`` are whole ones, as Gloo reads it."""
-    chosen = InterfaceFilter.parse(text, exact=variable == "GLOO_SOCKET_IFNAME").of(addresses)
+    """What the setting chooses of ``addresses``, in the order of the names in it, or their own where these exclude.
+
+    It is written as for NCCL: ``eth,ib`` are prefixes, ``=eth0,eth1`` names, and ``^`` before either excludes them. The names of
+    ``GLOO_SOCKET_IFNAME`` are whole ones without ``=``, too, as Gloo reads it.
+    """
+    listed = text.strip().removeprefix("^")
+    exact = variable == "GLOO_SOCKET_IFNAME" or listed.startswith("=")
+    names = [name.strip() for name in listed.removeprefix("=").split(",") if name.strip()]
+
+    def place(address: InterfaceAddress) -> int | None:
+        fits = (i for i, name in enumerate(names) if address.interface == name or (not exact and address.interface.startswith(name)))
+        return next(fits, None)
+
+    if text.strip().startswith("^"):
+        chosen = [a for a in addresses if place(a) is None]
+    else:
+        places = [(at, a) for a in addresses if (at := place(a)) is not None]
+        chosen = [a for _, a in sorted(places, key=lambda pair: pair[0])]
     if not chosen:
         known: dict[str, list[str]] = {}
         for a in addresses:
             known.setdefault(a.interface, []).append(a.host)
-        listed = ", ".join(f"{name} ({' '.join(hosts)})" for name, hosts in known.items()) or "none that can be listed on this system"
-        message = f"{text!r} names no network interface that has an address; there are {listed}"
+        there = ", ".join(f"{name} ({' '.join(hosts)})" for name, hosts in known.items()) or "none that can be listed on this system"
+        message = f"{text!r} names no network interface that has an address; there are {there}"
         raise UsageError(message, where=variable, hint="name one of these: eth for all names that begin so, =eth0 for one whole name")
     return chosen
 

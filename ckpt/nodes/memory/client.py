@@ -26,7 +26,7 @@ from ckpt.net.shared_memory import protect, whole_pages
 from ckpt.text import address_text
 
 from . import connection as place
-from .connection import TIMEOUT, DaemonConnection, MemoryObject, Message, gone, receive, send, start_daemon, try_to_connect
+from .connection import TIMEOUT, DaemonConnection, MemoryObject, Message, OpenObject, gone, receive, send, start_daemon, try_to_connect
 from .remote import split_host
 
 # What this process maps of the files that it fills: kept from one object to the next, since a new mapping costs a fault for each page.
@@ -142,7 +142,6 @@ class Loan:
         return self._mapped().data[: self.size]
 
     def open(self, start: int, length: int) -> None:
-        """See ``LentMemory.open``."""
         try:
             self._mapped().open(start, length)
         except OSError as err:
@@ -255,18 +254,6 @@ def end_daemon(folder: Path) -> None:
     _await_end(folder)
 
 
-class MappedObject:
-    """An object of this machine's memory, to be read for as long as this lives: its memory is not used again before."""
-
-    def __init__(self, known: MemoryObject, file: int) -> None:
-        self.known = known
-        self.file = file
-        self._close = when_dropped(self, os.close, file)
-
-    def close(self) -> None:
-        self._close()
-
-
 class MemoryClient:
     """The daemon of one folder, asked by any number of threads. :func:`connect` gives it."""
 
@@ -357,10 +344,10 @@ class MemoryClient:
         }
         return MemoryObject.of(self._ask(question)[0]["object"])
 
-    def get(self, path: str) -> MappedObject:
+    def get(self, path: str) -> OpenObject:
         """An object, to be read."""
         answer, files = self._ask({"ask": "get", "path": path})
-        return MappedObject(MemoryObject.of(answer["object"]), files[0])
+        return OpenObject(MemoryObject.of(answer["object"]), files[0])
 
     def stat(self, path: str) -> MemoryObject:
         return MemoryObject.of(self._ask({"ask": "stat", "path": path})[0]["object"])

@@ -127,6 +127,15 @@ class MemoryObject:
         return cls(str(path), int(size), str(version), float(modified))
 
 
+class OpenObject:
+    """An object of this machine's memory, to be read for as long as this lives: its memory is not used again before."""
+
+    def __init__(self, known: MemoryObject, file: int) -> None:
+        self.known = known
+        self.file = file
+        self.close = when_dropped(self, os.close, file)
+
+
 # The folder of a daemon: its socket, its lock and its secret, for this account alone.
 
 _SOCKET, _LOCK, _SECRET = "socket", "lock", "secret"
