@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ckpt import settings
+from ckpt.concurrency import ProcessLock
 from ckpt.errors import UsageError
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.needs import plugin, plugin_names
@@ -58,7 +58,7 @@ class Configured:
 
 NOTHING = Configured()
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 _table: dict[str, Configured] = {}
 _file: tuple[Any, dict[str, Configured]] = (None, {})
 """What ``CKPT_STORAGE_OPTIONS`` said, and which state of which file that was."""
@@ -169,14 +169,6 @@ def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
     return {str(k): _copied(v) if isinstance(v, Mapping) else v for k, v in options.items()}
 
 
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # a thread that held it is not in the child
-
-
-os.register_at_fork(after_in_child=_forget_lock)
-
-
 log = logging.getLogger("ckpt")
 
 _GROUP = "ckpt.storage"
@@ -253,6 +245,11 @@ def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
     known = ", ".join(sorted({*OWN, *plugin_names(_GROUP)} - {""}))
     hint = _MEMORIES if scheme == "mem" else _EXTRAS
     raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=hint)
+
+
+def open_below(root: str, prefix: str) -> Backend:
+    """The place ``prefix`` below ``root``: empty, or ending in a slash."""
+    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)
 
 
 def absolute_url(url: str) -> str:

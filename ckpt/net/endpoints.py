@@ -216,7 +216,7 @@ def own_addresses(store: str | None) -> list[str]:
     of this machine."""
     known = interface_addresses()
     likely = [address for host in [store, _NOWHERE] if host and (address := _way_to(host))]
-    known.sort(key=lambda a: _place(a.host, likely))
+    known.sort(key=lambda a: likely.index(a.host) if a.host in likely else len(likely))
     if (chosen := _chosen(known)) is not None:
         return _in_order(a.host for a in chosen)
     hosts = [*likely, *(a.host for a in known)]
@@ -248,22 +248,13 @@ def _chosen(known: list[InterfaceAddress]) -> list[InterfaceAddress] | None:
         except UsageError as err:
             if variable.startswith("CKPT_"):
                 raise
-            _warn(f"{variable} is not followed: {err.message}")  # whoever it is for complains himself, if he is in use
+            if err.message not in _warned:  # whoever it is for complains himself, if he is in use
+                _warned.add(err.message)
+                log.warning("%s is not followed: %s", variable, err.message)
     return None
 
 
 _warned: set[str] = set()
-
-
-def _warn(text: str) -> None:
-    """Once in a process."""
-    if text not in _warned:
-        _warned.add(text)
-        log.warning(text)
-
-
-def _place(host: str, likely: list[str]) -> int:
-    return likely.index(host) if host in likely else len(likely)
 
 
 def _in_order(hosts: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt import settings
-from ckpt.concurrency import when_dropped
+from ckpt.concurrency import ProcessLock, when_dropped
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 from ckpt.net.dialing import IdleConnections
 from ckpt.net.shared_memory import protect, whole_pages
@@ -201,7 +201,7 @@ _SILENT_SECONDS = 2.0
 _IDLE = 16
 """Connections that are kept for loans: those of the files that one rank fills at once."""
 _clients: dict[Path, MemoryClient] = {}
-_clients_lock = threading.Lock()
+_clients_lock = ProcessLock(_clients.clear)
 _secrets: dict[str, str] = {}
 
 
@@ -228,16 +228,6 @@ def trust(address: str, secret: str) -> None:
 def secret_for(address: str) -> str:
     """The secret of a daemon on another machine: what ``trust`` was given, else ``CKPT_MEMORY_SECRET``, else that of the daemon here."""
     return _secrets[address] if address in _secrets else place.secret_of(place.folder())
-
-
-def _after_fork() -> None:
-    """The child has connections of its own."""
-    global _clients_lock
-    _clients_lock = threading.Lock()
-    _clients.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_daemon(folder: Path) -> None:
@@ -305,7 +295,7 @@ class MemoryClient:
         try:
             yield
         except StorageError as err:
-            self._silent = _is_silence(err)
+            self._silent = isinstance(err.__cause__, TimeoutError)
             raise
         self._silent = False
 
@@ -388,10 +378,6 @@ class MemoryClient:
     def stop(self) -> None:
         """End it; its memory is lost. Returns when it has ended."""
         end_daemon(self.folder)
-
-
-def _is_silence(err: StorageError) -> bool:
-    return isinstance(err.__cause__, TimeoutError)
 
 
 def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:
