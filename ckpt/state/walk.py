@@ -263,6 +263,21 @@ class PerRank:
         self.value = restore_in_place(self.value, value)
 
 
+class ReceivedState:
+    """Takes whatever state is stored at its place, in memory of its own: ``value``."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: all that comes is new."""
+        return {}
+
+    def load_state_dict(self, value: Any) -> None:
+        """Keep it."""
+        self.value = value
+
+
 class Compound:
     """An object whose state is of several kinds, such as values of the job and values of each rank. For subclasses."""
 
