@@ -15,8 +15,7 @@ from typing import Any
 import xxhash
 
 from ckpt.errors import CkptError, UsageError
-from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
+from ckpt.io_backends.registry import is_file_system, open_below, real_url
 from ckpt.net.group import Group
 from ckpt.nodes.backend import forget, know, run_url
 from ckpt.nodes.copies import Completed, NodeCopier, loss, note_copies
@@ -254,8 +253,3 @@ def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
         merged.update(places)
     last = {place: merged.pop(place) for place in ("parity", "root") if place in merged}
     return {**merged, **last}
-
-
-def open_below(root: str, prefix: str) -> Backend:
-    """The place ``prefix`` below ``root``: empty, or ending in a slash."""
-    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)

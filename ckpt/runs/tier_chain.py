@@ -22,7 +22,7 @@ from typing import Any
 from ckpt.engine.save.options import SaveOptions
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import open_backend, open_below
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.nodes.nodes import StorageNode
@@ -31,7 +31,7 @@ from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.text import url_text
 
-from .node_tier import Memory, NodeLocal, SpreadTier, merged_sources, open_below
+from .node_tier import Memory, NodeLocal, SpreadTier, merged_sources
 from .tiers import LOOK, Tiers
 from .uploader import Uploader
 
