@@ -84,6 +84,19 @@ class WriteJournal:
                 self.backend.delete(path)
 
 
+def publish(backend: Backend, path: str, data: bytes, *, replace: bool = False) -> None:
+    """Make a small file that another process of the same writing may have made: it appears whole. Other content that is there is a
+    ConflictError, or gives way."""
+    try:
+        backend.put_if(path, data, expected=None)
+    except ConflictError:
+        there = backend.read(path)
+        if there != data and not replace:
+            raise
+        if there != data:  # by another version of a library
+            backend.put_if(path, data, expected=there)
+
+
 @dataclass(eq=False, kw_only=True)
 class CheckpointJournal(WriteJournal):
     """One writing of save ``id``, which ends with a commit record.
@@ -97,17 +110,6 @@ class CheckpointJournal(WriteJournal):
     previous: bytes | None
     resumable: bool = False
     base: BaseFiles | None = None
-
-    def put(self, path: str, data: bytes) -> None:
-        """Make a small file that other processes of a resumable writing may make too: it appears whole, and is replaced if it differs."""
-        try:
-            self.backend.put_if(path, data, expected=None)
-        except ConflictError:
-            # Another process of the same resumable writing was first. Equal content is what it should be; other
-            # content comes from another version of a library, and the later one wins.
-            there = self.backend.read(path)
-            if there != data:  # by another version of a library
-                self.backend.put_if(path, data, expected=there)
 
     def commit(self, record: bytes, sizes: Mapping[str, int]) -> list[str] | None:
         """Make the checkpoint exist: the last act, when all files are durable. ``sizes`` are theirs, by path.
@@ -261,7 +263,10 @@ def write_index(
     )
     try:
         for name, data in files.items():
-            (journal.put if journal.resumable else journal.write)(record.index[name].path, data)
+            if journal.resumable:  # other processes may make it too
+                publish(journal.backend, record.index[name].path, data, replace=True)
+            else:
+                journal.write(record.index[name].path, data)
     except BaseException:
         journal.discard()
         raise
