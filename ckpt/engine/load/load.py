@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,20 +31,18 @@ from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
-from ckpt.net.peers import peers_of
-from ckpt.plan import machines
-from ckpt.plan.machines import NearFiles
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.targets import Binding
 from ckpt.telemetry.spans import Spans
-from ckpt.text import parse_json
 
 from .fill import ByteTransfer, LoadJob, LoadOptions, LoadReport, Matched, accept, fill, match, nothing, set_all
-from .read_exchange import ReadExchange
 from .reader import Reader, note_writes
-from .shared_reads import SharedReads, row_of_sharing, what_is_shared, what_is_worth
 from .validate import verdict_of
 from .whole_chunks import TensorLoad, as_if_created
+
+if TYPE_CHECKING:
+    from .read_exchange import ReadExchange
+    from .shared_reads import SharedReads
 
 log = logging.getLogger("ckpt")
 PARTLY_WRITTEN = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
@@ -89,7 +88,11 @@ def _load(job: LoadJob, state: object, spans_of_ranks: dict[int, Row] | None, be
             with replacement_noticed(catalog):
                 setters = accept(matched)
                 reader = job.reader(catalog)
-                exchange = None if sharing is None else exchange_of(matched, sharing, reader)
+                exchange = None
+                if sharing is not None:
+                    from .read_exchange import exchange_of
+
+                    exchange = exchange_of(matched, sharing, reader)
                 fill(matched, partial(_transfer, matched, reader, exchange))
                 if exchange is None:
                     set_all(setters, call.url)
@@ -164,6 +167,8 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
             binding.targets |= {n: as_if_created(one, created[id(one.target)]) for n, one in jobs.items() if id(one.target) in created}
         row: Row = {"id": identity(catalog)}
         if shares:
+            from .shared_reads import SharedReads, row_of_sharing
+
             loads, piece = map(TensorLoad._make, binding.targets.values()), catalog.backend.io_hints.read_size
             sharing = SharedReads.of(loads, call.group.rank, parts=options.exchange == "parts", piece=piece)
             row |= row_of_sharing(call, catalog, sharing)
@@ -173,7 +178,11 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
         if len({row.get("id") for row in rows.values()}) > 1:
             return {"replaced": True}
         verdict = verdict_of(call, catalog, rows, options.selection, strict=options.strict)
-        return verdict | what_is_shared(call, rows) if all("shares" in row for row in rows.values()) else verdict
+        if not all("shares" in row for row in rows.values()):
+            return verdict
+        from .shared_reads import what_is_shared
+
+        return verdict | what_is_shared(call, rows)
 
     alone = call.group.size == 1 and not options.dry_run
     with replacement_noticed(catalog):
@@ -184,22 +193,6 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
 
 
 # ---- fill: who reads which chunk for whom, and every tensor gets its bytes
-
-
-def exchange_of(matched: Matched, sharing: SharedReads, reader: Reader) -> ReadExchange:
-    """Divide the reads among the ranks."""
-    call, options, verdict = matched.job.call, matched.job.options, matched.verdict
-    group = call.group
-    for entry in sharing.entries():
-        reader.check_tiling(entry)
-    near = machines.neighbours(verdict["machines"], group.ranks.index(group.rank), group.ranks)
-    parts = options.exchange == "parts"
-    spelled = verdict.get("near_files")
-    if isinstance(spelled, str):
-        spelled = parse_json(call.fetch(spelled))
-    near_files = None if spelled is None else NearFiles(spelled, verdict["machines"], group.ranks)
-    sharing.divide(verdict["refused"], near if parts else None, what_is_worth(parts=parts, verify=options.verify), near_files)
-    return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), call)
 
 
 def _transfer(matched: Matched, reader: Reader, exchange: ReadExchange | None, devices: Collection[torch.device]) -> ByteTransfer:
