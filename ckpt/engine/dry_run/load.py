@@ -26,8 +26,8 @@ from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.concurrency import gc_paused
 from ckpt.engine.digest_reader import Verify
 from ckpt.engine.load.fill import LoadJob, LoadOptions, LoadReport, Shares
-from ckpt.engine.load.load import open_and_match
-from ckpt.engine.load.read_exchange import ReadExchange, exchange_of
+from ckpt.engine.load.load import exchange_of, open_and_match
+from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.shared_reads import SharedReads, what_is_worth
 from ckpt.engine.load.whole_chunks import TensorLoad, address_space
 from ckpt.errors import NamesError, UsageError

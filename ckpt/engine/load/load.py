@@ -34,6 +34,7 @@ from ckpt.net.liveness import Members
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.targets import Binding
 from ckpt.telemetry.spans import Spans
+from ckpt.text import parse_json
 
 from .fill import ByteTransfer, LoadJob, LoadOptions, LoadReport, Matched, accept, fill, match, nothing, set_all
 from .reader import Reader, note_writes
@@ -88,11 +89,7 @@ def _load(job: LoadJob, state: object, spans_of_ranks: dict[int, Row] | None, be
             with replacement_noticed(catalog):
                 setters = accept(matched)
                 reader = job.reader(catalog)
-                exchange = None
-                if sharing is not None:
-                    from .read_exchange import exchange_of
-
-                    exchange = exchange_of(matched, sharing, reader)
+                exchange = None if sharing is None else exchange_of(matched, sharing, reader)
                 fill(matched, partial(_transfer, matched, reader, exchange))
                 if exchange is None:
                     set_all(setters, call.url)
@@ -193,6 +190,28 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
 
 
 # ---- fill: who reads which chunk for whom, and every tensor gets its bytes
+
+
+def exchange_of(matched: Matched, sharing: SharedReads, reader: Reader) -> ReadExchange:
+    """Divide the reads among the ranks."""
+    from ckpt.net.peers import peers_of
+    from ckpt.plan import machines
+
+    from .read_exchange import ReadExchange
+    from .shared_reads import what_is_worth
+
+    call, options, verdict = matched.job.call, matched.job.options, matched.verdict
+    group = call.group
+    for entry in sharing.entries():
+        reader.check_tiling(entry)
+    near = machines.neighbours(verdict["machines"], group.ranks.index(group.rank), group.ranks)
+    parts = options.exchange == "parts"
+    spelled = verdict.get("near_files")
+    if isinstance(spelled, str):
+        spelled = parse_json(call.fetch(spelled))
+    near_files = None if spelled is None else machines.NearFiles(spelled, verdict["machines"], group.ranks)
+    sharing.divide(verdict["refused"], near if parts else None, what_is_worth(parts=parts, verify=options.verify), near_files)
+    return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), call)
 
 
 def _transfer(matched: Matched, reader: Reader, exchange: ReadExchange | None, devices: Collection[torch.device]) -> ByteTransfer:

@@ -41,42 +41,21 @@ from ckpt.concurrency import Pending, run_tasks
 from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CorruptError
 from ckpt.net.call import Call
-from ckpt.net.peers import MoveSlices, Peers, peers_of
+from ckpt.net.peers import MoveSlices, Peers
 from ckpt.net.shared_memory import PAUSE, SlotPool
 from ckpt.net.streams import Feed, Inlet
-from ckpt.plan import machines
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.machines import NearFiles
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.plan.shared_reads import MOST
-from ckpt.text import parse_json
 
-from .fill import Matched
-from .reader import Reader
 from .receiver import SharedReadReceiver, direct_view, is_checked, pack, packed_copy, place
-from .shared_reads import ReadSlice, SharedRead, SharedReadItem, SharedReads, what_is_worth
+from .shared_reads import ReadSlice, SharedRead, SharedReadItem, SharedReads
 from .whole_chunks import SLICE
 
 _ON_THEIR_WAY = 2
 _Digest = xxhash.xxh3_64
 _Fill = Callable[[npt.NDArray[np.uint8], _Digest | None], None]
 """Fills memory with bytes of a shared read, and gives them to the digest that goes with them to other ranks, if one does."""
-
-
-def exchange_of(matched: Matched, sharing: SharedReads, reader: Reader) -> ReadExchange:
-    """Divide the reads among the ranks."""
-    call, options, verdict = matched.job.call, matched.job.options, matched.verdict
-    group = call.group
-    for entry in sharing.entries():
-        reader.check_tiling(entry)
-    near = machines.neighbours(verdict["machines"], group.ranks.index(group.rank), group.ranks)
-    parts = options.exchange == "parts"
-    spelled = verdict.get("near_files")
-    if isinstance(spelled, str):
-        spelled = parse_json(call.fetch(spelled))
-    near_files = None if spelled is None else NearFiles(spelled, verdict["machines"], group.ranks)
-    sharing.divide(verdict["refused"], near if parts else None, what_is_worth(parts=parts, verify=options.verify), near_files)
-    return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), call)
 
 
 class ReadExchange:
