@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from sys import modules
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .concurrency import gc_paused
 from .errors import UsageError
 from .settings import __version__
 
@@ -56,9 +57,10 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, colon, other = where[name].partition(":")
-        imported = import_module(module, package)
+        with gc_paused():  # each collection would walk through all of torch
+            imported = import_module(module, package)
         value = imported if colon and not other else getattr(imported, other or name)
-        setattr(sys.modules[package], name, value)  # nobody asks again
+        vars(modules[package])[name] = value
         return value
 
     return get
