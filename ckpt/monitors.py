@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ckpt.formats.native.writer import read_record
 from ckpt.io_backends.registry import is_file_system, open_backend
-from ckpt.runs.events import Event
+from ckpt.runs.events import Alerts, Event
 
 from .errors import CkptError, UsageError
-from .needs import late_names, needed
+from .needs import needed
 from .text import parse_json
 
 if TYPE_CHECKING:
@@ -25,24 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
     from wandb import Run
 
-    from ckpt.runs.events import Alerts as Alerts
-
-
-_WHERE = {
-    "Alerts": "ckpt.runs.events",
-    "Event": "ckpt.runs.events",
-    "JsonLines": "ckpt.monitors",
-    "MLflow": "ckpt.monitors",
-    "OpenTelemetry": "ckpt.monitors",
-    "Prometheus": "ckpt.monitors",
-    "TensorBoard": "ckpt.monitors",
-    "WandB": "ckpt.monitors",
-}
-
-__all__ = list(_WHERE)
-
-
-__getattr__ = late_names(__name__, _WHERE)
+__all__ = ["Alerts", "Event", "JsonLines", "MLflow", "OpenTelemetry", "Prometheus", "TensorBoard", "WandB"]
 
 
 # The numbers in an event, under the names that all monitors give them; and what says which checkpoint it was.
@@ -50,34 +34,24 @@ __getattr__ = late_names(__name__, _WHERE)
 
 def numbers(event: Event) -> dict[str, float]:
     """Name → value; empty for events that have none worth a curve."""
+    values: dict[str, float | None] = {}
     if event.kind == "save.durable":
-        values = {
-            "save_seconds": event.seconds,
-            "save_blocked_seconds": event.blocked,
-            "save_bytes": event.tensor_bytes,
-            "save_stragglers": len(event.stragglers),
-        }
+        values = {"save_seconds": event.seconds, "save_blocked_seconds": event.blocked, "save_bytes": event.tensor_bytes}
+        values["save_stragglers"] = len(event.stragglers)
     elif event.kind == "restore" and event.error is None:
         values = {"restore_seconds": event.seconds, "restore_bytes": event.tensor_bytes}
     elif event.kind == "save.published":
         values = {"publish_seconds": event.seconds}
-    else:
-        values = {}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def digest_of(url: str) -> str | None:
-    """The digest of the commit record at ``url``, which covers the whole checkpoint; None if it cannot be read any more."""
-    try:
-        data = read_record(open_backend(url))
-        return str(parse_json(data)["digest"]) if data is not None else None
-    except (CkptError, ValueError, LookupError, TypeError):
-        return None
-
-
 def reference(event: Event) -> dict[str, object]:
-    """What another tool has to remember to find this checkpoint again, and to know that it is the same."""
-    digest = None if event.url is None else digest_of(event.url)
+    """What another tool has to remember to find this checkpoint again, and to know that it is the same: the digest of the commit record
+    covers all of it, and is left out if it cannot be read any more."""
+    digest: str | None = None
+    with suppress(CkptError, ValueError, LookupError, TypeError):
+        data = None if event.url is None else read_record(open_backend(event.url))
+        digest = None if data is None else str(parse_json(data)["digest"])
     fields = {"url": event.url, "id": event.id, "digest": digest, "step": event.step, "tensor_bytes": event.tensor_bytes}
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -48,7 +48,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 from .errors import UsageError
 from .text import close_names, url_text
@@ -84,6 +84,8 @@ NAMES = (
 
 log = logging.getLogger("ckpt")
 
+C = TypeVar("C", bound=str)
+
 
 @overload
 def variable(name: str) -> str | None: ...
@@ -97,6 +99,11 @@ def variable(name: str, default: str | None = None) -> str | None:
     """The value of one of ``NAMES``, or of a variable of others."""
     warn_of_misspelt()
     return os.environ.get(name, default)
+
+
+def text(name: str) -> str | None:
+    """What one of ``NAMES`` is set to; None if to nothing."""
+    return variable(name) or None
 
 
 @cache
@@ -118,59 +125,53 @@ def timeout(given: float | None) -> float:
 
 
 def threads(given: int | None) -> int:
-    return max(1, int(_positive("threads", given, "CKPT_THREADS", float(_cores()))))
-
-
-def _cores() -> int:
-    """Cores that this rank has for itself, at most 4; torchrun says how many ranks share the machine."""
+    """By default the cores that this rank has for itself, at most 4; torchrun says how many ranks share the machine."""
     shared = os.environ.get("LOCAL_WORLD_SIZE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // (int(shared) if shared.isdigit() and int(shared) else 1)))
+    own = max(1, min(4, cores // (int(shared) if shared.isdigit() and int(shared) else 1)))
+    return max(1, int(_positive("threads", given, "CKPT_THREADS", float(own))))
+
+
+def _choice(name: str, choices: Sequence[C], rule: str) -> C:
+    """Which of ``choices`` a variable has, the first by default; ``rule`` is for the error."""
+    given = variable(name, choices[0])
+    for choice in choices:
+        if given == choice:
+            return choice
+    raise UsageError(f"{rule}, not {given!r}", where=name)
 
 
 def direct() -> Direct:
-    text = variable("CKPT_DIRECT", "auto")
-    for known in ("auto", "on", "off"):
-        if text == known:
-            return known
-    raise UsageError(f"direct writes are auto, on or off, not {text!r}", where="CKPT_DIRECT")
+    return _choice("CKPT_DIRECT", ("auto", "on", "off"), "direct writes are auto, on or off")
 
 
 def socket_interfaces() -> list[tuple[str, str]]:
     """The variables that are set and name network interfaces, and what they say, the most important first."""
     names = ("CKPT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return [(name, text) for name in names if (text := variable(name, "").strip())]
+    return [(name, given) for name in names if (given := variable(name, "").strip())]
 
 
 def spans() -> bool:
-    text = variable("CKPT_SPANS", "on")
-    if text not in ("on", "off"):
-        raise UsageError(f"spans are on or off, not {text!r}", where="CKPT_SPANS")
-    return text == "on"
+    return _choice("CKPT_SPANS", ("on", "off"), "spans are on or off") == "on"
 
 
 def progress() -> float | None:
     """Seconds between two notes of how far a save is; 0: none, None: as suits the storage."""
-    text = variable("CKPT_PROGRESS", "auto")
-    if text in ("auto", "off"):
-        return None if text == "auto" else 0.0
+    given = variable("CKPT_PROGRESS", "auto")
+    if given in ("auto", "off"):
+        return None if given == "auto" else 0.0
     return _positive("progress", None, "CKPT_PROGRESS", 1.0)
 
 
 def conditional_put() -> Literal["require", "emulate"]:
-    text = variable("CKPT_CONDITIONAL_PUT", "require")
-    if text not in ("require", "emulate"):
-        raise UsageError(f"conditional puts are required or emulated: require or emulate, not {text!r}", where="CKPT_CONDITIONAL_PUT")
-    return "emulate" if text == "emulate" else "require"
+    return _choice("CKPT_CONDITIONAL_PUT", ("require", "emulate"), "conditional puts are required or emulated: require or emulate")
 
 
 def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None) -> tuple[str, ...] | None:
     """Roots below which virtual checkpoints may read; None: wherever they point."""
     if given is None:
-        text = variable("CKPT_SOURCES")
-        if text is None:
-            return None
-        return tuple(root.strip() for root in text.split(";") if root.strip())
+        listed = variable("CKPT_SOURCES")
+        return None if listed is None else tuple(root.strip() for root in listed.split(";") if root.strip())
     roots = tuple(map(url_text, (given,) if isinstance(given, str | os.PathLike) else given))
     if not all(isinstance(root, str) and root for root in roots):
         raise UsageError(f"sources are URLs or paths of directories, not {given!r}", hint='sources=["/data/models"]')
@@ -178,11 +179,8 @@ def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | N
 
 
 def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
-    text = variable("CKPT_S3_CHECKSUM", "auto")
-    for known in ("auto", "off", "crc32", "sha256", "md5"):
-        if text == known:
-            return known
-    raise UsageError(f"checksums of object stores are auto, off, crc32, sha256 or md5, not {text!r}", where="CKPT_S3_CHECKSUM")
+    rule = "checksums of object stores are auto, off, crc32, sha256 or md5"
+    return _choice("CKPT_S3_CHECKSUM", ("auto", "off", "crc32", "sha256", "md5"), rule)
 
 
 def domain() -> str | None:
@@ -190,58 +188,29 @@ def domain() -> str | None:
     return variable("CKPT_DOMAIN", "").strip() or None
 
 
-def prove() -> str | None:
-    """The folder of one run of a proof."""
-    return variable("CKPT_PROVE") or None
-
-
-def storage_options() -> str | None:
-    return variable("CKPT_STORAGE_OPTIONS") or None
-
-
 def _positive(what: str, given: float | None, name: str, default: float) -> float:
-    text: object = given if given is not None else variable(name)
-    if text is None:
+    number: object = given if given is not None else variable(name)
+    if number is None:
         return default
     try:
-        value = 0.0 if isinstance(given, str) else float(text)  # type: ignore[arg-type]
+        value = 0.0 if isinstance(given, str) else float(number)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         value = 0.0
     if not 0 < value < float("inf"):
-        raise UsageError(f"{what} must be a positive number, not {text!r}", where=None if given is not None else name)
+        raise UsageError(f"{what} must be a positive number, not {number!r}", where=None if given is not None else name)
     return value
 
 
-def live_secret() -> str | None:
-    return variable("CKPT_LIVE_SECRET") or None
-
-
 def live_local() -> bool:
-    text = variable("CKPT_LIVE_LOCAL", "on")
-    if text not in ("on", "off"):
-        raise UsageError(f"memory of the same machine is read directly or not: on or off, not {text!r}", where="CKPT_LIVE_LOCAL")
-    return text == "on"
-
-
-def memory_dir() -> str | None:
-    return variable("CKPT_MEMORY_DIR") or None
-
-
-def memory_secret() -> str | None:
-    return variable("CKPT_MEMORY_SECRET") or None
-
-
-def memory_budget() -> str | None:
-    """A size, such as ``64GiB``; None: half of what is available."""
-    return variable("CKPT_MEMORY_BUDGET") or None
+    return _choice("CKPT_LIVE_LOCAL", ("on", "off"), "memory of the same machine is read directly or not: on or off") == "on"
 
 
 def memory_port() -> int:
     """0: any, when somebody asks."""
-    text = variable("CKPT_MEMORY_PORT", "").strip() or "0"
-    if not text.isdigit() or int(text) > 65535:
-        raise UsageError(f"a port is a number up to 65535, not {text!r}", where="CKPT_MEMORY_PORT")
-    return int(text)
+    port = variable("CKPT_MEMORY_PORT", "").strip() or "0"
+    if not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"a port is a number up to 65535, not {port!r}", where="CKPT_MEMORY_PORT")
+    return int(port)
 
 
 def memory_machines() -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""``ckpt convert``: converts a checkpoint of any format to another format."""
+"""``ckpt convert``, ``import`` and ``rebuild``: checkpoints made of the files of others, or of what is left of them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from ckpt.text import parse_json
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport, RepairReport
     from ckpt.converters.pipeline.target import Argument, MegatronParallel
+    from ckpt.runs.rebuild import RebuildReport
+
 
 _TARGETS = ("native", "hf", "torch", "dcp", "torch_dist", "megatron")
 _RANKS = click.IntRange(min=1)
@@ -84,7 +86,7 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @megatron_options
 @divisible
 @options
-def command(
+def convert(
     source: str,
     target: str,
     *,
@@ -93,8 +95,7 @@ def command(
     job: tuple[str, ...],
     config: str | None,
     dry_run: bool,
-    as_json: bool,
-    quiet: bool,
+    output: Output,
     **chosen: Any,
 ) -> None:
     """Convert the checkpoint at SRC, in any format that ckpt reads, and write it to DST. Memory use stays below --memory at any size.
@@ -116,7 +117,7 @@ def command(
     with nothing_begun():
         from ckpt.converters.convert import convert
 
-    with divided(target, Output(json=as_json, quiet=quiet), apart=True) as (work, output):
+    with divided(target, output, apart=True) as (work, output):
         with when_interrupted("nothing was written; run the command again"):
             views = views_of(source, mapping, config)
         chosen |= {"views": views, "config": config, "job": parse_numbers(job, "--job", "data_parallel_size=12")}
@@ -190,3 +191,95 @@ def _argument(text: str) -> tuple[str, Argument]:
     except ValueError:
         return name, value
     return name, value if isinstance(parsed, (list, dict)) else parsed
+
+
+@click.command("import", short_help="Create a checkpoint that references files of another one.")
+@click.argument("source", metavar="SRC", type=URL)
+@click.argument("target", metavar="DST", type=URL)
+@mapping_options
+@skip_option
+@click.option("--only", multiple=True, metavar="GLOB", help="Include only tensors and values whose new name matches GLOB. Repeatable.")
+@click.option("--digest", is_flag=True, help="Read all bytes once and record their digests, so that every load verifies them.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
+@options
+def import_(
+    source: str,
+    target: str,
+    *,
+    mapping: MappingChoice,
+    skip: tuple[str, ...],
+    only: tuple[str, ...],
+    digest: bool,
+    overwrite: bool,
+    output: Output,
+) -> None:
+    """Create a virtual checkpoint at DST: an index that references the files at SRC, which stay where they are.
+
+    ckpt.load, ckpt.open and all commands read it like any other checkpoint; `ckpt cp` makes a self-contained copy of it. A source file
+    that changes later is detected by its size and modification time; with --digest, every byte is verified.
+
+    \b
+    Example:
+      ckpt import /models/Llama-3-8B imported/llama
+      ckpt import --names llama --convention megatron /models/Llama-3-8B imports/m
+      ckpt import --names llama --convention huggingface --skip '*.master' m/ hf/
+      ckpt import --digest runs/deepspeed/global_step100 imported/step-100
+    """
+    from ckpt.converters.importer import import_checkpoint
+
+    views = views_of(source, mapping)
+    with when_interrupted("nothing was written; the same command starts from the beginning"), progress("import", output) as update:
+        report = import_checkpoint(source, target, views=views, only=only, skip=skip, digest=digest, overwrite=overwrite, progress=update)
+    if output.json:
+        output.document(asdict(report))
+    elif not output.quiet:
+        contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(report.sources, 'file')}"
+        took = units.duration(report.seconds)
+        output.line(f"{style('ok', 'green')}: {report.url}: {contents} ({report.format}), referenced in {took}")
+        if report.left_out:
+            output.talk(left_out_message(report.left_out))
+
+
+@click.command("rebuild", short_help="Rebuild a lost or damaged index from the data files.")
+@click.argument("url", type=URL)
+@click.option(
+    "--id", "id", metavar="ID", help="The save to rebuild: what its files in data/ begin with. Only needed without a commit record."
+)
+@click.option("--dry-run", is_flag=True, help="Only report what would be rebuilt.")
+@options
+def rebuild(url: str, *, id: str | None, dry_run: bool, output: Output) -> None:
+    """Make the index of the checkpoint at URL again: checkpoint.json, and the files in index-*/ that are missing or damaged.
+
+    Every data file says which tensors it holds. Index files that are intact are kept. Aliases, padding and plain values that are lost with
+    their index file cannot be rebuilt; the command names what is lost. Data files are never changed.
+
+    Only headers are read: run ckpt verify afterwards to compare every byte.
+
+    \b
+    Example:
+      ckpt rebuild --dry-run runs/a/step-00001000
+      ckpt rebuild runs/a/step-00001000
+      ckpt verify runs/a/step-00001000
+    """
+    from ckpt.runs.rebuild import rebuild_checkpoint
+
+    report = rebuild_checkpoint(url, id=id, dry_run=dry_run)
+    if output.json:
+        output.document(asdict(report))
+    elif not output.quiet:
+        output.line(_rebuilt(report))
+        if "values" in report.lost:
+            output.talk("`Checkpointer.restore` passes over it if the state needs its values, and takes an older step with a warning;")
+            output.talk("`restore(state, step=…, strict=False)` and `ckpt.load(…, strict=False)` load its tensors")
+        if report.rebuilt and not dry_run:
+            output.talk(f"`ckpt verify {url}` compares every byte")
+
+
+def _rebuilt(report: RebuildReport) -> str:
+    size = f"{units.plural(report.tensors, 'tensor')} ({units.size(report.bytes)}) in {units.plural(report.files, 'data file')}"
+    lost = f"; lost: {', '.join(report.lost)}" if report.lost else "; nothing is lost" if report.rebuilt else ""
+    if not report.rebuilt:
+        return f"{style('ok', 'green')}: {report.url}: the index of save {report.id} is intact: {size}{lost}"
+    if report.dry_run:
+        return f"would rebuild the index of save {report.id} at {report.url}: {size}{lost}"
+    return f"{style('ok', 'green')}: {report.url}: the index of save {report.id} is rebuilt: {size}{lost}"

@@ -159,7 +159,7 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
 @click.option("--files", "show", flag_value="files", help="Show the data files.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Levels of the tree. [default: as many as fit 40 lines]")
 @options
-def command(url: str, glob: str | None, show: str | None, *, depth: int | None, as_json: bool, quiet: bool) -> None:
+def inspect(url: str, glob: str | None, show: str | None, *, depth: int | None, output: Output) -> None:
     """Show what the checkpoint at URL is and its tensors, as a tree with sizes. Reads the index only, no tensor data.
 
     With GLOB, show each tensor whose name matches; * matches dots too. With --state, GLOB selects paths of values; with --files, the
@@ -178,7 +178,6 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
 
     if depth is not None and (glob is not None or show is not None):
         raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")
-    output = Output(json=as_json, quiet=quiet)
     if parts := member_urls(url):
         if output.json:
             output.document({"url": url, "members": parts})
@@ -198,7 +197,8 @@ def command(url: str, glob: str | None, show: str | None, *, depth: int | None, 
         elif show == "files":
             _print_files(catalog, entries, output)
         elif glob is not None:
-            _print_tensors(catalog, entries, output)
+            output.table(("NAME", "DTYPE", "SHAPE", ">BYTES", ">CHUNKS", "~NOTE"), [_row(entry) for entry in entries])
+            _print_totals(catalog, entries, output)
         else:
             output.table(("", "~"), [(style(label, "bold"), text) for label, text in head_rows(catalog, summary(catalog, entries))])
             output.line()
@@ -218,11 +218,6 @@ def _matching(things: Mapping[str, Any], glob: str | None, what: str) -> dict[st
 
 
 # ---------------------------------------------------------------------------------------------------------------- people
-
-
-def _print_tensors(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
-    output.table(("NAME", "DTYPE", "SHAPE", ">BYTES", ">CHUNKS", "~NOTE"), [_row(entry) for entry in entries])
-    _print_totals(catalog, entries, output)
 
 
 def _print_totals(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import click
 
 from ckpt.cli.console.dividing import ARGUMENTS
-from ckpt.cli.console.groups import CommandGroup, options_behind_name
 from ckpt.cli.console.interrupts import INTERRUPTED, quit_at_once
-from ckpt.cli.console.output import Output, logging_to_stderr, near_url, unwritable
+from ckpt.cli.console.options import CommandGroup, options_behind_name
+from ckpt.cli.console.output import OneOf, Output, logging_to_stderr, near_url, options, unwritable
 from ckpt.errors import CkptError, StorageError
 from ckpt.settings import __version__
 from ckpt.text import printable
@@ -50,7 +50,18 @@ COMMANDS = {
     "gc": "Remove old checkpoints and orphaned files of a run.",
     "completion": "Print the completion script of a shell.",
 }
-"""Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``command`` of ``ckpt.cli.x``, or ``ckpt.cli.x_``."""
+"""Command → the line in ``ckpt --help``. Command ``x`` is the attribute ``x`` of the file that ``_FILES`` names, or of ``ckpt.cli.x``."""
+
+_FILES = {
+    **dict.fromkeys(("ls", "cp", "tag", "rm"), "steps"),
+    **dict.fromkeys(("import", "rebuild"), "convert"),
+    **dict.fromkeys(("plan", "prove", "advise"), "job"),
+    "diff": "verify",
+    "report": "stats",
+    "watch": "live",
+    "lora": "merge",
+    "completion": "main",
+}
 
 _EXIT_CODES = """\
 Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 different (diff, prove);
@@ -74,8 +85,8 @@ class Commands(CommandGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
-        command = importlib.import_module(f"ckpt.cli.{module}").command
+        module = importlib.import_module(f"ckpt.cli.{_FILES.get(cmd_name, cmd_name)}")
+        command = getattr(module, f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name)
         assert isinstance(command, click.Command)
         return command
 
@@ -155,6 +166,31 @@ def cli() -> None:
       ckpt inspect runs/a/step-00001000 '*.wq.weight'
       ckpt verify runs/a/step-00001000
     """
+
+
+@click.command("completion", short_help="Print the completion script of a shell.")
+@click.argument("shell", type=OneOf(("bash", "zsh", "fish")))
+@options
+def completion(shell: str, *, output: Output) -> None:
+    """Print the script that lets SHELL (bash, zsh or fish) complete commands, options, their values and paths.
+
+    \b
+    Example:
+      eval "$(ckpt completion bash)"                             # in ~/.bashrc
+      eval "$(ckpt completion zsh)"                              # in ~/.zshrc
+      ckpt completion fish > ~/.config/fish/completions/ckpt.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None  # click knows these three
+    root = click.get_current_context().find_root().command
+    complete = kind(root, {}, "ckpt", "_CKPT_COMPLETE")
+    script = complete.source_template % complete.source_vars()  # source() would start a bash to ask for its version
+    if output.json:
+        output.document({"shell": shell, "script": script})
+    else:
+        click.echo(script)
 
 
 def _documentation() -> str | None:

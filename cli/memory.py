@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.groups import CommandGroup
-from ckpt.cli.console.options import parse_size
+from ckpt.cli.console.options import CommandGroup, parse_size
 from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import address_text
@@ -31,7 +30,7 @@ _KINDS = {
 
 
 @click.group("memory", cls=CommandGroup, short_help="Run, show or end the daemon that holds checkpoints in memory.")
-def command() -> None:
+def memory() -> None:
     """Run, show or end the daemon that holds the checkpoints of memory:// on this machine, for this account.
 
     It starts by itself with the first save to memory://. CKPT_MEMORY_DIR chooses the daemon.
@@ -44,10 +43,10 @@ def command() -> None:
     """
 
 
-@command.command("serve")
+@memory.command("serve")
 @click.option("--budget", callback=parse_size, metavar="SIZE", help="Hold at most SIZE, e.g. 64GiB. [default: half of what is available]")
 @options
-def serve_(*, budget: int | None, as_json: bool, quiet: bool) -> None:
+def serve_(*, budget: int | None, output: Output) -> None:
     """Run the daemon in the foreground, as a sidecar or a service.
 
     \b
@@ -58,14 +57,14 @@ def serve_(*, budget: int | None, as_json: bool, quiet: bool) -> None:
     from ckpt.nodes.memory.daemon import serve
 
     folder = connection.folder()
-    Output(json=as_json, quiet=quiet).talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")
+    output.talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")
     serve(folder, budget)
 
 
-@command.command("status", short_help="Show what the daemon holds.")
+@memory.command("status", short_help="Show what the daemon holds.")
 @click.option("--listen", is_flag=True, help="Listen for other machines, if it does not yet, and show the address.")
 @options
-def status_(*, listen: bool, as_json: bool, quiet: bool) -> None:
+def status_(*, listen: bool, output: Output) -> None:
     """Show what the daemon holds: the size of each checkpoint, and whether its copies on other machines are complete.
 
     \b
@@ -75,7 +74,7 @@ def status_(*, listen: bool, as_json: bool, quiet: bool) -> None:
     from ckpt.nodes.copies import copies_seen
     from ckpt.nodes.memory import client
 
-    output, daemon = Output(json=as_json, quiet=quiet), client.connect(start=False)
+    daemon = client.connect(start=False)
     if listen:
         daemon.address()
     status = daemon.status()
@@ -100,11 +99,11 @@ def status_(*, listen: bool, as_json: bool, quiet: bool) -> None:
         output.table((">SIZE", "COPIES", "WHAT"), rows)
 
 
-@command.command("drop")
+@memory.command("drop")
 @click.argument("url", type=URL, required=False)
 @click.option("--all", "everything", is_flag=True, help="Delete everything.")
 @options
-def drop(url: str | None, *, everything: bool, as_json: bool, quiet: bool) -> None:
+def drop(url: str | None, *, everything: bool, output: Output) -> None:
     """Delete the checkpoints below URL.
 
     \b
@@ -130,7 +129,6 @@ def drop(url: str | None, *, everything: bool, as_json: bool, quiet: bool) -> No
             hint="drop these first, or the run with all its steps; `ckpt cp` makes copies of them that need no other",
         )
     freed = daemon.drop(prefix)
-    output = Output(json=as_json, quiet=quiet)
     if output.json:
         output.document({"dropped": f"memory://{prefix}", "bytes": freed})
     else:
@@ -153,10 +151,10 @@ def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:
     )
 
 
-@command.command("stop")
+@memory.command("stop")
 @click.option("--all", "everything", is_flag=True, help="Even if it holds runs, which are lost.")
 @options
-def stop(*, everything: bool, as_json: bool, quiet: bool) -> None:
+def stop(*, everything: bool, output: Output) -> None:
     """End the daemon. If it holds runs, they may be those of other jobs: the error names them, and --all ends it all the same.
 
     \b
@@ -165,7 +163,6 @@ def stop(*, everything: bool, as_json: bool, quiet: bool) -> None:
     """
     from ckpt.nodes.memory import client, connection
 
-    output = Output(json=as_json, quiet=quiet)
     try:
         daemon = client.connect(start=False)
     except FormatError:

@@ -1,9 +1,13 @@
-"""``ckpt stats``: shows where the time of a save went, by phase and rank, and the saves of a run one after another."""
+"""``ckpt stats`` and ``ckpt report``: where the time of saves went, as tables and as one HTML file."""
 
 from __future__ import annotations
 
+import math
+import os
+import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
+from ckpt.cli.console.options import parse_mesh
 from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import StorageError, UsageError
 
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt.runs.report.history import History, SavedSpans
     from ckpt.runs.report.summary import PhaseSummary, SaveSummary
     from ckpt.telemetry.spans import SpanTable
+
 
 _SHOWN = 8
 _MENTIONED = 0.01
@@ -32,7 +38,7 @@ _MENTIONED = 0.01
 @click.option("--heatmap", is_flag=True, help="Show all ranks at once, one line per phase; dark is slow.")
 @click.option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @options
-def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_json: bool, quiet: bool) -> None:
+def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: Output) -> None:
     """Show how long each phase of the save at URL took, the slowest first. If URL is a run, show one line per save.
 
     SECONDS is how long the threads of the slowest rank were busy and MEDIAN that of the median rank. WALL is the time from the first start
@@ -48,7 +54,6 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
     """
     from ckpt.runs.report.history import is_checkpoint, read_history, read_save
 
-    output = Output(json=as_json, quiet=quiet)
     if not is_checkpoint(url):
         history = read_history(url)
         if history.saves or history.log:
@@ -65,29 +70,28 @@ def command(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, as_jso
         raise saved.error
     assert record is not None and save is not None  # else there is an error
     if trace is not None:
-        _write_trace(trace, tables)
+        from ckpt.telemetry.trace_events import trace_lines
+
+        _write("trace", trace, (line.encode() for line in trace_lines(tables)))
     if output.json:
         output.document(_document(url, record, save, tables, by_rank=by_rank))
-    elif quiet:
+    elif output.quiet:
         for name in save.slowest if by_rank else [phase.phase for phase in save.phases]:
             output.line(str(name))
     else:
-        _print_heatmap(save, tables, output) if heatmap else _print_ranks(save, tables, output) if by_rank else _print_phases(save, output)
+        if heatmap:
+            from ckpt.runs.report.heat import terminal_lines
+
+            for line in terminal_lines(save, tables, encoding=getattr(sys.stdout, "encoding", None) or "ascii"):
+                output.line(line)
+        elif by_rank:
+            _print_ranks(save, tables, output)
+        else:
+            _print_phases(save, output)
         _print_totals(record, save, output)
     if trace is not None:
         spans = sum(len(table.spans) for table in tables.values())
         output.talk(f"{trace}: {units.plural(spans, 'span')} of {units.plural(len(tables), 'rank')}; open it in ui.perfetto.dev")
-
-
-def _write_trace(path: str, tables: Mapping[int, SpanTable]) -> None:
-    from ckpt.telemetry.trace_events import trace_lines
-
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(trace_lines(tables))
-    except OSError as err:
-        hint = "name a file in an existing directory"
-        raise StorageError(f"the trace cannot be written: {err.strerror or err}", where=path, hint=hint) from err
 
 
 # ---------------------------------------------------------------------------------------------------------------- people
@@ -124,13 +128,6 @@ def _print_ranks(save: SaveSummary, tables: Mapping[int, SpanTable], output: Out
         again = f"{table.retries:,}" if table.retries else ""
         rows.append((str(rank), table.host or "", _seconds(table.seconds), *phases, again, note))
     output.table((">RANK", "HOST", ">SECONDS", *(f">{name}" for name in names), ">RETRIES", "NOTE"), rows)
-
-
-def _print_heatmap(save: SaveSummary, tables: Mapping[int, SpanTable], output: Output) -> None:
-    from ckpt.runs.report.heat import terminal_lines
-
-    for line in terminal_lines(save, tables, encoding=getattr(sys.stdout, "encoding", None) or "ascii"):
-        output.line(line)
 
 
 def _print_totals(record: CommitRecord, save: SaveSummary, output: Output) -> None:
@@ -286,3 +283,86 @@ def _run_row(saved: SavedSpans) -> tuple[str, ...]:
     rate = _rate(record.tensor_bytes / save.seconds if save.seconds > 0 else None)
     slow = f"{len(save.stragglers):,}" if save.stragglers else "none"
     return (step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)
+
+
+@click.command("report", short_help="Draw saves as one HTML file.")
+@click.argument("urls", metavar="URL...", nargs=-1, required=True, type=URL)
+@click.option("-o", "--out", metavar="FILE", default="report.html", show_default=True, help="File to write; - is stdout.")
+@click.option("--price", metavar="NUMBER", help="Price of one rank for an hour, e.g. 2.50 or €2.50.")
+@click.option("--ranks-per-host", type=click.IntRange(1), metavar="N", help="Consecutive ranks that share a host.")
+@click.option(
+    "--mesh", callback=parse_mesh, metavar="NAME=SIZE,...", help="Parallel dimensions, the fastest-varying last, e.g. pp=4,dp=8,tp=8."
+)
+@options
+def report(
+    urls: tuple[str, ...], *, out: str, price: str | None, ranks_per_host: int | None, mesh: dict[str, int] | None, output: Output
+) -> None:
+    """Draw where the time of saves went. URL is a run, or one or more checkpoints to compare.
+
+    The report is one HTML file that needs no network and no scripts: figures, advice, a heat map of ranks and phases, threads over time,
+    and what is stored. The newest save is shown in detail.
+
+    \b
+    Example:
+      ckpt report runs/a
+      ckpt report runs/a/step-1000 -o step.html --price 2.50
+      ckpt report runs/a/step-1000 runs/b/step-1000 -o both.html
+    """
+    from ckpt.plan.layout.mesh import Mesh
+    from ckpt.runs.report.content import Setting, build_report
+    from ckpt.runs.report.html import render
+
+    if out == "-" and output.json:
+        raise UsageError("the report and the JSON document cannot both go to stdout", hint="name a file with -o")
+    currency, number = _price(price)
+    setting = Setting(price=number, currency=currency, ranks_per_host=ranks_per_host, mesh=None if mesh is None else Mesh.of(mesh))
+    report = build_report(urls, setting)
+    page = render(report).encode()
+    if out == "-":
+        sys.stdout.buffer.write(page)
+        return
+    _write("report", out, [page])
+    saves = len([s for s in report.saves if s.summary is not None])
+    if output.json:
+        notes = list(report.notes)
+        output.document(
+            {"path": out, "bytes": len(page), "saves": saves, "detail": report.detail and report.detail.saved.url, "notes": notes}
+        )
+        return
+    for note in report.notes:
+        output.talk(note)
+    output.talk(f"{out}: {units.plural(saves, 'save')}, {units.size(len(page))}; open it in a browser")
+
+
+def _price(text: str | None) -> tuple[str, float | None]:
+    """Currency and number of ``€2.50``."""
+    if text is None:
+        return "", None
+    number = text.lstrip("$€£¥ ")
+    with suppress(ValueError):
+        price = float(number)
+        if math.isfinite(price) and 0 <= price < 1e9:
+            return text[: len(text) - len(number)], price
+    raise UsageError(f"{text!r} is not a price such as 2.50 or €2.50", where="--price")
+
+
+def _write(what: str, path: str, parts: Iterable[bytes]) -> None:
+    """Write the whole file or nothing."""
+    # An earlier file stays if the disk is full.
+    part = f"{path}.{secrets.token_hex(4)}.part"
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, a pipe
+            with open(path, "wb") as file:
+                file.writelines(parts)
+            return
+        with open(part, "wb") as file:
+            file.writelines(parts)
+        os.replace(part, path)
+    except OSError as err:
+        with suppress(OSError):
+            os.unlink(part)
+        if isinstance(err, BrokenPipeError):
+            raise
+        raise StorageError(
+            f"the {what} cannot be written: {err.strerror or err}", where=path, hint="name a file in an existing directory"
+        ) from err

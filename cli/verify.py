@@ -1,8 +1,10 @@
-"""``ckpt verify``: checks every byte of a checkpoint against its digests."""
+"""``ckpt verify`` checks the bytes of one checkpoint, ``ckpt diff`` compares two."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,13 +13,17 @@ from click.exceptions import Exit
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible, single_part
 from ckpt.cli.console.interrupts import when_interrupted
+from ckpt.cli.console.options import MappingChoice, mapping_options, views_of
 from ckpt.cli.console.output import URL, Output, options, progress, style
 from ckpt.errors import FormatError, UsageError
+from ckpt.text import parse_json
 
 if TYPE_CHECKING:
+    from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
     from ckpt.converters.compare.semantic import SemanticReport
-    from ckpt.engine.verify.verify import Problem, VerifyReport
+    from ckpt.engine.verify.verify import VerifyReport
     from ckpt.net.divided_work import DividedWork
+
 
 CORRUPT = 20
 UNREAD = "unread"
@@ -30,7 +36,7 @@ MISFIT = 22
 @click.option("--semantic", is_flag=True, help="Also check that weights, master weights, moments and steps are consistent.")
 @divisible
 @options
-def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, quiet: bool) -> None:
+def verify(url: str, *, threads: int | None, semantic: bool, output: Output) -> None:
     """Check the checkpoint at URL: its index, that its chunks cover each tensor exactly, its files, and every byte.
 
     All problems are listed, not only the first. The exit code is 0 if there are none and 20 if there are any; 12 if the only ones are
@@ -46,21 +52,19 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
     from ckpt.runs.members import member_urls
 
     if parts := member_urls(url):
-        _verify_members(parts, threads=threads, semantic=semantic, as_json=as_json, quiet=quiet)
+        _verify_members(parts, threads=threads, semantic=semantic, output=output)
         return
     part = single_part()
     if part is not None and semantic:
         raise UsageError("--semantic reads whole tensors, and --part a part of them", hint="run it once without --part")
-    with divided(url, Output(json=as_json, quiet=quiet)) as (work, output):
+    with divided(url, output) as (work, output):
         with when_interrupted("nothing was changed; the same command starts from the beginning"), progress("verify", output) as update:
             report = verify(url, threads=threads, progress=update, work=work)
         meaning = _check_semantic(url, threads, work) if semantic and report.ok else None
         if output.json:
-            output.document(
-                _fields(url, report)
-                | ({} if part is None else {"part": list(part)})
-                | {"remedy": remedy_of(url, report), "semantic": None if meaning is None else _semantic_fields(meaning)}
-            )
+            fields = {"url": url, "ok": report.ok, **asdict(report), **({} if part is None else {"part": list(part)})}
+            semantics = None if meaning is None else {"ok": not meaning.problems, **asdict(meaning)}
+            output.document({**fields, "remedy": remedy_of(url, report), "semantic": semantics})
         else:
             _print(url, report, output, part)
             if meaning is not None:
@@ -80,14 +84,14 @@ def command(url: str, *, threads: int | None, semantic: bool, as_json: bool, qui
             click.get_current_context().exit(MISFIT)
 
 
-def _verify_members(parts: Mapping[str, str], **options: Any) -> None:
+def _verify_members(parts: Mapping[str, str], *, threads: int | None, semantic: bool, output: Output) -> None:
     """Verify the checkpoint of each member of a joint step; the exit code is that of the first with problems."""
     context, code = click.get_current_context(), 0
     for name, part in parts.items():
-        if not options["as_json"] and not options["quiet"]:
+        if not output.json and not output.quiet:
             click.echo(f"{name}: {part}")
         try:
-            context.invoke(command, url=part, **options)
+            context.invoke(verify, url=part, threads=threads, semantic=semantic, as_json=output.json, quiet=output.quiet)
         except Exit as end:
             code = code or end.exit_code
     context.exit(code)
@@ -108,11 +112,6 @@ def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> 
 
     work.agree("semantic", dict, check)
     return reports[0] if reports else None
-
-
-def _semantic_fields(report: SemanticReport) -> dict[str, Any]:
-    counts = {"masters": report.masters, "moments": report.moments, "steps": report.steps, "replicas": report.replicas}
-    return {"ok": not report.problems, **counts, "problems": [_problem(p) for p in report.problems], "remedy": report.remedy}
 
 
 def _print(url: str, report: VerifyReport, output: Output, part: tuple[int, int] | None) -> None:
@@ -155,19 +154,188 @@ def _kinds(report: VerifyReport) -> set[str]:
     return {problem.kind for problem in report.problems}
 
 
-def _fields(url: str, report: VerifyReport) -> dict[str, Any]:
-    return {
-        "url": url,
-        "ok": report.ok,
-        "files": report.files,
-        "chunks": report.chunks,
-        "undigested": report.undigested,
-        "bytes": report.bytes,
-        "seconds": report.seconds,
-        "problems": [_problem(problem) for problem in report.problems],
-    }
+DIFFERENT = 3
 
 
-def _problem(problem: Problem) -> dict[str, Any]:
-    box = None if problem.box is None else {"offset": problem.box.offset, "shape": problem.box.shape}
-    return {"kind": problem.kind, "file": problem.file, "tensor": problem.tensor, "box": box, "message": problem.message}
+@click.command("diff", short_help="Compare two checkpoints, of any formats.")
+@click.argument("left", metavar="A", type=URL)
+@click.argument("right", metavar="B", type=URL)
+@click.option("--root", metavar="KEY", help="Compare the model below KEY of A's state, by its names there, with B.")
+@click.option("--only", multiple=True, metavar="GLOB", help="Compare only tensors and values whose name matches GLOB. Repeatable.")
+@click.option(
+    "--tolerance",
+    "rules",
+    multiple=True,
+    metavar="[GLOB=]ABS[,REL]",
+    help="Elements may differ by ABS + REL times the larger one. The first rule that matches a tensor applies. Repeatable.",
+)
+@click.option("--values/--no-values", default=True, show_default=True, help="Also compare plain values.")
+@mapping_options
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B. Repeatable.")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Comparing threads. [default: one per core, 2 to 16]")
+@options
+def diff(
+    left: str,
+    right: str,
+    *,
+    root: str | None,
+    only: tuple[str, ...],
+    rules: tuple[str, ...],
+    values: bool,
+    mapping: MappingChoice,
+    rename: tuple[str, ...],
+    threads: int | None,
+    output: Output,
+) -> None:
+    """Compare the checkpoints A and B, of any formats: names, shapes, dtypes, elements and values.
+
+    Tensors that differ are listed with the largest difference first. The exit code is 0 if the checkpoints are equal and 3 if not. Two
+    NaNs are equal, and padding is ignored.
+
+    \b
+    Example:
+      ckpt diff runs/a/step-100 runs/b/step-100
+      ckpt diff --tolerance '*.bias=1e-6' --tolerance 1e-5,1e-3 a b
+      ckpt diff --names llama --convention megatron /models/Llama-3-8B imports/m
+      ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
+      ckpt diff --root model runs/a/step-100 export/
+    """
+    from ckpt.converters.compare.comparison import compare
+
+    tolerances = [_tolerance(rule) for rule in rules]
+    views = views_of(left, mapping)
+    with progress("diff", output) as update:
+        report = compare(
+            left,
+            right,
+            views=views,
+            rename=dict(map(_renamed, rename)),
+            root=root,
+            only=only,
+            tolerances=tolerances,
+            values=values and views is None,
+            threads=threads,
+            progress=update,
+        )
+    if output.json:
+        output.document(_diff_fields(report))
+    else:
+        _print_differences(report, output)
+    if not report.same:
+        click.get_current_context().exit(DIFFERENT)
+
+
+def _renamed(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals:
+        raise UsageError(f"--rename expects OLD=NEW, not {text!r}", hint="--rename optimizer.state.model.=optimizer.state.")
+    return old, new
+
+
+def _tolerance(rule: str) -> Tolerance:
+    from ckpt.converters.compare.comparison import Tolerance
+
+    glob, equals, numbers = rule.rpartition("=")
+    absolute, _, relative = numbers.partition(",")
+    try:
+        return Tolerance(glob=glob if equals else "*", absolute=float(absolute or 0), relative=float(relative or 0))
+    except ValueError as err:
+        hint = "--tolerance '*.bias=1e-6' or --tolerance 0,1e-3"
+        raise UsageError(f"--tolerance expects [GLOB=]ABS[,REL], not {rule!r}", hint=hint) from err
+
+
+def _print_differences(report: DiffReport, output: Output) -> None:
+    if output.quiet:
+        for name in [*(d.name for d in report.differences), *(v.path for v in report.value_differences)]:
+            output.line(name)
+        return
+    if not report.same:
+        output.table(("", "~"), [(style("A", "bold"), report.left), (style("B", "bold"), report.right)])
+    if report.differences:
+        output.line()
+        ordered = sorted(report.differences, key=_severity)
+        output.table(("TENSOR", "DIFFERENCE", ">ELEMENTS", ">MAX ABS", ">MAX REL", "FIRST"), [_diff_row(d) for d in ordered])
+    if report.value_differences:
+        output.line()
+        changes = [change for v in report.value_differences for change in _changes(v)]
+        output.table(("VALUE", "~A", "~B"), [(path, _short(left), _short(right)) for path, left, right in changes])
+    if not report.same:
+        output.line()
+    compared = f"{units.plural(report.tensors, 'tensor')} ({units.size(report.bytes)}) and {units.plural(report.values, 'value')}"
+    verdict = style("same", "green")
+    if not report.same:
+        verdict = style(units.plural(len(report.differences) + len(report.value_differences), "difference"), "red")
+    output.line(f"{verdict}: compared {compared} in {units.duration(report.seconds)}")
+    if not report.tensors:
+        _suggest_root(report, output)
+
+
+def _severity(difference: TensorDifference) -> tuple[int, float, float, int, str]:
+    """Sorts what is missing first, then shapes and dtypes, then elements, the largest relative difference first."""
+    kinds = ("only-left", "only-right", "shape", "dtype", "values")
+    return (kinds.index(difference.kind), -difference.max_rel, -difference.max_abs, -difference.elements, difference.name)
+
+
+def _diff_row(difference: TensorDifference) -> tuple[str, ...]:
+    if difference.kind in ("only-left", "only-right"):
+        return (difference.name, f"only in {'A' if difference.kind == 'only-left' else 'B'}", "", "", "", "")
+    if difference.kind != "values":
+        return (difference.name, f"{difference.kind} {difference.left} ≠ {difference.right}", "", "", "", "")
+    first = f"[{', '.join(map(str, difference.first or ()))}]"
+    return (difference.name, "values", f"{difference.elements:,}", f"{difference.max_abs:.3g}", f"{difference.max_rel:.3g}", first)
+
+
+def _changes(difference: ValueDifference) -> list[tuple[str, str | None, str | None]]:
+    """Where within dicts and lists a value differs: path, and the text of each side or None."""
+    try:
+        sides = [_NOTHING if text is None else parse_json(text) for text in (difference.left, difference.right)]
+    except ValueError:  # no JSON: nothing to descend into
+        return [(difference.path, difference.left, difference.right)]
+    return list(_descend(difference.path, sides[0], sides[1])) or [(difference.path, difference.left, difference.right)]
+
+
+_NOTHING: Any = object()
+
+
+def _descend(path: str, left: Any, right: Any) -> Iterator[tuple[str, str | None, str | None]]:
+    from ckpt.plan.tree_decoding import child_path, items_of, pairs_of, text
+
+    def children(node: Any) -> dict[str, Any] | None:
+        if node is _NOTHING:
+            return None
+        pairs = pairs_of(node)
+        if pairs is not None:
+            return {child_path(path, key): child for key, child in pairs}
+        items = items_of(node)
+        return None if items is None else {f"{path}[{n}]": child for n, child in enumerate(items)}
+
+    inside, beside = children(left), children(right)
+    if inside and beside:  # an empty container is shown as such
+        for name in dict.fromkeys([*inside, *beside]):
+            yield from _descend(name, inside.get(name, _NOTHING), beside.get(name, _NOTHING))
+    elif left != right:
+        yield path, None if left is _NOTHING else text(left), None if right is _NOTHING else text(right)
+
+
+def _suggest_root(report: DiffReport, output: Output) -> None:
+    """Where no name is in both: say so if one side has the names of the other below a key."""
+    sides = [{d.name for d in report.differences if d.kind == kind} for kind in ("only-left", "only-right")]
+    for inner, outer, how in ((sides[1], sides[0], ""), (sides[0], sides[1], " and B before A")):
+        keys = sorted({name.partition(".")[0] for name in outer})
+        key = next((k for k in keys if inner and inner <= {name[len(k) + 1 :] for name in outer if name.startswith(f"{k}.")}), None)
+        if key is not None:
+            output.talk(f"no name is in both, but those below {key!r} are: add --root {key}{how}")
+            return
+
+
+def _short(text: str | None) -> str:
+    return "nothing" if text is None else text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _diff_fields(report: DiffReport) -> dict[str, Any]:
+    document = {"same": report.same} | asdict(report)
+    for row in document["differences"]:
+        row |= {key: "inf" for key in ("max_abs", "max_rel") if not math.isfinite(row[key])}
+    for row, difference in zip(document["value_differences"], report.value_differences, strict=True):
+        row["changes"] = [{"path": path, "left": left, "right": right} for path, left, right in _changes(difference)]
+    return document

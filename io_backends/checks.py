@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ckpt.errors import CkptError, CorruptError, UsageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, UsageError
 
 
 def check_path(path: str) -> str:
@@ -82,6 +82,20 @@ def too_large(where: str, size: int, limit: int) -> CorruptError:
         where=where,
         hint="it is damaged, or no file of a checkpoint; `ckpt verify` lists everything that is damaged",
     )
+
+
+def name_taken(where: str) -> ConflictError:
+    """The error of ``create`` where an object has the name."""
+    return ConflictError("cannot create: the name is taken", where=where, hint="use a fresh name, or delete the object")
+
+
+def put_conflict(where: str, expected: bytes | None, state: str = "it is absent or holds something else now") -> ConflictError:
+    """The error of ``put_if`` where not ``expected`` is there, but what ``state`` says."""
+    if expected is None:
+        message, hint = "cannot publish: the name is taken", "another save was first; use another name, or replace it"
+    else:
+        message, hint = f"cannot replace: {state}", "another save was first; read it again and decide anew"
+    return ConflictError(message, where=where, hint=hint)
 
 
 def byte_view(data: memoryview | bytes, *, writable: bool = False) -> memoryview:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
+from ckpt.errors import NotFoundError, StorageError, UsageError
 
-from .checks import byte_view, check_path, check_prefix, check_read, check_size, past_end
+from .checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, put_conflict
 from .protocol import Backend, IOHints, ObjectMeta, Writer
 from .writer_base import WriterBase
 
@@ -122,9 +122,7 @@ class InProcessBackend(Backend):
         content = bytearray(size)
         with self._store.lock:
             if key in self._store.objects:
-                raise ConflictError(
-                    "cannot create: the name is taken", where=f"inprocess://{key}", hint="use a fresh name, or delete the object"
-                )
+                raise name_taken(f"inprocess://{key}")
             self._store.objects[key] = content
         return InProcessWriter(store=self._store, key=key, content=content)
 
@@ -132,10 +130,7 @@ class InProcessBackend(Backend):
         key = self._key(path)
         with self._store.lock:
             if self._store.objects.get(key) != expected:
-                message = (
-                    "cannot publish: the name is taken" if expected is None else "cannot replace: it is absent or holds something else now"
-                )
-                raise ConflictError(message, where=f"inprocess://{key}", hint="another save was first; read it again and decide anew")
+                raise put_conflict(f"inprocess://{key}", expected)
             self._store.objects[key] = bytes(data)
 
     def delete(self, path: str) -> None:

@@ -14,7 +14,7 @@ from ckpt.net import connections, dialing
 from ckpt.net.connections import Listener
 from ckpt.net.dialing import Dialer
 from ckpt.net.endpoints import prepare
-from ckpt.net.streams import PURPOSE, Greeting, Hello, Sending, Views
+from ckpt.net.streams import PURPOSE, Hello, Sending, Views
 from ckpt.net.wire import Prover
 
 SECRET = bytes(range(16))
@@ -46,7 +46,7 @@ def nobody() -> Iterator[tuple[str, int]]:
         yield taken.getsockname()
 
 
-def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener[Hello], seconds: float) -> list[Hello]:
+def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener, seconds: float) -> list[Hello]:
     """What comes to the door, until something does."""
     heard: list[Hello] = []
     end = time.monotonic() + seconds
@@ -54,9 +54,9 @@ def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener[Hello
         dialer.advance()
         for key, _ in selector.select(dialer.wait(0.05)):
             if isinstance(key.data, connections.Listening):
-                for hello, sock in door.accept(key.data):
-                    heard.append(hello)
-                    sock.close()
+                for client in door.accept(key.data):
+                    heard.append(Hello.unpack(client.said))
+                    client.sock.close()
             elif isinstance(key.data, Sending):
                 try:
                     greeted = key.data.greeted
@@ -68,15 +68,15 @@ def turns(selector: selectors.BaseSelector, dialer: Dialer, door: Listener[Hello
                     selector.unregister(key.data.sock)
                     key.data.sock.close()
                     dialer.failed(key.data, err)
-            elif (hello := door.greet(key.data)) is not None:
-                heard.append(hello)
+            elif door.greet(key.data):
+                heard.append(Hello.unpack(key.data.said))
                 key.data.sock.close()
         door.tick()
     return heard
 
 
 def test_one_silent_address_does_not_take_the_time_of_the_others(silent: tuple[str, int], nobody: tuple[str, int]) -> None:
-    door = Listener([socket.create_server(("127.0.0.1", 0))], partial(Greeting, secret=SECRET), 60.0)
+    door = Listener([socket.create_server(("127.0.0.1", 0))], SECRET, 60.0, PURPOSE, len(HELLO.pack()))
     with selectors.DefaultSelector() as selector:
         dialer = Dialer(selector, 60.0)
         door.attach(selector)
@@ -114,7 +114,7 @@ def test_a_rank_gets_in_among_many_that_say_nothing(monkeypatch: pytest.MonkeyPa
     """Its greeting comes after more of them than may wait, and it connects again when it was dropped."""
     monkeypatch.setattr(connections, "MOST_GREETINGS", 4)
     monkeypatch.setattr(dialing, "_PAUSE", 0.01)
-    door = Listener([socket.create_server(("127.0.0.1", 0), backlog=100)], partial(Greeting, secret=SECRET), 60.0)
+    door = Listener([socket.create_server(("127.0.0.1", 0), backlog=100)], SECRET, 60.0, PURPOSE, len(HELLO.pack()))
     (address,) = door.addresses
     idle = [socket.create_connection(address) for _ in range(50)]
     with selectors.DefaultSelector() as selector:
@@ -137,7 +137,7 @@ def test_a_rank_gets_in_among_many_that_say_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "GREETING_SECONDS", 0.1)
-    door = Listener([socket.create_server(("127.0.0.1", 0))], partial(Greeting, secret=SECRET), 60.0)
+    door = Listener([socket.create_server(("127.0.0.1", 0))], SECRET, 60.0, PURPOSE, len(HELLO.pack()))
     with socket.create_connection(door.addresses[0]) as idle, selectors.DefaultSelector() as selector:
         door.attach(selector)
         idle.sendall(b"ckl")

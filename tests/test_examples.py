@@ -230,6 +230,23 @@ def test_every_example_has_a_docstring_and_a_paragraph() -> None:
         assert f"## {path.name}" in readme or f", {path.name}" in readme, path.name
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_went_wrong_elsewhere_is_refused_or_right(tmp_path: Path) -> None:
+    """Those of one process; ``make incidents`` plays all."""
+    incidents = example("incidents")
+    outcomes = {}
+    for play in incidents.INCIDENTS[:5]:
+        (tmp_path / play.__name__).mkdir()
+        outcomes[play.__name__] = play(tmp_path / play.__name__)[1].partition(":")[0]
+    assert outcomes == {
+        "narrower_dtype": "ShapeError",
+        "part_left_out": "NamesError",
+        "values_not_there_yet": "all loaded",
+        "moments_by_position": "each has its moments",
+        "damaged_weights": "CorruptError",
+    }
+
+
 def test_a_plain_loop_goes_on_as_if_it_had_not_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = example("plain_loop")
     plain.train(str(tmp_path / "whole"), 24, 8)

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
 
-from ckpt.errors import CkptError, FormatError
+from ckpt.errors import CkptError
 
 from .endpoints import EXHAUSTED, close_when_forked, exhausted, prepare
 from .wire import Channel, Proving
@@ -40,31 +39,6 @@ _PAUSE = 0.1
 
 log = logging.getLogger("ckpt")
 
-WhoT = TypeVar("WhoT")
-WhoT_co = TypeVar("WhoT_co", covariant=True)
-
-
-class Unheard(Protocol[WhoT_co]):
-    """A connection whose other end has not yet said who it is."""
-
-    @property
-    def sock(self) -> socket.socket: ...
-
-    @property
-    def began(self) -> float: ...
-
-    @property
-    def speaks(self) -> bool:
-        """Whether it has said something that makes sense."""
-        ...
-
-    def step(self) -> WhoT_co | None:
-        """Go on without waiting; who it is once it has said so.
-
-        Raises:
-            OSError: the other end is gone, or a stranger.
-        """
-
 
 @dataclass(eq=False)
 class Listening:
@@ -73,15 +47,16 @@ class Listening:
     sock: socket.socket
 
 
-class Listener(Generic[WhoT]):
-    """The ports of one rank or server. While an exchange goes on, its selector has them. ``greeting`` begins to hear a connection."""
+class Listener:
+    """The ports of one rank or server. While an exchange goes on, its selector has them. Clients come for ``purpose``, and say ``behind``
+    bytes right after their proof."""
 
-    def __init__(self, sockets: Sequence[socket.socket], greeting: Callable[[socket.socket], Unheard[WhoT]], timeout: float) -> None:
+    def __init__(self, sockets: Sequence[socket.socket], secret: bytes, timeout: float, purpose: str, behind: int = 0) -> None:
         self.addresses = [sock.getsockname()[:2] for sock in sockets]
         self._ports = [Listening(sock) for sock in sockets]
-        self._greeting = greeting
+        self._proving = partial(Proving, secret=secret, purpose=purpose, behind=behind)
         self._timeout = timeout
-        self._greetings: deque[Unheard[WhoT]] = deque()
+        self._greetings: deque[Proving] = deque()
         self._selector: selectors.BaseSelector | None = None
         self._paused_until: float | None = None
         self._warned = False
@@ -110,8 +85,8 @@ class Listener(Generic[WhoT]):
         while self._greetings:
             self._greetings.popleft().sock.close()
 
-    def accept(self, port: Listening) -> list[tuple[WhoT, socket.socket]]:
-        """Take connections that have come to a port, and give those that have said already who they are."""
+    def accept(self, port: Listening) -> list[Proving]:
+        """Take connections that have come to a port, and give those that have proved themselves already."""
         heard = []
         for _ in range(_ACCEPTS):
             try:
@@ -125,30 +100,30 @@ class Listener(Generic[WhoT]):
                 break
             with suppress(OSError):  # gone already: the greeting finds out
                 prepare(sock, self._timeout)
-            greeting = self._greeting(sock)
+            greeting = self._proving(sock)
             self._greetings.append(greeting)
             if self._selector is not None:
                 self._selector.register(sock, selectors.EVENT_READ, greeting)
-            if (who := self.greet(greeting)) is not None:
-                heard.append((who, sock))
+            if self.greet(greeting):
+                heard.append(greeting)
             elif len(self._greetings) > min(MOST_GREETINGS, part_of_files(_GREETINGS_PART)):
                 # Who speaks needs a moment to prove himself; of those who do not, or of all, the one that came first.
                 self._drop(next((g for g in self._greetings if not g.speaks), self._greetings[0]), "others came")
         return heard
 
-    def greet(self, greeting: Unheard[WhoT]) -> WhoT | None:
-        """Go on with a connection; what it says once it has said who it is, and then it is the caller's."""
+    def greet(self, greeting: Proving) -> bool:
+        """Go on with a connection; whether it has proved itself, and then it is the caller's."""
         if greeting.sock.fileno() < 0:  # dropped in this turn
-            return None
+            return False
         try:
-            who = greeting.step()
+            proved = greeting.step()
         except OSError as err:
             self._drop(greeting, str(err))
-            return None
-        if who is not None:
+            return False
+        if proved:
             self._unregister(greeting.sock)
             self._greetings.remove(greeting)
-        return who
+        return proved
 
     def wait(self) -> float | None:
         """Seconds until ``tick`` has something to do; None if nothing is due."""
@@ -185,7 +160,7 @@ class Listener(Generic[WhoT]):
             for port in self._ports:
                 self._unregister(port.sock)
 
-    def _drop(self, greeting: Unheard[WhoT], why: str) -> None:
+    def _drop(self, greeting: Proving, why: str) -> None:
         log.debug("a connection was closed before it said who it is: %s", why)
         self._unregister(greeting.sock)
         greeting.sock.close()
@@ -212,8 +187,6 @@ _conversing = set[socket.socket]()
 """The connections of all servers of this process."""
 os.register_at_fork(after_in_child=_conversing.clear)
 
-log = logging.getLogger("ckpt")
-
 
 class ConnectionServer:
     """Listens on ``ports``. ``serve`` talks to one peer, which has proved itself and come for ``purpose``, until one of them ends it;
@@ -231,7 +204,6 @@ class ConnectionServer:
         gone: Callable[[str], None] = lambda peer: None,
     ) -> None:
         self._timeout = timeout
-        self._purpose = purpose
         self._name = name
         self._serve = serve
         self._gone = gone
@@ -246,7 +218,7 @@ class ConnectionServer:
             raise exhausted("no connections can be taken", err) from err
         for sock in (self._woken, self._waker):
             close_when_forked(sock)  # a child that closes its copy of this server must not wake this one
-        door = Listener(ports, partial(Proving, secret=secret), timeout)
+        door = Listener(ports, secret, timeout, purpose)
         self._thread = threading.Thread(target=self._accept, args=(door,), name=name, daemon=True)
         self._thread.start()
 
@@ -270,7 +242,7 @@ class ConnectionServer:
         for conversation in conversations:
             conversation.join(max(0.0, end - time.monotonic()))
 
-    def _accept(self, door: Listener[str]) -> None:
+    def _accept(self, door: Listener) -> None:
         with selectors.DefaultSelector() as selector:
             door.attach(selector)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -279,12 +251,11 @@ class ConnectionServer:
                     if key.data is None:
                         break
                     if not isinstance(key.data, Listening):
-                        purpose = door.greet(key.data)
-                        if purpose is not None:
-                            self._begin(key.data.sock, purpose)
+                        if door.greet(key.data):
+                            self._begin(key.data.sock)
                     elif len(_conversing) < part_of_files(_PART):
-                        for purpose, sock in door.accept(key.data):
-                            self._begin(sock, purpose)
+                        for client in door.accept(key.data):
+                            self._begin(client.sock)
                     else:
                         if not self._warned:
                             self._warned = True
@@ -296,14 +267,14 @@ class ConnectionServer:
         door.close()
         self._woken.close()
 
-    def _begin(self, sock: socket.socket, purpose: str) -> None:
+    def _begin(self, sock: socket.socket) -> None:
         """Serve a peer that has proved itself."""
         try:
             address = sock.getpeername()
         except OSError:  # it is gone
             sock.close()
             return
-        channel = Channel(sock, f"{address[0]}:{address[1]}", self._timeout, self._check_going, purpose)
+        channel = Channel(sock, f"{address[0]}:{address[1]}", self._timeout, self._check_going)
         conversation = threading.Thread(target=self._converse, args=(channel,), name=self._name, daemon=True)
         with self._lock:
             self._connections.add(sock)
@@ -320,8 +291,6 @@ class ConnectionServer:
 
     def _converse(self, channel: Channel) -> None:
         try:
-            if channel.purpose != self._purpose:
-                raise FormatError(f"it asks for {channel.purpose!r}, and {self._purpose!r} are given here", where=channel.peer)
             self._serve(channel)
         except (CkptError, OSError) as err:
             log.debug("live: %s is served no longer: %s", channel.peer, err)

@@ -22,8 +22,8 @@ from .channel import failed_on
 from .connections import Listener, Listening
 from .dialing import Dial, Dialer
 from .endpoints import exhausted, from_here
-from .streams import OPENED, PURPOSE, READY, REFUSED, Feed, Greeting, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
-from .wire import Prover
+from .streams import OPENED, PURPOSE, READY, REFUSED, Feed, Hello, Incoming, Outgoing, Receiving, Refused, Sending, Views
+from .wire import Prover, Proving
 
 CONNECTIONS = 64
 """Ranks that one rank sends to at the same time, if one can end after another: each takes a file descriptor. Feeds end only all together,
@@ -49,7 +49,7 @@ class Port:
     look: Callable[[str], Any]
     network: str = ""
     """Equal for ranks that have the same interfaces."""
-    listener: Listener[Hello] | None = None
+    listener: Listener | None = None
     early: list[tuple[Hello, socket.socket]] = field(default_factory=list)
     """Streams from ranks that are ahead of this one."""
     met: set[tuple[int, int]] = field(default_factory=set)
@@ -222,19 +222,19 @@ class Exchange:
 
     # ---- streams
 
-    def _step(self, stream: Sending | Receiving | Greeting | Listening | socket.socket) -> None:
+    def _step(self, stream: Sending | Receiving | Proving | Listening | socket.socket) -> None:
         listener = self.port.listener
         if isinstance(stream, Listening) and listener is not None:
-            for hello, sock in listener.accept(stream):
-                self._meet(hello, sock)
+            for client in listener.accept(stream):
+                self._meet(Hello.unpack(client.said), client.sock)
         elif isinstance(stream, socket.socket):
             with suppress(BlockingIOError):
                 self.woken.recv(4096)
             if self.awake:
                 self._look()
-        elif isinstance(stream, Greeting) and listener is not None:
-            if (greeted := listener.greet(stream)) is not None:
-                self._meet(greeted, stream.sock)
+        elif isinstance(stream, Proving) and listener is not None:
+            if listener.greet(stream):
+                self._meet(Hello.unpack(stream.said), stream.sock)
         elif isinstance(stream, Receiving):
             self._move(stream, self.incoming)
         elif isinstance(stream, Sending):

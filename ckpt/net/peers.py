@@ -11,7 +11,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -29,7 +28,7 @@ from .endpoints import listen, network
 from .exchange import Exchange, Port
 from .liveness import Members
 from .store import Store
-from .streams import Feed, Greeting, Incoming, Inlet, Outgoing, Views, damaged
+from .streams import HELLO, PURPOSE, Feed, Incoming, Inlet, Outgoing, Views, damaged
 
 log = logging.getLogger("ckpt")
 
@@ -61,7 +60,7 @@ class Peers:
         secret = secrets.token_bytes(32)
         self._port = Port(group.rank, group.size, timeout, secret, self._look, network())
         if self._store is not None:
-            self._port.listener = listener = Listener(listen(self._store.host), partial(Greeting, secret=secret), timeout)
+            self._port.listener = listener = Listener(listen(self._store.host), secret, timeout, PURPOSE, HELLO.size)
             when_dropped(self, listener.close)
             self._publish({"addresses": listener.addresses, "network": self._port.network, "secret": secret.hex()})
 

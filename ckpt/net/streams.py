@@ -21,7 +21,7 @@ from ckpt.errors import ExchangeError
 
 from .endpoints import receive_exactly
 from .shared_memory import ANNOUNCEMENT_BYTES
-from .wire import Prover, Proving
+from .wire import Prover
 
 PURPOSE = "exchange"
 HELLO = struct.Struct(f"!IIQ{ANNOUNCEMENT_BYTES}s")
@@ -108,7 +108,6 @@ class Views:
         """See :class:`Outgoing`."""
 
     def open(self, announcement: bytes) -> bool:
-        """See :class:`Incoming`."""
         return False
 
     def send(self, sock: socket.socket) -> bool:
@@ -188,24 +187,6 @@ class Sending:
         if answer == REFUSED:
             raise Refused
         return answer
-
-
-class Greeting(Proving):
-    """A connection whose other end has not yet proved itself, and said who it is."""
-
-    _purpose: str | None = None
-    _hello = b""
-
-    def step(self) -> Hello | None:  # type: ignore[override]
-        """What the other end says first, once all of that has come."""
-        if self._purpose is None and (purpose := super().step()) is not None:
-            if purpose != PURPOSE:
-                raise ConnectionError(f"it comes for {purpose!r}")
-            self._purpose = purpose
-        if self._purpose is None:
-            return None
-        self._hello = receive_exactly(self.sock, HELLO.size, self._hello)
-        return Hello.unpack(self._hello) if len(self._hello) == HELLO.size else None
 
 
 @dataclass(eq=False)
@@ -380,7 +361,6 @@ class Inlet:
         self._done = False
 
     def open(self, announcement: bytes) -> bool:
-        """See ``streams.Incoming``."""
         return self._taker.open(announcement)
 
     def receive(self, sock: socket.socket) -> bool:

@@ -64,7 +64,6 @@ class Channel:
     peer: str
     timeout: float
     alive: Callable[[], None] = _nothing
-    purpose: str = ""
     _moved: float = field(default_factory=time.monotonic)
     _readable: select.poll = field(default_factory=select.poll)
 
@@ -161,7 +160,7 @@ def dial(
     """
     addresses, end, pause = from_here(list(addresses), same_network=same_network), time.monotonic() + timeout, _PAUSE
     while True:
-        channel = Channel(_connected(addresses, end, timeout, peer, alive, patient=patient), peer, timeout, alive, purpose)
+        channel = Channel(_connected(addresses, end, timeout, peer, alive, patient=patient), peer, timeout, alive)
         try:
             prover = Prover(secret, purpose, peer)
             while not prover.done:
@@ -222,34 +221,47 @@ def _client_handshake(secret: bytes, purpose: str, peer: str, then: bytes) -> Ge
 
 
 class Proving:
-    """The other end of it: a connection that was accepted and whose client has not proved itself yet. ``began`` to be heard then;
-    ``speaks`` once the first message has come, as those of strangers seldom do."""
+    """The other end of it: a connection that was accepted and whose client has not proved itself yet. It must come for ``purpose`` and
+    says ``behind`` bytes right after its proof: ``said``. ``began`` to be heard then; ``speaks`` once the first message has come, as those
+    of strangers seldom do."""
 
-    def __init__(self, sock: socket.socket, secret: bytes) -> None:
+    def __init__(self, sock: socket.socket, secret: bytes, purpose: str, behind: int) -> None:
         self.sock = sock
         self.began = time.monotonic()
         self.speaks = False
+        self.said = b""
+        self._purpose = purpose
+        self._behind = behind
         self._handshake = _handshake(secret)
+        self._proved = False
         _, self._missing = next(self._handshake)
         self._received = b""
 
-    def step(self) -> str | None:
-        """Go on without waiting; what the connection is for, once the client has proved itself."""
-        while True:
+    def step(self) -> bool:
+        """Go on without waiting; whether the client has proved itself, and said all. Raises OSError if it is gone, or a stranger."""
+        while self._missing:
             self._received = receive_exactly(self.sock, self._missing, self._received)
             if len(self._received) < self._missing:
-                return None
+                return False
+            received, self._received = self._received, b""
+            if self._proved:
+                self.said = received
+                break
             try:
-                answer, self._missing = self._handshake.send(self._received)
+                answer, self._missing = self._handshake.send(received)
             except StopIteration as end:
+                self._proved, self._missing = True, self._behind
                 self.sock.send(WELCOME)
-                return str(end.value)
+                if end.value != self._purpose:
+                    raise ConnectionAbortedError(f"it asks for {end.value!r}, and {self._purpose!r} are given here") from None
+                continue
             except CkptError as err:
                 if isinstance(err, AccessError):
                     self.sock.send(REFUSED)
                 raise ConnectionAbortedError(err.message) from err
             self.sock.send(answer)  # a connection that is new has room for it
-            self.speaks, self._received = True, b""
+            self.speaks = True
+        return True
 
 
 def _handshake(secret: bytes) -> Generator[tuple[bytes, int], bytes, str]:

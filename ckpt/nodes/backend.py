@@ -18,9 +18,8 @@ from functools import partial
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, put_conflict
 from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
-from ckpt.io_backends.registry import serve_scheme
 from ckpt.io_backends.writer_base import WriterBase
 
 from .nodes import FilePlace, NodeReader, NodeSet
@@ -53,7 +52,6 @@ class SpreadBackend(Backend):
     # ---- reading
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         check_path(path)
         check_read(offset, length)
         if path.rpartition("/")[2] == COMMIT_PATH:
@@ -68,7 +66,6 @@ class SpreadBackend(Backend):
         return got[0]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         check_path(path)
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
@@ -80,7 +77,6 @@ class SpreadBackend(Backend):
         self.reader.read(path, offset, view.nbytes, read)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Backend.read_hashed``."""
         view, hashed = byte_view(buffer, writable=True), 0
 
         def count(part: memoryview) -> None:
@@ -107,11 +103,9 @@ class SpreadBackend(Backend):
                 self.reader.evict(path, offset, offset + length if length is not None else 1 << 63)
 
     def nearby(self, paths: Collection[str]) -> Collection[str]:
-        """See ``Backend.nearby``."""
         return self.reader.nearby(paths)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         got: list[int] = []
 
         def size(place: FilePlace) -> int:
@@ -147,7 +141,6 @@ class SpreadBackend(Backend):
         return iter(sorted(ObjectMeta(path, max(sizes.values())) for path, sizes in self.holders(prefix).items()))
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         check_prefix(prefix)
         listed = self._nodes.ask_all(lambda node: self.node(node).list_dir(prefix), reachable=True)
         return sorted({name for names in listed.values() for name in names})
@@ -181,9 +174,7 @@ class SpreadBackend(Backend):
         there = {node: content for node, content in {**contents, **further}.items() if content is not None}
         current = max(there.values(), key=lambda content: (_id(content), content)) if there else None
         if current != expected:
-            what = "the name is taken" if expected is None else "it is absent or holds something else now"
-            hint = "another save was first; read it again and decide anew"
-            raise ConflictError(f"cannot publish: {what}", where=f"{self.url}/{path}", hint=hint)
+            raise put_conflict(f"{self.url}/{path}", expected)
         written = sorted(n for n in there if n < len(self._nodes.nodes))
         targets = sorted(contents) if every else written or [self._nodes.own]
         for node in targets:
@@ -234,7 +225,7 @@ class _WriterOnEveryNode(WriterBase):
         super().__init__(where=f"{backend.url}/{path}", size=size)
         with suppress(NotFoundError):
             backend.size(path)
-            raise ConflictError("cannot create: the name is taken", where=self._where, hint="use a fresh name, or delete the object")
+            raise name_taken(self._where)
         self._path = path
         self._nodes = nodes
         self._made: list[Backend] = []
@@ -285,7 +276,6 @@ def is_spread(url: str) -> bool:
 def know(nodes: NodeSet) -> None:
     """From now on URLs below that of ``nodes`` lead to them."""
     _runs[nodes.url] = nodes
-    serve_scheme(SCHEME, open_spread)
 
 
 def forget(nodes: NodeSet) -> None:

@@ -26,7 +26,7 @@ from ckpt.net.group import current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
-from ckpt.settings import check_flags, prove
+from ckpt.settings import check_flags, text
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
@@ -137,7 +137,7 @@ class Checkpointer:
         self._process_group = arguments.get("process_group")
         self.group = current_group(self._process_group)
         self._witness: Witness | None = None
-        if prove() is not None:
+        if text("CKPT_PROVE") is not None:
             root, local, memory, local_keep = self._attended(root, options, joint=member is not None), None, None, None
         self._joint: Membership | None = None
         if member is not None or members:
@@ -158,14 +158,14 @@ class Checkpointer:
         self._tiers = TierChain(root, keep, local, local_keep, memory, self.group, options)
         self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals) if memory is not None else None
         """When to save into memory."""
-        self._lineage = Lineage(self._tiers.look)
+        self._lineage = Lineage(self._tiers.later.look)
         tiers = local is not None and memory is None
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=tiers, run_log=run_log)
-        self._tiers.later.removed = self._reporter.removed
+        self._tiers.later.removed = partial(self._reporter.tell, "save.removed")
         if anchor is not None:  # else the base is the newest checkpoint, which always stays
             self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if self._tiers.spread is not None:
-            self._tiers.spread.copied = self._reporter.copied
+            self._tiers.spread.copied = partial(self._reporter.tell, "save.copied")
         if self._joint is not None:
             self._joint.reporter = self._reporter
         if self._tiers.uploader is not None:
@@ -483,7 +483,7 @@ class Checkpointer:
         options = replace(
             self._bases.of(self._place(n), self._options),
             metrics=metric_values(metrics),
-            earlier=partial(self._tiers.earlier, n) if self._tiers.uploader is not None else None,
+            earlier=partial(self._tiers.later.earlier, n) if self._tiers.uploader is not None else None,
             branches=partial(self._lineage.of, n),
             placement=self._tiers.spread.placement if self._tiers.spread is not None else None,
             progress=callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}"),
@@ -579,7 +579,7 @@ class Checkpointer:
     def steps(self) -> list[Step]:
         """The committed checkpoints of both tiers, the lowest step first. Every rank may ask; it talks to the storage alone."""
         self._check_nodes()
-        return self._joint.steps() if self._joint is not None else self._tiers.steps()
+        return self._joint.steps() if self._joint is not None else self._tiers.later.steps()
 
     @property
     def latest(self) -> int | None:
@@ -587,7 +587,7 @@ class Checkpointer:
         self._check_nodes()
         if self._joint is not None:
             return max((s.number for s in self.steps() if s.number is not None and s.abandoned is None), default=None)
-        return self._tiers.latest()
+        return self._tiers.later.latest()
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
         """The committed step with the lowest or highest ``metric``, which the policy ``Best`` would keep; None if none has a finite one."""

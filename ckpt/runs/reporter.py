@@ -12,9 +12,9 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from ckpt.engine.save.background import SaveHandle
 from ckpt.errors import CkptError, NotFoundError, RankFailedError, UsageError
@@ -27,6 +27,9 @@ from ckpt.telemetry.spans import Row, SpanTable, stragglers
 from .events import FLUSH, AlertRules, Alerts, Event, Kind, Listener, ListenerThread
 
 log = logging.getLogger("ckpt")
+
+Noted: TypeAlias = tuple[LogEntry, Mapping[int, Row]]
+"""An entry of the log, and the spans of the ranks, as they came."""
 
 
 class Reporter:
@@ -43,11 +46,10 @@ class Reporter:
         run_log: bool = False,
     ) -> None:
         listeners = () if on_event is None else tuple(on_event) if isinstance(on_event, Sequence) else (on_event,)
-        given: tuple[object, ...] = listeners
-        for listener in given:
-            if not callable(listener):
-                hint = "on_event= takes a function of one ckpt.monitors.Event, one of ckpt.monitors, or a list of these"
-                raise UsageError(f"{listener!r} cannot be called with an event", hint=hint)
+        wrong: list[object] = [one for one in listeners if not callable(one)]
+        if wrong:
+            hint = "on_event= takes a function of one ckpt.monitors.Event, one of ckpt.monitors, or a list of these"
+            raise UsageError(f"{wrong[0]!r} cannot be called with an event", hint=hint)
         if not isinstance(alerts, bool | Alerts):
             raise UsageError(f"alerts= is True, False or ckpt.monitors.Alerts(…), not {alerts!r}")
         self._root = root
@@ -56,7 +58,7 @@ class Reporter:
         leads = group.rank == group.leader
         self._threads = [ListenerThread(one) for one in listeners if leads or getattr(one, "every_rank", False)]
         self._rules = AlertRules(alerts if isinstance(alerts, Alerts) else Alerts()) if alerts and leads else None
-        self._log: ListenerThread[tuple[LogEntry, Mapping[int, Row]]] | None = None
+        self._log: ListenerThread[Noted] | None = None
         """Made when there is something to keep."""
         self._keeps_log = run_log and leads
         self._going = threading.Condition()
@@ -70,38 +72,28 @@ class Reporter:
         """A save was begun in this call."""
         with self._going:
             self._saves += 1
-        self._tell("save.begun", step, handle.url, blocked=handle.stall.seconds)
+        self.tell("save.begun", step, handle.url, blocked=handle.stall.seconds)
         began = time.perf_counter() - handle.stall.seconds
-        handle.captured.add_done_callback(lambda future: self._captured(step, handle, began))
-        handle.durable.add_done_callback(lambda future: self._ended(step, handle, future))
+
+        def captured(future: object) -> None:
+            if handle.captured.error() is None:
+                self.tell("save.captured", step, handle.url, seconds=time.perf_counter() - began, blocked=handle.stall.seconds)
+
+        handle.captured.add_done_callback(captured)
+        handle.durable.add_done_callback(lambda future: self._ended(step, handle))
 
     def not_begun(self, step: int, url: str, error: BaseException) -> None:
         """A save failed in the call that was to begin it."""
         self._keep(kind="save", step=step, url=url, phase="begin", **error_fields(error))
-        self._tell("save.failed", step, url, **error_fields(error))
-
-    def removed(self, step: int, url: str, id: str | None) -> None:
-        """A checkpoint was removed, since no rule keeps it."""
-        self._tell("save.removed", step, url, id=id)
-
-    def copied(self, step: int, url: str, id: str | None, seconds: float) -> None:
-        """A checkpoint has all of its second copies."""
-        self._tell("save.copied", step, url, id=id, seconds=seconds)
+        self.tell("save.failed", step, url, **error_fields(error))
 
     def published(self, step: int, url: str, id: str | None) -> None:
         """A checkpoint of the local tier is committed at the root."""
-        self._tell("save.published", step, url, id=id, seconds=self._rules.since(step, time.time()) if self._rules is not None else None)
-
-    def joint(self, step: int, given_up: str | None) -> None:
-        """All members of the run have saved a step; or it was given up, and this is why."""
-        if given_up is None:
-            self._tell("save.joint", step, None)
-        else:
-            self._tell("save.given_up", step, None, reason=given_up)
+        self.tell("save.published", step, url, id, self._rules.since(step, time.time()) if self._rules is not None else None)
 
     def not_published(self, step: int | None, error: BaseException) -> None:
         """A try to publish failed."""
-        self._tell("publish.failed", step, self._root, **error_fields(error))
+        self.tell("publish.failed", step, self._root, **error_fields(error))
 
     def restored(
         self,
@@ -116,40 +108,33 @@ class Reporter:
         failed = error_fields(error) if error is not None else {}
         if not isinstance(error, NotFoundError):  # there may be no run yet
             self._keep(spans, kind="load", step=step, url=url, seconds=seconds, tensor_bytes=nbytes, **failed)
-        self._tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **failed)
+        self.tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **failed)
 
-    def _captured(self, step: int, handle: SaveHandle, began: float) -> None:
-        if handle.captured.error() is None:
-            self._tell("save.captured", step, handle.url, seconds=time.perf_counter() - began, blocked=handle.stall.seconds)
-
-    def _ended(self, step: int, handle: SaveHandle, future: Future[Any]) -> None:
+    def _ended(self, step: int, handle: SaveHandle) -> None:
         error, blocked = handle.durable.error(), handle.stall.seconds
         try:
             if error is not None:
-                self._tell("save.failed", step, handle.url, blocked=blocked, **error_fields(error))
+                self.tell("save.failed", step, handle.url, blocked=blocked, **error_fields(error))
                 self._keep(kind="save", step=step, url=handle.url, phase=handle.failed_in, seconds=handle.ran, **error_fields(error))
                 return
-            report, busy = handle.durable.result(), handle.busy
-            self._tell(
+            report, busy, ranks = handle.durable.result(), handle.busy, self._group.ranks  # busy counts them from 0
+            self.tell(
                 "save.durable",
                 step,
                 report.url,
-                id=report.id,
-                seconds=report.seconds,
+                report.id,
+                report.seconds,
                 tensor_bytes=report.tensor_bytes,
                 blocked=blocked,
                 retries=handle.retries.again,
                 throttled=handle.retries.throttled,
-                slowest=self._rank(max(busy, key=lambda i: busy[i])) if busy else None,
-                stragglers=tuple(self._rank(i) for i in stragglers(busy, report.seconds)),
+                slowest=ranks[max(busy, key=lambda i: busy[i])] if busy else None,
+                stragglers=tuple(ranks[i] for i in stragglers(busy, report.seconds)),
             )
         finally:
             with self._going:
                 self._saves -= 1
                 self._going.notify_all()
-
-    def _rank(self, position: int) -> int:
-        return self._group.ranks[position]
 
     # ---- keeping
 
@@ -159,24 +144,17 @@ class Reporter:
             return
         with self._going:  # saves end in threads of their own
             if self._log is None:
-                self._log = ListenerThread(self._add)
+                self._log = ListenerThread(partial(_add, self._root))
         self._log.post((LogEntry(at=time.time(), rank=self._group.rank, ranks=self._group.size, **fields), spans or {}))
-
-    def _add(self, noted: tuple[LogEntry, Mapping[int, Row]]) -> None:
-        entry, spans = noted
-        try:
-            tables = {rank: SpanTable.from_row(row) for rank, row in spans.items()}
-            add_entry(open_backend(self._root), replace(entry, tables=tables))
-        except CkptError as err:
-            log.debug("the log of the run %s is not kept: %s", self._root, err)
 
     # ---- telling
 
-    def _tell(self, kind: Kind, step: int | None, url: str | None, **more: Any) -> None:
+    def tell(self, kind: Kind, step: int | None, url: str | None, id: str | None = None, seconds: float | None = None, **more: Any) -> None:
+        """Make an event of what happened, and hand it to the listeners with the alerts that follow from it."""
         if not self._threads and self._rules is None:
             return
-        group = self._group
-        event = Event(kind=kind, at=time.time(), rank=group.rank, ranks=group.size, root=self._root, step=step, url=url, **more)
+        about = {"step": step, "url": url, "id": id, "seconds": seconds, **more}
+        event = Event(kind=kind, at=time.time(), rank=self._group.rank, ranks=self._group.size, root=self._root, **about)
         with self._going:
             alerts = self._rules.follow(event, tiers=self._tiers) if self._rules is not None else []
             for one in (event, *alerts):
@@ -213,29 +191,21 @@ def note_failed_save(group: Members, url: str, error: BaseException, phase: str,
     match = _STEP.fullmatch(str(url))  # as a Checkpointer names its steps; what is no str was refused, and has no run
     if match is None or group.rank != group.leader or not isinstance(error, Exception):  # who interrupts a save knows it
         return
-    root, step = match[1], int(match[2])
-    entry = LogEntry(
-        kind="save",
-        at=time.time(),
-        rank=group.rank,
-        ranks=group.size,
-        step=step,
-        url=url,
-        phase=phase,
-        seconds=seconds,
-        **error_fields(error),
-    )
-    thread: ListenerThread[LogEntry] = ListenerThread(lambda entry: _add(root, url, entry))
-    thread.post(entry)
+    about = {"step": int(match[2]), "url": url, "phase": phase, "seconds": seconds, **error_fields(error)}
+    entry = LogEntry(kind="save", at=time.time(), rank=group.rank, ranks=group.size, **about)
+    thread: ListenerThread[Noted] = ListenerThread(partial(_add, match[1], alone=url.rstrip("/").rpartition("/")[2]))
+    thread.post((entry, {}))
     thread.end()
 
 
-def _add(root: str, url: str, entry: LogEntry) -> None:
+def _add(root: str, noted: Noted, alone: str | None = None) -> None:
+    """Add to the log of the run. ``alone``: a directory that makes no run of ``root`` if nothing is beside it."""
+    entry, spans = noted
     try:
         backend = open_backend(root)
-        own = url.rstrip("/").rpartition("/")[2]
-        names = {name.rstrip("/") for name in backend.list_dir()} - {own}
+        names = {name.rstrip("/") for name in backend.list_dir()} - {alone} if alone is not None else {PATH}
         if any(name == PATH or name.startswith("step-") for name in names):
-            add_entry(backend, entry)
+            tables = {rank: SpanTable.from_row(row) for rank, row in spans.items()}
+            add_entry(backend, replace(entry, tables=tables))
     except CkptError as err:
         log.debug("the log of the run %s is not kept: %s", root, err)

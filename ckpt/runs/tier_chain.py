@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from ckpt.engine.save.options import SaveOptions
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.io_backends.registry import open_backend, open_below
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.nodes.nodes import StorageNode
@@ -33,7 +32,6 @@ from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.text import url_text
 
 from .node_tier import Memory, NodeLocal, SpreadTier, merged_sources
-from .step_listing import Step
 from .tiers import LOOK, Tiers
 from .uploader import Uploader
 
@@ -87,7 +85,7 @@ class TierChain:
         if in_front is not None:
             spread = SpreadTier(in_front.on_nodes(root), root, group, timeout)
             self.spreads.insert(0, spread)
-            self.nearest = Tiers(where, All(), spread.url, Latest(in_front.keep), spread, newest_only=True)
+            self.nearest = self.later.nearer = Tiers(where, All(), spread.url, Latest(in_front.keep), spread, newest_only=True)
             self.memory_uploader = Uploader(self.nearest, group, timeout=timeout, threads=threads)
             self.memory_uploader.published = lambda step, url, id: self.later.retain_in_background()
 
@@ -95,10 +93,6 @@ class TierChain:
     def spread(self) -> SpreadTier | None:
         """The nearest tier, if it is spread over the nodes."""
         return self.nearest.spread
-
-    @property
-    def _in_memory(self) -> Tiers | None:
-        return self.nearest if self.memory_uploader is not None else None
 
     def check(self) -> None:
         """Once, if there are several ranks: whether all see the files of the local tier, or are connected to those who have them.
@@ -109,12 +103,20 @@ class TierChain:
             self._check_shared(open_backend(self.later.local))
             self._shared = True
         if self.memory_uploader is not None and self.nearest.spread is not None and self.later.local is not None:
-            disks = StorageNode(name=self.later.local, domain="", below=partial(_below, self.later.local), shared=True)
+            disks = StorageNode(name=self.later.local, domain="", below=partial(open_below, self.later.local), shared=True)
             self.nearest.spread.connect([disks] if self.later.spread is None else self.later.spread.nodes.nodes)
 
     def _check_shared(self, backend: Backend) -> None:
         call = self._group.call("local tier", self.root, self._timeout)
-        path = call.map_reduce("write", dict, lambda rows: _leave_file(backend))
+
+        def leave_file(rows: dict[int, Row]) -> str:
+            path = f".prepare-{secrets.token_hex(8)}.tmp"  # `ckpt gc` knows such names
+            backend.prepare()
+            with backend.create(path, 0) as writer:
+                writer.commit()
+            return path
+
+        path = call.map_reduce("write", dict, leave_file)
 
         def all_see(rows: dict[int, Row]) -> None:
             blind = [rank for rank, row in rows.items() if not row["seen"]]
@@ -128,29 +130,6 @@ class TierChain:
         finally:
             if call.is_leader:
                 backend.delete(path)
-
-    # ---- what is there
-
-    def earlier(self, n: int) -> str | None:
-        """As :meth:`Tiers.earlier`, of all."""
-        ids = [self.later.earlier(n), *([self.nearest.earlier(n)] if self.memory_uploader is not None else [])]
-        return max((id for id in ids if id is not None), default=None)
-
-    def look(self) -> list[Step]:
-        """As :meth:`Tiers.look`, of all."""
-        return self.later.look(self._in_memory)
-
-    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> list[list[Any]]:
-        """As :meth:`Tiers.copies`: those in memory come before others of the same save."""
-        return self.later.copies(step, tried, self.nearest if self.memory_uploader is not None else None)
-
-    def steps(self) -> list[Step]:
-        """As :meth:`Tiers.steps`, of all."""
-        return self.later.steps(self._in_memory)
-
-    def latest(self) -> int | None:
-        """As :meth:`Tiers.latest`, of all."""
-        return self.later.latest(self._in_memory)
 
     def sources(self) -> dict[str, int]:
         """Bytes of data files that this process has read since the last restore began, by place."""
@@ -198,19 +177,6 @@ def _check_memory(memory: object, local: object) -> None:
         raise UsageError(f"memory= takes a ckpt.Memory, not {memory!r}", hint="memory=ckpt.Memory(keep=2)")
     if memory is not None and isinstance(local, NodeLocal) and is_memory(url_text(local.directory)):
         raise UsageError("local= is in the memory of the machines, and so is memory=", hint="leave one of them out")
-
-
-def _below(root: str, prefix: str) -> Backend:
-    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)
-
-
-def _leave_file(backend: Backend) -> str:
-    """Write an empty file, of a name that `ckpt gc` knows; gives its path."""
-    path = f".prepare-{secrets.token_hex(8)}.tmp"
-    backend.prepare()
-    with backend.create(path, 0) as writer:
-        writer.commit()
-    return path
 
 
 def _shows(backend: Backend, path: str) -> bool:

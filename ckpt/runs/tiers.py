@@ -54,6 +54,8 @@ class Tiers:
         """``spread``: the local tier, if it is one of a directory on each node; ``local`` is its URL then. ``newest_only``: a round
         of publishing takes the newest of what is there, and no other."""
         self.newest_only = newest_only
+        self.nearer: Tiers | None = None
+        """Those in front of these: what is committed there goes to the local tier of these."""
         self.root, self.keep = root, keep
         self.spread = spread
         self.local, self.local_keep = local, local_keep
@@ -100,15 +102,16 @@ class Tiers:
         """The id of a save at the root that a local save of step ``n`` comes after; None if none is known. Takes a few seconds at most."""
         id = self._asked(lambda: _id_at(step_url(self.root, n)), f"whether step {n} is at {self.root}")
         self._last_seen = max((id for id in (self._last_seen, id) if id is not None), default=None)
-        return self._last_seen
+        ids = self._last_seen, self.nearer.earlier(n) if self.nearer is not None else None
+        return max((id for id in ids if id is not None), default=None)
 
-    def look(self, nearer: Tiers | None = None) -> list[Step]:
+    def look(self) -> list[Step]:
         """As :meth:`run`, for a save: with a local tier it takes a few seconds at most, and is without what the root has if that does not
         answer."""
         if self.local is None:
-            return self.run(nearer)
+            return self.run()
         far = self._asked(self._at_root, f"what is at {self.root}")
-        return with_abandoned([*(nearer.near() if nearer is not None else ()), *self.near(), *(far or ())])
+        return with_abandoned([*(self.nearer.near() if self.nearer is not None else ()), *self.near(), *(far or ())])
 
     def _asked(self, ask: Callable[[], T], what: str) -> T | None:
         """What the root answers; None if it does not. Then it is not asked again before it has answered somebody else."""
@@ -142,35 +145,31 @@ class Tiers:
                     *(s.url, s.id, s.created, other.url, other.id, other.created),
                 )
 
-    def run(self, nearer: Tiers | None = None) -> list[Step]:
-        """All that there is, with what ``nearer`` has locally, a tier before these."""
-        return with_abandoned([*(nearer._judged(nearer.near()) if nearer is not None else ()), *self.near(), *self._at_root()])
+    def run(self) -> list[Step]:
+        """All that there is, also in front of these."""
+        nearest = self.nearer._judged(self.nearer.near()) if self.nearer is not None else ()
+        return with_abandoned([*nearest, *self.near(), *self._at_root()])
 
-    def steps(self, nearer: Tiers | None = None) -> list[Step]:
+    def steps(self) -> list[Step]:
         """The committed checkpoints, the lowest step first; of each step the nearest copy of what was saved last."""
         by_number: dict[int | None, Step] = {}
-        for step in reversed(self._ordered(self.run(nearer))):
+        for step in reversed(_ordered(self.run())):
             by_number[step.number] = step
         return list(by_number.values())
 
-    def latest(self, nearer: Tiers | None = None) -> int | None:
+    def latest(self) -> int | None:
         """The highest committed step of the branch that was written last."""
-        return max((s.number for s in self.run(nearer) if s.committed and s.abandoned is None and s.number is not None), default=None)
+        return max((s.number for s in self.run() if s.committed and s.abandoned is None and s.number is not None), default=None)
 
     def near(self) -> list[Step]:
         """What the local tier has."""
         return [s for s in _list(self._known_local, self.local) if s.number is not None] if self.local is not None else []
 
-    def _ordered(self, steps: Iterable[Step]) -> list[Step]:
-        """Those that are committed in the order in which to try them."""
-        # Of steps alike the first stays first, and local ones come first.
-        return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)
-
-    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = (), nearer: Tiers | None = None) -> list[list[Any]]:
+    def copies(self, step: int | None, tried: Collection[tuple[str, str]] = ()) -> list[list[Any]]:
         """Step, URL, id, losses, and the branches of what is saved after it, of the copies of the newest step that has some beside those
         ``tried``, by URL and id, on the branch that was written last; or of ``step``, on whatever branch. What was saved last comes first,
         the nearest copy before others. All records are read: a low step may be of the last branch."""
-        places = [(tier, tier.near()) for tier in (nearer, self) if tier is not None and tier.local is not None]
+        places = [(tier, tier.near()) for tier in (self.nearer, self) if tier is not None and tier.local is not None]
         at_root = self._far(step, [s for _, steps in places for s in steps]) if places else self._at_root()
         run = with_abandoned([s for _, steps in (*places, (None, at_root or ())) for s in steps])
         owners = [tier for tier, steps in places for _ in steps]
@@ -185,7 +184,7 @@ class Tiers:
             far = [s for owner, s in level if owner is None]
             if near:
                 self._say_passed(near, far)
-            committed = self._ordered([*near, *far])
+            committed = _ordered([*near, *far])
             for s in (*near, *far):
                 if not s.committed and (s.damaged or not committed):
                     log.warning("%s is passed over: %s", s.url, s.reason)
@@ -199,8 +198,9 @@ class Tiers:
                 if step is None and places:
                     self._say_saved_later(at_root or (), copies[0])
                 return [[s.number, s.url, s.id, s.lost, branches_after(s, run, complete=at_root is not None)] for s in copies]
-        if damaged is not None and not there:
-            raise _unreadable(damaged)
+        if damaged is not None and not there:  # a run that has checkpoints does not begin anew
+            hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
+            raise CorruptError(f"no checkpoint here can be read: {damaged.reason}", where=damaged.url, hint=hint)
         if step is not None and not there:
             raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return []
@@ -249,9 +249,8 @@ class Tiers:
         try:
             return self._at_root()
         except StorageError as err:
-            mine = next(
-                (s.number for s in reversed(self._ordered(with_abandoned(near))) if s.abandoned is None and step in (None, s.number)), None
-            )
+            alive = (s.number for s in reversed(_ordered(with_abandoned(near))) if s.abandoned is None)
+            mine = next((number for number in alive if step in (None, number)), None)
             if mine is None:
                 raise
             if step is not None:
@@ -282,7 +281,7 @@ class Tiers:
         united = with_abandoned(list({**far, **{s.number: s for s in near}}.values()))
         kept = retention(self.keep, infos(united), datetime.now(timezone.utc)).kept
         mine = {s.url for s in near}
-        behind = [s for s in self._ordered(united) if s.number in kept and s.url in mine]
+        behind = [s for s in _ordered(united) if s.number in kept and s.url in mine]
         behind.sort(key=lambda s: s.abandoned is not None)  # the branch that was written last comes first
         if self.newest_only:
             behind = [s for s in behind[:1] if s.abandoned is None]
@@ -389,7 +388,7 @@ def _remove(
         log.warning("old checkpoints stay behind in %s: %s", root, err)
 
 
-def _unreadable(step: Step) -> CorruptError:
-    """A run that has checkpoints does not begin anew."""
-    hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
-    return CorruptError(f"no checkpoint here can be read: {step.reason}", where=step.url, hint=hint)
+def _ordered(steps: Iterable[Step]) -> list[Step]:
+    """Those that are committed in the order in which to try them."""
+    # Of steps alike the first stays first, and local ones come first.
+    return sorted((s for s in steps if s.committed), key=lambda s: (s.number, s.id), reverse=True)

@@ -30,8 +30,8 @@ from .optimizers import ParamNames, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import Sharded
 from .subclasses import PLAIN, is_wrapper
-from .targets import Binder, Binding, Setter, has_tensors, inline_only
-from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of
+from .targets import Binder, Binding, Setter, inline_only
+from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of, values_in
 from .zero import EngineState, partition_again, refresh
 
 # Finds under which names a checkpoint has the state of an optimizer's parameters, where these are not the state's own.
@@ -300,7 +300,8 @@ class _BindWalk(Binder):
             self.binding.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
         template, before = state_of(target, path), len(self.binding.apply)
         self.decoded(node, path, target.load_state_dict, template=template)
-        if len(self.binding.apply) > before and not _tensor_names(node) and not has_tensors(template):
+        tensors = _tensor_names(node) or any(isinstance(value, torch.Tensor) for _, value in values_in(template, ""))
+        if len(self.binding.apply) > before and not tensors:
             self.binding.objects.append(StatefulObject(path=path, target=target, take=self.binding.apply.pop(), old=template))
 
     def per_rank(self, target: PerRank, path: str) -> None:
@@ -320,18 +321,19 @@ class _BindWalk(Binder):
             return
         values: list[Any] = [None] * len(chosen.ranks)
         for i, rank in enumerate(chosen.ranks):
-            self._rebuilt(nodes[rank], path, _item_setter(values, i))
+            fresh = {name: self._own_tensor(name) for name in _tensor_names(nodes[rank])}
+            self.binding.apply.append(partial(self._rebuild, nodes[rank], fresh, _item_setter(values, i)))
         self.binding.apply.append(lambda: chosen.take(values))
+
+    @staticmethod
+    def _rebuild(node: Node, tensors: Mapping[str, torch.Tensor], put: Setter) -> None:
+        put(tree.decode(node, lambda kind, payload: tensors[payload] if kind == "$tensor" else inline_only(kind, payload)))
 
     def compound(self, target: Compound, node: Node, path: str) -> None:
         slots, before = target.slots(), len(self.binding.apply)
         self.mapping(slots, node, path, live=_has_live(slots) if path else _LIVE)
         if len(self.binding.apply) > before:
             self.binding.apply.append(lambda: target.loaded(slots))
-
-    def _rebuilt(self, node: Node, path: str, put: Setter) -> None:
-        fresh = {name: self._own_tensor(name) for name in _tensor_names(node)}
-        self.binding.apply.append(lambda: put(tree.decode(node, lambda k, p: fresh[p] if k == "$tensor" else inline_only(k, p))))
 
     def _own_tensor(self, stored: str) -> torch.Tensor:
         if stored in self._own:

@@ -55,15 +55,12 @@ class FlatState:
         elif self.now is None and entry is not None and entry.shape != part.shape and entry.numel == 1:
             number = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu" if host else self.owner.device)
         else:
-            return part.elements(self._flat_tensor(part, entry))
+            if self.filled is None:
+                dtype = None if entry is None else torch_dtype(entry.dtype)
+                self.filled = torch.zeros(part.alike, dtype=dtype, device=self.owner.device) if self.now is None else self.now
+            return part.elements(self.filled)
         self.numbers.append((state_name, number))
         return part.number(number)
-
-    def _flat_tensor(self, part: FlatPart, entry: TensorEntry | None) -> torch.Tensor:
-        if self.filled is None:
-            dtype = None if entry is None else torch_dtype(entry.dtype)
-            self.filled = torch.zeros(part.alike, dtype=dtype, device=self.owner.device) if self.now is None else self.now
-        return self.filled
 
     def apply(self) -> None:
         """Give the optimizer what was filled."""
@@ -145,7 +142,9 @@ class OptimizerBinder:
                     self.binding.apply.append(partial(optimizer.state.pop, param, None))
                     wanted.append(stored)
                     continue
-                owner = _Param(optimizer.state, param, name, stored, prefix, _on_host(group, options.get(stored)), complete, part)
+                # Where single numbers belong once the options that the checkpoint has for the parameter are set.
+                host = on_host(_options(options[stored]) if stored in options else group)
+                owner = _Param(optimizer.state, param, name, stored, prefix, host, complete, part)
                 self.param_state(owner, self.binder.nodes.child(states, stored, f"{prefix}.{stored}"))
                 if complete:
                     wanted.append(stored)
@@ -198,8 +197,9 @@ class OptimizerBinder:
             self.binding.misfits.append(f"{path}: {other}")
             return
         target = GroupOptions(group)
-        take = partial(_take_options, group, node)
-        self.binding.options.append(StatefulObject(path=path, target=target, take=take, old=target.state_dict()))
+        self.binding.options.append(
+            StatefulObject(path=path, target=target, take=lambda: set_options(group, _options(node)), old=target.state_dict())
+        )
         self.binding.apply.append(lambda: settle_numbers(optimizer, group))
 
     def param_state(self, owner: _Param, values: Node) -> None:
@@ -302,10 +302,6 @@ def _plain_group(node: Node) -> tuple[Node, list[str]]:
     return tree.mapping_node(options), [name for name in names if isinstance(name, str)]
 
 
-def _take_options(group: dict[str, Any], node: Node) -> None:
-    set_options(group, _options(node))
-
-
 def _options(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], tree.decode(node, inline_only))
 
@@ -320,11 +316,6 @@ def _other_kind(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> str | No
     if there <= here:
         return None
     return f"options of another kind of optimizer in the checkpoint: {sorted(there) or 'none'}, in the state {sorted(here) or 'none'}"
-
-
-def _on_host(group: Mapping[str, Any], loaded: Node | None) -> bool:
-    """Whether single numbers of a parameter's state belong in host memory once the options that the checkpoint has for it are set."""
-    return on_host(group if loaded is None else _options(loaded))
 
 
 def _differences(mappings: Sequence[Node]) -> str:

@@ -50,14 +50,10 @@ def mesh_of(mesh: DeviceMesh) -> Mesh:
     """The same mesh as ours. It is remembered: torch lists a mesh's ranks anew each time, and every DTensor asks."""
     known = _known.get(mesh)
     if known is None:
-        known = _known[mesh] = _mesh_of(mesh)
+        sizes = tuple(int(n) for n in mesh.shape)
+        names = tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(len(sizes))))
+        known = _known[mesh] = Mesh(names, sizes, tuple(mesh.mesh.flatten().tolist()))
     return known
-
-
-def _mesh_of(mesh: DeviceMesh) -> Mesh:
-    sizes = tuple(int(n) for n in mesh.shape)
-    names = tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(len(sizes))))
-    return Mesh(names, sizes, tuple(mesh.mesh.flatten().tolist()))
 
 
 def in_order(meshes: Iterable[DeviceMesh]) -> tuple[Mesh, ...]:
@@ -132,7 +128,9 @@ class StateSharding:
     def __init__(self, mesh: MeshLike | None, over: str | Sequence[str] | None, argument: str) -> None:
         if (mesh is None) != (over is None):
             raise UsageError(f"mesh and {argument} go together", hint=f'mesh={{"dp": 4, "tp": 2}}, {argument}="dp"; or neither of the two')
-        self.mesh = None if mesh is None else _mesh(mesh)
+        self.mesh = None
+        if mesh is not None:
+            self.mesh = mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh.mesh if isinstance(mesh, Layout) else Mesh.of(mesh)
         self.over = () if over is None else (over,) if isinstance(over, str) else tuple(over)
         if self.mesh is not None:
             for name in self.over:
@@ -145,12 +143,6 @@ class StateSharding:
             hint = "give the whole mesh, not a slice of it, with the sizes that it has in this job"
             raise LayoutError(f"the mesh {mesh} is not of the {len(ranks)} ranks that make the call", hint=hint)
         return MeshCoordinate(names=mesh.names, sizes=mesh.sizes, at=mesh.place(rank), over=over)
-
-
-def _mesh(mesh: MeshLike) -> Mesh:
-    if isinstance(mesh, DeviceMesh):
-        return mesh_of(mesh)
-    return mesh.mesh if isinstance(mesh, Layout) else Mesh.of(mesh)
 
 
 def holders(nodes: Mapping[int, Node], key: str) -> tuple[int, dict[int, int]]:

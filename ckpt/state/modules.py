@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ckpt.errors import StateError
-from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, refers, tag_of
 from ckpt.plan.values import LABEL, StatePart
 
 from .fsdp1 import FSDP1, FlatPart, flat_parts, own_tensors
 from .tensors import local_of
+from .walk import values_in
 from .zero import zero_parts
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -32,6 +32,14 @@ class ModuleTensors:
     extra: dict[str, object] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
     """Submodule of each tensor or extra state."""
+
+    def add(self, name: str, attribute: str, value: object, owner: nn.Module) -> None:
+        """What ``owner`` has in its ``state_dict`` under ``attribute``."""
+        self.owners[name] = owner
+        if isinstance(value, torch.Tensor) and attribute != "_extra_state":
+            self.tensors[name] = value
+        else:
+            self.extra[name] = value
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -67,11 +75,7 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
         prefix, _, attribute = name.rpartition(".")
         while prefix not in owners:  # a module may add names of several segments, as ``weight.absmax``
             prefix = prefix.rpartition(".")[0]
-        module_tensors.owners[name] = owners[prefix]
-        if isinstance(value, torch.Tensor) and attribute != "_extra_state":
-            module_tensors.tensors[name] = value
-        else:
-            module_tensors.extra[name] = value
+        module_tensors.add(name, attribute, value, owners[prefix])
     return module_tensors
 
 
@@ -88,12 +92,7 @@ def _of_flat(module: nn.Module, flat: Mapping[tuple[int, str], FlatPart]) -> Mod
         for key, value in own_tensors(owner):
             if key in parts:
                 continue  # FSDP shows the parameter, or what it gathered of it
-            name = clean_name(start + key)
-            module_tensors.owners[name] = owner
-            if isinstance(value, torch.Tensor) and key != "_extra_state":
-                module_tensors.tensors[name] = value
-            else:
-                module_tensors.extra[name] = value
+            module_tensors.add(clean_name(start + key), key, value, owner)
     return module_tensors
 
 
@@ -108,7 +107,14 @@ def copies_of(module: nn.Module, parts: ModuleTensors) -> list[str]:
     """Names of tensors that the module's ``state_dict`` makes anew each time, so that filling them would not change the module."""
     added = added_by(module, parts)
     again = tensors_of(module).tensors if added else {}
-    return [name for name in added if name not in again or not _same_memory(parts.tensors[name], again[name])]
+
+    def is_copy(name: str) -> bool:
+        if name not in again:
+            return True
+        a, b = local_of(parts.tensors[name]), local_of(again[name])
+        return a is not b and a.numel() > 0 and (a.device.type == "meta" or a.data_ptr() != b.data_ptr())
+
+    return list(filter(is_copy, added))
 
 
 def frozen_beside(module: nn.Module, parts: ModuleTensors) -> frozenset[str]:
@@ -123,11 +129,6 @@ def is_offloaded(module: nn.Module) -> bool:
     for each forward pass, whatever it has by then. Its own tensors are on the meta device between."""
     hooks = (hook for m in module.modules() if (hook := getattr(m, "_hf_hook", None)) is not None)
     return any(getattr(each, "offload", False) for hook in hooks for each in getattr(hook, "hooks", (hook,)))
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = local_of(a), local_of(b)
-    return a is b or a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
 
 
 # Takes a part of a state while it is collected: which tensors, and what is left of the nodes of all else.
@@ -173,7 +174,7 @@ class PartTaker:
 
     def wants_some(self, path: str, state: object) -> bool:
         """Whether the part has an object: it is selected itself, or something in its ``state_dict`` is."""
-        inside = [at for at in _paths(state, path) if self.wants(at)]  # all, since ``idle`` has to know
+        inside = [at for at, _ in values_in(state, path) if self.wants(at)]  # all, since ``idle`` has to know
         return self.wants(path) or bool(inside)
 
     def decided(self, node: Node) -> Node:
@@ -226,12 +227,3 @@ def _leaves_out(node: Node) -> bool:
         return True
     below = items_of(node)
     return any(map(_leaves_out, [child for _, child in pairs_of(node) or ()] if below is None else below))
-
-
-def _paths(value: object, path: str) -> list[str]:
-    """The paths of all that lies in containers."""
-    if isinstance(value, dict):
-        return [inside for key, child in value.items() for inside in _paths(child, join(path, key))]
-    if isinstance(value, (list, tuple)):
-        return [inside for i, child in enumerate(value) for inside in _paths(child, join(path, i))]
-    return [path]

@@ -17,7 +17,6 @@ from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
 from ckpt.plan import tree
 from ckpt.plan.match import Selection, misfit
-from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Node
 from ckpt.plan.values import CLASS, Nodes, made_of_others
 
@@ -28,7 +27,7 @@ from .shard_table import ShardTable, StateOf
 from .sharded import Sharded, is_sharded_tensor
 from .subclasses import PLAIN, TENSORS, difference, is_description, is_wrapper, rebuilt
 from .tensors import LocalShard, LocalTensor, raw_view, states_boxes, torch_dtype
-from .walk import StatefulObject, like
+from .walk import StatefulObject, like, values_in
 
 # Targets of a load that share some of their elements without being tied: what is written later overwrites what came before.
 #
@@ -84,22 +83,21 @@ def _compared(extents: Sequence[_AddressRange]) -> list[tuple[int, int]]:
         for other in earlier:
             compared += 1
             pair = min(other.number, extent.number), max(other.number, extent.number)
-            if compared <= MOST_PAIRS and other.number != extent.number and pair not in pairs and _share(other.memory, extent.memory):
+            if compared > MOST_PAIRS or other.number == extent.number or pair in pairs or other.memory.device != extent.memory.device:
+                continue
+            dense = other.memory.is_contiguous() and extent.memory.is_contiguous()
+            if dense or _share(other.memory, extent.memory, unknown=False):
                 pairs[pair] = None
         earlier.append(extent)
     return sorted(pairs)
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two views whose addresses overlap have an element in common."""
-    if one.device != other.device:
-        return False
-    if one.is_contiguous() and other.is_contiguous():
-        return True
+def _share(one: torch.Tensor, other: torch.Tensor, *, unknown: bool) -> bool:
+    """Whether two views have an element in common; ``unknown`` where that is too hard to tell."""
     try:
         return np.shares_memory(_addresses(one), _addresses(other), max_work=_MOST_WORK)  # type: ignore[arg-type]
-    except RuntimeError:  # too hard: numpy gave up
-        return False
+    except RuntimeError:  # numpy gave up
+        return unknown
 
 
 def overlaps_itself(memory: torch.Tensor) -> bool:
@@ -118,16 +116,9 @@ def overlaps_itself(memory: torch.Tensor) -> bool:
     # each lies in one of these two views.
     for dim, size in enumerate(memory.shape):
         at_start = memory[(0,) * dim]
-        if size > 1 and _may_share(at_start[:1], at_start[1:]):
+        if size > 1 and _share(at_start[:1], at_start[1:], unknown=True):
             return True
     return False
-
-
-def _may_share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    try:
-        return np.shares_memory(_addresses(one), _addresses(other), max_work=_MOST_WORK)  # type: ignore[arg-type]
-    except RuntimeError:  # too hard: numpy gave up
-        return True
 
 
 class _Interface:
@@ -221,12 +212,17 @@ class Binder:
         for first, second in shared_elements([local for local, _ in self.binding.targets.values()]):
             later.setdefault(second, []).append(self.binding.targets[names[first]][0])
         for number in sorted(later, reverse=True):  # apply begins with the last that is inserted: each is put after the earlier ones
-            self._fill_beside(names[number], later[number])
+            self._put_later(names[number], later[number])
 
-    def _fill_beside(self, name: str, earlier: Sequence[LocalTensor]) -> None:
-        local, entry = self.binding.targets[name]
+    def beside(self, name: str, local: LocalTensor, entry: TensorEntry) -> LocalTensor:
+        """Memory of its own for a target, which is filled in its place."""
         beside = LocalTensor(local.info, [LocalShard(h.box, real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
         self.binding.targets[name] = (beside, entry)
+        return beside
+
+    def _put_later(self, name: str, earlier: Sequence[LocalTensor]) -> None:
+        local, entry = self.binding.targets[name]
+        beside = self.beside(name, local, entry)
 
         def put() -> None:
             before = [(other, [part.memory.detach().clone() for part in other.parts]) for other in earlier]
@@ -332,9 +328,9 @@ class Binder:
                 return
             if entry.dtype != info.dtype:
                 self.binding.cast.append(name)
-        for _, memory in local.parts:
-            if not memory.is_contiguous():
-                _check_writable(name, memory)
+        if any(not memory.is_contiguous() and overlaps_itself(memory) for _, memory in local.parts):
+            text = "its elements share memory (it is expanded, or strided over itself), so it cannot be loaded into"
+            raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
         first, other = self._filled.setdefault(id(local), (name, entry))
         if other is entry:
             self.binding.targets[name] = (local, entry)
@@ -348,8 +344,7 @@ class Binder:
             if not same:
                 self.binding.misfits.append(f"{name}: the state ties it to {first}, the checkpoint has other values for it")
             return
-        beside = LocalTensor(local.info, [LocalShard(h.box, real_like(h.memory, h.memory.dtype)) for h in local.parts], name)
-        self.binding.targets[name] = (beside, entry)
+        beside = self.beside(name, local, entry)
 
         def check() -> None:
             if not all(torch.equal(raw_view(a.memory), raw_view(b.memory)) for a, b in zip(local.parts, beside.parts, strict=True)):
@@ -398,7 +393,7 @@ class Binder:
             self.binding.misfits.append(f"{path}: {_OF_KIND[min(foreign)]} in the checkpoint, an object with a state_dict in the state")
             return
         fresh: dict[str, torch.Tensor] = {}
-        likes = dict(_tensors_in(template, path))
+        likes = {at: value for at, value in values_in(template, path) if isinstance(value, torch.Tensor)}
         if any(made_of_others(node)):
             node = self.joined(node, path, likes, fresh, device)
         for where, leaf in tree.leaves(node):
@@ -466,12 +461,6 @@ _OWN_WALKS = frozenset(_OF_KIND)
 """Kinds of node that only the same kind of object in the state can take."""
 
 
-def _check_writable(name: str, memory: torch.Tensor) -> None:
-    if overlaps_itself(memory):
-        text = "its elements share memory (it is expanded, or strided over itself), so it cannot be loaded into"
-        raise StateError(text, where=f"tensor {name}", hint="put tensor.clone() into the state")
-
-
 def real_device(tensor: torch.Tensor) -> str | torch.device:
     """Where a tensor's memory is, or is to be if it has none yet."""
     if tensor.device.type != "meta":
@@ -483,21 +472,6 @@ def real_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Zeros where a tensor states its boxes: what lies between them is in no checkpoint, and an optimizer steps it all the same.
     make = torch.zeros_like if states_boxes(tensor) else torch.empty_like
     return make(tensor.detach(), dtype=dtype, device=real_device(tensor))
-
-
-def has_tensors(value: object) -> bool:
-    """Whether a state, as ``state_dict()`` gives it, has tensors in it."""
-    return bool(_tensors_in(value, ""))
-
-
-def _tensors_in(value: object, path: str) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        return [(path, value)]
-    if isinstance(value, dict):
-        return [x for k, v in value.items() for x in _tensors_in(v, join(path, k))]
-    if isinstance(value, (list, tuple)):
-        return [x for i, v in enumerate(value) for x in _tensors_in(v, join(path, i))]
-    return []
 
 
 def inline_only(kind: str, payload: Any) -> object:

@@ -7,7 +7,8 @@ In that look, of a container's values only those are looked at whose class may h
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +55,9 @@ def scan_state(state: object) -> StateScan:
 
 def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes: dict[int, DeviceMesh]) -> None:
     if id(value) in around:
-        raise StateError(f"{_at(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
+        raise StateError(f"{_shown(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
     if len(around) >= MAX_DEPTH:
-        raise StateError(f"{_at(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
+        raise StateError(f"{_shown(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
     values = value.values() if isinstance(value, dict) else value
     with_mesh = dtensor_types()
     telling = {kind for kind in {*map(type, values)} if issubclass(kind, (*_TELLING, *with_mesh))}
@@ -82,8 +83,17 @@ def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes
                 meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
 
 
-def _at(path: str) -> str:
+def _shown(path: str) -> str:
     return f"the value at {path[:79]!r}{'…' * (len(path) > 79)}"
+
+
+def values_in(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """What lies in dicts, lists and tuples, each with its path; or the value itself."""
+    if isinstance(value, _CONTAINERS):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from values_in(child, join(path, key))
+    else:
+        yield path, value
 
 
 # Objects with ``state_dict`` and ``load_state_dict`` in a state, and the containers around them.
@@ -171,20 +181,16 @@ def take_all(objects: Sequence[StatefulObject]) -> Refusal | None:
     """Let the objects take their stored state. If one refuses, it and those before it get back what they had."""
     taken: list[tuple[StatefulObject, Any]] = []
     for each in objects:
-        taken.append((each, _copied(each.old)))
+        old = None
+        with suppress(Exception):  # a lock, a file, what only is there before the first load: no reason not to load
+            old = copy.deepcopy(each.old)
+        taken.append((each, old))
         try:
             each.take()
         except Exception as err:  # noqa: BLE001  whatever an object of the user's raises: the caller raises it
             undone = [_given_back(before, old) for before, old in reversed(taken)]
             return Refusal(path=each.path, error=err, undone=all(undone))
     return None
-
-
-def _copied(old: Any) -> Any:
-    try:
-        return copy.deepcopy(old)
-    except Exception:  # noqa: BLE001  a lock, a file, what only is there before the first load: no reason not to load
-        return None
 
 
 def _given_back(each: StatefulObject, old: Any) -> bool:
@@ -255,6 +261,21 @@ class PerRank:
 
     def _put(self, value: object) -> None:
         self.value = restore_in_place(self.value, value)
+
+
+class ReceivedState:
+    """Takes whatever state is stored at its place, in memory of its own: ``value``."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: all that comes is new."""
+        return {}
+
+    def load_state_dict(self, value: Any) -> None:
+        """Keep it."""
+        self.value = value
 
 
 class Compound:

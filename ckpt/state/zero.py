@@ -9,8 +9,6 @@ are the masters. Source: ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``run
 from __future__ import annotations
 
 import itertools
-import logging
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,14 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
+from ckpt.needs import warn_if_untried
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Flat, Sizes, window_sizes
 from ckpt.plan.layout.tensor_layout import TensorLayout
 
 from .fsdp1 import SHARD, FlatPart
 from .walk import Compound
-
-log = logging.getLogger("ckpt")
 
 TRIED = "0.19"
 _STAGES = {"DeepSpeedZeroOptimizer": 2, "DeepSpeedZeroOptimizer_Stage3": 3, "BF16_Optimizer": 1}
@@ -46,7 +43,16 @@ class EngineState(Compound):
         self.scaler = getattr(engine.optimizer, "loss_scaler", None)
 
     def parts(self) -> dict[str, Any]:
-        return {**self._objects(), "counters": self._counters()}
+        parts: dict[str, Any] = {"module": self.engine.module}
+        optimizer = self.engine.optimizer
+        base = optimizer.optimizer if type(optimizer).__name__ in _STAGES else optimizer
+        if isinstance(base, Optimizer):
+            parts["optimizer"] = base
+        if self.engine.lr_scheduler is not None:
+            parts["lr_scheduler"] = self.engine.lr_scheduler
+        counters: dict[str, Any] = {name: getattr(self.engine, name) for name in _COUNTS}
+        counters["loss_scale"] = {name: getattr(self.scaler, name) for name in _SCALES if hasattr(self.scaler, name)}
+        return {**parts, "counters": counters}
 
     def slots(self) -> dict[str, Any]:
         return self.parts()
@@ -57,21 +63,6 @@ class EngineState(Compound):
             for name in names:
                 if name in values and hasattr(target, name):
                     setattr(target, name, values[name])
-
-    def _objects(self) -> dict[str, Any]:
-        objects: dict[str, Any] = {"module": self.engine.module}
-        optimizer = self.engine.optimizer
-        base = optimizer.optimizer if type(optimizer).__name__ in _STAGES else optimizer
-        if isinstance(base, Optimizer):
-            objects["optimizer"] = base
-        if self.engine.lr_scheduler is not None:
-            objects["lr_scheduler"] = self.engine.lr_scheduler
-        return objects
-
-    def _counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = {name: getattr(self.engine, name) for name in _COUNTS}
-        counters["loss_scale"] = {name: getattr(self.scaler, name) for name in _SCALES if hasattr(self.scaler, name)}
-        return counters
 
 
 def is_of_deepspeed(value: object, name: str) -> bool:
@@ -101,9 +92,7 @@ def module_of(engine: Any, path: str) -> nn.Module | None:
         hint = "save with engine.save_checkpoint(folder); ckpt.open, ckpt.load and ckpt convert read what it writes"
         raise StateError(f"this engine of DeepSpeed cannot be part of a state: {problem}", where=path, hint=hint)
     if name in _STAGES and module not in _optimizers:
-        version = sys.modules["deepspeed"].__version__
-        if not version.startswith(f"{TRIED}."):
-            log.warning("DeepSpeed %s: ckpt was tried with %s", version, TRIED)
+        warn_if_untried("deepspeed", TRIED)
         _optimizers[module] = optimizer
     return module  # type: ignore[no-any-return]
 

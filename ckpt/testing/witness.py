@@ -32,7 +32,7 @@ from ckpt.plan.layout.layout import Layout
 from ckpt.plan.tree import leaves, text
 from ckpt.state.collect import collect
 from ckpt.state.tensors import as_bytes, local_of
-from ckpt.state.walk import Compound, is_stateful, scan_state
+from ckpt.state.walk import Compound, is_stateful, scan_state, values_in
 from ckpt.text import parse_object
 from ckpt.training.data import ResumableLoader
 from ckpt.training.ema import Average
@@ -72,7 +72,7 @@ def observe(name: str, value: object) -> None:
 
 def attend() -> Witness | None:
     """What notes the steps of this process; None if nobody asked."""
-    folder = settings.prove()
+    folder = settings.text("CKPT_PROVE")
     return None if folder is None else _witness(folder)
 
 
@@ -138,7 +138,7 @@ class Witness:
     def _state_items(self, state: Mapping[str, Any]) -> dict[Name, Noted]:
         scan, items = scan_state(state), dict[Name, Noted]()
         collected = collect(state, rank=self._group.rank, ranks=self._group.ranks, layout=self._layout)
-        objects = dict(_objects(state, ""))
+        objects = dict(values_in(state, ""))
         kinds = {f"{path}.": "parameter" for path, _ in scan.modules} | {f"{path}.state.": "optimizer state" for path, _ in scan.optimizers}
         kinds |= {f"{path}.": "generator" for path, value in objects.items() if isinstance(value, Generators) and value._named is not None}
         ignored = tuple(f"{path}." for path, value in objects.items() if isinstance(value, Generators) and value._named is None)
@@ -192,15 +192,6 @@ def _watch_loaders(witness: Witness) -> None:
     for kind in kinds:
         if "__next__" in vars(kind):
             watch(kind)
-
-
-def _objects(value: object, path: str) -> Iterator[tuple[str, Any]]:
-    """What lies in the containers of a state, with its path."""
-    if isinstance(value, dict | list | tuple):
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _objects(child, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _left_out(objects: Iterable[object]) -> dict[str, Noted]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -202,8 +203,13 @@ class Output:
             self.line(line)
 
 
-def options(command: Command) -> Command:
-    """The options of every command: ``--json`` and ``-q``, which the command takes as ``as_json`` and ``quiet``, ``-v`` and ``--color``."""
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command: ``--json`` and ``-q``, which the command takes as ``output``, ``-v`` and ``--color``."""
+
+    @wraps(command)
+    def with_output(*args: Any, as_json: bool, quiet: bool, **given: Any) -> Any:
+        return command(*args, output=Output(json=as_json, quiet=quiet), **given)
+
     json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
     quiet = click.option("-q", "--quiet", is_flag=True, callback=_log_errors_only, help="Print bare names or nothing, and only errors.")
     verbose = click.option(
@@ -217,7 +223,7 @@ def options(command: Command) -> Command:
         callback=_choose_color,
         help="Use colors: auto, always or never. [default: auto]",
     )
-    return json_option(quiet(verbose(color(command))))
+    return json_option(quiet(verbose(color(with_output))))
 
 
 class _LogLines(logging.Handler):

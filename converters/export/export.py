@@ -7,14 +7,14 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt import settings, units
 from ckpt.converters.mapping.translation import changed
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor
-from ckpt.converters.targets.hf import INDEX, TARGET, Configuration, ModelConfig, read_configuration
+from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
 from ckpt.engine.save.background import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
@@ -31,14 +31,14 @@ from ckpt.plan.match import several
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
-from ckpt.state.collect import Collected, collect
+from ckpt.state.collect import collect
 from ckpt.state.modules import tensors_of
 from ckpt.state.subclasses import dequantized, is_wrapper
 from ckpt.text import parse_json, url_text
 
 from .delivery import Delivery
 from .delta import DeltaRecorder, begin_delta, check_follows, delta_paths, manifest_of
-from .plan import ExportJob, ExportOptions, ExportReport, StateCatalog, Way, WritePlan, WritePlanner
+from .plan import ExportOptions, ExportReport, StateCatalog, Way, WritePlanner
 from .transaction import Destination, ExportTransaction, RankFiles
 
 if TYPE_CHECKING:
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-# An export, from top to bottom: begin, write. Each phase takes the frozen value that the one before it gave.
+# An export, from top to bottom:
 #
-#     every rank   collect    names, shapes and values of the state; the leader gets a digest of each                      → ExportShare
+#     every rank   Export     names, shapes and values of the state; the leader gets a digest of each
 #                    │
 #     leader       begin      do they make one model? lays out the files as ``ckpt convert --to hf`` would, begins them
 #                    │
-#     every rank   lay_out    the same files, from the same tables                                                         → ExportLayout
+#     every rank   lay_out    the same files, from the same tables                                                         → BegunExport
 #                    │
-#                  write      every rank puts its blocks at their final place                                              → WrittenExport
+#                  write      every rank puts its blocks at their final place
 #                    │
-#     leader       publish    was every byte written once? the files exist
+#     leader       commit     was every byte written once? the files exist
 #
 # Invariants: no rank holds more of other ranks' tensors than windows of bounded size. Nothing shows before every byte is durable. What an
 # error takes back is noted when it is made, and taken back in the reverse order.
@@ -66,61 +66,157 @@ SHARES = 3
 """Of the memory, what one round may keep and send: as much again is room for what comes, or was put together the round before."""
 
 
-def export_state(job: ExportJob, state: Module | Mapping[str, Any], layout: Layout | None) -> ExportReport:
-    """Write the files of an export. Collective over the call's ranks."""
-    call = job.call
-    with ExitStack() as undo:
-        with call.phase("begin"):
-            begun = begin(job, collect_share(job, state, layout), undo)
-        with call.phase("write"):
-            written = write(begun, undo)
-            totals = publish(written)
-        undo.pop_all()
-    written.files.close()
-    if call.is_leader:
-        call.linger()
-    return _report(written, totals)
-
-
-# ---- collect: what this rank has
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ExportShare:
-    """What this rank has of the model, and where it goes."""
+class BegunExport:
+    """The catalog of all ranks' tensors, what is taken of it, and the files; the same on every rank. The ``transaction`` and the ``small``
+    files beside are the leader's, which makes all of them exist."""
 
-    destination: Destination
-    collected: Collected
+    agreed: Row
+    """What the leader says, for the others to lay out the same files."""
+    catalog: StateCatalog
+    chosen: OutputSet
+    planned: OutputPlan
+    tensors: Mapping[str, OutputTensor]
+    base: Base | None
+    """The export that this one follows; None if it is a full one."""
+    transaction: ExportTransaction | None = None
+    small: Mapping[str, bytes] = field(default_factory=dict)
 
-    def row(self, job: ExportJob) -> Row:
+
+class Export:
+    """One rank's side of an export. To make it is to look at this rank's state, which talks to no other rank."""
+
+    def __init__(self, call: Call, options: ExportOptions, state: Module | Mapping[str, Any], layout: Layout | None) -> None:
+        options.check()
+        if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
+            raise UsageError(f"an export takes a module, or a state that contains it, not {type(state).__name__}", where=call.url)
+        if layout is not None:
+            layout.check_ranks(call.group.ranks)
+        scheme_of(call.url)
+        root, name = parent_and_name(call.url) if TARGET.one_file(call.url) else (call.url, None)
+        named = state if isinstance(state, dict) else {"model": state}
+        _refuse_adapters(named.values(), call.url)
+        if options.dequantize:
+            named = {key: _dequantized(value, key) for key, value in named.items()}
+        self.call = call
+        self.options = options
+        self.destination = Destination(url=call.url, backend=open_backend(root), name=name, replace=options.overwrite)
+        self.collected = collect(named, rank=call.group.rank, ranks=call.group.ranks, layout=layout)
+
+    def row(self) -> Row:
         """For the leader, which asks for what it does not know yet."""
         shard_table = self.collected.shard_table
         table, _ = split_tables((t.info for t in shard_table.tensors.values()), shard_table.aliases, shard_table.own)
         return {
-            "table": job.call.share(table.to_bytes()),
-            "state": job.call.share(tree.text(self.collected.state).encode()),
-            "options": json.dumps(asdict(job.options), sort_keys=True),
+            "table": self.call.share(table.to_bytes()),
+            "state": self.call.share(tree.text(self.collected.state).encode()),
+            "options": json.dumps(asdict(self.options), sort_keys=True),
         }
 
+    def begin(self, rows: Mapping[int, Row], config: ConfigSource, undo: ExitStack) -> BegunExport:
+        """Leader: check that it makes one model, lay out the files and begin them."""
+        call, options, destination = self.call, self.options, self.destination
+        if len({row["options"] for row in rows.values()}) > 1:
+            raise ConsistencyError("the ranks export with different options", where=call.url, hint="give the same ones on every rank")
+        configuration = read_configuration(config)
+        call.fetch_all(row[key] for row in rows.values() for key in ("table", "state"))
+        state = join_values([(ranks, parse_json(call.fetch(d))) for d, ranks in grouped(rows, "state")])
+        base = None if options.since is None else open_base(options.since)
+        if base is not None and base.number + 1 >= options.anchor_every:
+            base = None
+        agreed: Row = {
+            "tables": [[call.leave(call.fetch(digest)), ranks] for digest, ranks in grouped(rows, "table")],
+            "state": call.leave(json.dumps(state).encode()),
+            "numbers": changed(configuration.numbers, options.numbers),
+            "base": None if base is None else base.this.id,
+            "tokens": None,
+            "parts": None,
+        }
+        begun = self.lay_out(agreed, base)
+        destination.backend.prepare()
+        destination.clear()
+        small: Mapping[str, bytes] = {}
+        if base is not None:
+            transaction = begin_delta(destination, call.group.size)  # small files are the anchor's
+        else:
+            files = begun.planned.files
+            small = {} if destination.name is not None else configuration.files
+            index = [INDEX] if destination.name is None and len(files) > 1 else []
+            transaction = ExportTransaction.begin(destination, files, [*small, *index])
+            agreed |= {"tokens": transaction.tokens, "parts": transaction.parts}
+        undo.callback(transaction.discard)
+        return replace(begun, transaction=transaction, small=small)
 
-def collect_share(job: ExportJob, state: Module | Mapping[str, Any], layout: Layout | None) -> ExportShare:
-    """Look at this rank's state. Talks to no other rank."""
-    group, url = job.call.group, job.call.url
-    job.options.check()
-    if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
-        raise UsageError(f"an export takes a module, or a state that contains it, not {type(state).__name__}", where=url)
-    if layout is not None:
-        layout.check_ranks(group.ranks)
-    scheme_of(url)
-    root, name = parent_and_name(url) if TARGET.one_file(url) else (url, None)
-    named = state if isinstance(state, dict) else {"model": state}
-    _refuse_adapters(named.values(), url)
-    if job.options.dequantize:
-        named = {key: _dequantized(value, key) for key, value in named.items()}
-    return ExportShare(
-        destination=Destination(url=url, backend=open_backend(root), name=name, replace=job.options.overwrite),
-        collected=collect(named, rank=group.rank, ranks=group.ranks, layout=layout),
-    )
+    def lay_out(self, agreed: Row, base: Base | None = None) -> BegunExport:
+        """What every rank computes alike from what was agreed. ``base``: on the leader, which has opened it."""
+        call, options, destination = self.call, self.options, self.destination
+        catalog = StateCatalog.of(
+            join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]),
+            parse_json(call.fetch(agreed["state"])),
+            url=call.url,
+            backend=destination.backend,
+            world_size=call.group.size,
+        )
+        chosen = TARGET.choose(catalog, options.selection(agreed["numbers"]))
+        size = units.parse_size(options.shard_size) if isinstance(options.shard_size, str) else options.shard_size
+        planned = TARGET.plan(chosen, OutputOptions(id="", url=call.url, shard_size=size, name=destination.name, previous=None))
+        tensors = {name: wanted.without_padding() for name, wanted in chosen.tensors.items()}
+        if agreed["base"] is not None:
+            base = base or open_base(options.since or "")
+            if base.this.id != agreed["base"]:
+                message = f"the ranks see different exports at {options.since}"
+                raise ConsistencyError(message, where=call.url, hint="since= must be on storage that all ranks share")
+            check_follows(base, tensors, call.url)
+        return BegunExport(agreed=agreed, catalog=catalog, chosen=chosen, planned=planned, tensors=tensors, base=base)
+
+    def write(self, begun: BegunExport, threads: int, undo: ExitStack) -> tuple[Delivery, RankFiles | DeltaRecorder]:
+        """Bring this rank's blocks to their places."""
+        call, group, planned, parts = self.call, self.call.group, begun.planned, begun.agreed["parts"]
+        planner = WritePlanner(begun.catalog, begun.tensors, planned.files, group.ranks)
+        # A delta goes through windows: their ranges are its sections.
+        way: Way = "parts" if begun.base is not None else "files" if parts is None else "parts" if any(parts) else "ranges"
+        gathering = planner.plan(way, parts or [0] * len(planned.files), self.options.memory // SHARES)
+        files: RankFiles | DeltaRecorder
+        if begun.base is not None:
+            path = delta_paths(group.size)[group.ranks.index(group.rank)]
+            files = DeltaRecorder(self.destination, begun.base, planned.files, path)
+        else:
+            mine = begun.transaction.shared if begun.transaction is not None else None
+            files = RankFiles(self.destination, planned.files, begun.agreed["tokens"], mine)
+        undo.callback(_discard, files, call)
+        shard_table = self.collected.shard_table
+        local = {**shard_table.tensors, **{name: shard_table.tensors[to] for name, to in shard_table.aliases.items()}}
+        delivery = Delivery(planner, gathering, local, group.rank, files.write)
+        opened = {w.file for w in gathering.windows if w.aggregator == group.rank}
+        opened |= {f for f, head in enumerate(gathering.heads) if head == group.rank}
+        opened |= {f for f, _, _ in planner.direct_pieces(gathering, group.rank)}
+        for number in sorted(opened):
+            files.open(number)
+        peers = peers_of(group, timeout=call.timeout) if group.size > 1 and gathering.rounds else None
+        delivery.run(peers, max(threads, self.destination.backend.io_hints.concurrency), call.check_failures)
+        return delivery, files
+
+    def commit(self, begun: BegunExport, transaction: ExportTransaction, rows: Mapping[int, Row]) -> Row:
+        """Leader: make the files exist if every byte of every tensor was written once. What it says of the whole."""
+        for f, file in enumerate(begun.planned.files):
+            for i, item in enumerate(file.items):
+                count = sum(row["counted"].get(str(f), {}).get(str(i), 0) for row in rows.values())
+                planned = filled(begun.tensors[item.name].view) * item.itemsize
+                if count != planned:
+                    message = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {count}"
+                    raise StorageError(message, where=self.call.url, hint="please report this")
+        receipts: dict[int, list[Any]] = {}
+        for row in rows.values():
+            for f, receipt in row["receipts"].items():
+                receipts.setdefault(int(f), []).append(receipt)
+        destination, base = self.destination, begun.base
+        if base is None:
+            transaction.commit(receipts, begun.small, begun.planned.finish)
+            return {"file_bytes": sum(f.size for f in begun.planned.files), "changed": 0}
+        written = receipts[0]
+        transaction.sizes = {r["path"]: r["size"] for r in written}
+        transaction.commit({}, {}, lambda backend: destination.put(MANIFEST, manifest_of(destination, base, written)))
+        return {"file_bytes": sum(r["size"] for r in written), "changed": sum(r["changed"] for r in written)}
 
 
 def _dequantized(value: Any, path: str) -> Any:
@@ -150,231 +246,10 @@ def _refuse_adapters(parts: Iterable[object], url: str) -> None:
         )
 
 
-# ---- begin: one model, and its files
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ExportLayout:
-    """The catalog of all ranks' tensors, what is taken of it, and the files; the same on every rank."""
-
-    catalog: StateCatalog
-    chosen: OutputSet
-    planned: OutputPlan
-    tensors: Mapping[str, OutputTensor]
-    base: Base | None
-    """The export that this one follows; None if it is a full one."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LeaderExport:
-    """What only the leader has: it makes the files exist."""
-
-    transaction: ExportTransaction
-    layout: ExportLayout
-    configuration: Configuration
-    agreed: Row
-    """What the others need to lay out the same files."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BegunExport:
-    """All ranks have one model, and its files are begun. ``agreed`` is what the leader says of them; ``leader``: on the leader."""
-
-    job: ExportJob
-    share: ExportShare
-    layout: ExportLayout
-    agreed: Row
-    leader: LeaderExport | None
-
-
-def begin(job: ExportJob, share: ExportShare, undo: ExitStack) -> BegunExport:
-    """Agree on the model and the files."""
-    if job.call.is_leader:
-        leader = job.call.lead(share.row(job), lambda rows: _begin_files(job, share, rows, undo), lambda begun: begun.agreed)
-        return BegunExport(job=job, share=share, layout=leader.layout, agreed=leader.agreed, leader=leader)
-    agreed: Row = job.call.follow(share.row(job))
-    return BegunExport(job=job, share=share, layout=lay_out(job, share, agreed, None), agreed=agreed, leader=None)
-
-
-def _begin_files(job: ExportJob, share: ExportShare, rows: Mapping[int, Row], undo: ExitStack) -> LeaderExport:
-    """Leader: check that it makes one model, lay out the files and begin them."""
-    call, options, destination = job.call, job.options, share.destination
-    if len({row["options"] for row in rows.values()}) > 1:
-        raise ConsistencyError("the ranks export with different options", where=call.url, hint="give the same ones on every rank")
-    configuration = read_configuration(job.config)
-    call.fetch_all(row[key] for row in rows.values() for key in ("table", "state"))
-    state = join_values([(ranks, parse_json(call.fetch(d))) for d, ranks in grouped(rows, "state")])
-    base = None if options.since is None else open_base(options.since)
-    if base is not None and base.number + 1 >= options.anchor_every:
-        base = None
-    agreed: Row = {
-        "tables": [[call.leave(call.fetch(digest)), ranks] for digest, ranks in grouped(rows, "table")],
-        "state": call.leave(json.dumps(state).encode()),
-        "numbers": changed(configuration.numbers, options.numbers),
-        "base": None if base is None else base.this.id,
-        "tokens": None,
-        "parts": None,
-    }
-    layout = lay_out(job, share, agreed, base)
-    destination.backend.prepare()
-    destination.clear()
-    if base is not None:
-        delta = begin_delta(destination, call.group.size)
-        undo.callback(delta.discard)
-        return LeaderExport(transaction=delta, layout=layout, configuration=configuration, agreed=agreed)
-    files = layout.planned.files
-    beside = [] if destination.name is not None else [*configuration.files, *([INDEX] if len(files) > 1 else [])]
-    full = ExportTransaction.begin(destination, files, beside)
-    undo.callback(full.discard)
-    agreed |= {"tokens": full.tokens, "parts": full.parts}
-    return LeaderExport(transaction=full, layout=layout, configuration=configuration, agreed=agreed)
-
-
-def lay_out(job: ExportJob, share: ExportShare, agreed: Row, base: Base | None) -> ExportLayout:
-    """What every rank computes alike from what was agreed. ``base``: on the leader, which has opened it."""
-    call, options, destination = job.call, job.options, share.destination
-    catalog = StateCatalog.of(
-        join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]),
-        parse_json(call.fetch(agreed["state"])),
-        url=call.url,
-        backend=destination.backend,
-        world_size=call.group.size,
-    )
-    chosen = TARGET.choose(catalog, options.selection(agreed["numbers"]))
-    size = units.parse_size(options.shard_size) if isinstance(options.shard_size, str) else options.shard_size
-    planned = TARGET.plan(chosen, OutputOptions(id="", url=call.url, shard_size=size, name=destination.name, previous=None))
-    tensors = {name: wanted.without_padding() for name, wanted in chosen.tensors.items()}
-    if agreed["base"] is not None:
-        base = base or open_base(options.since or "")
-        if base.this.id != agreed["base"]:
-            message = f"the ranks see different exports at {options.since}"
-            raise ConsistencyError(message, where=call.url, hint="since= must be on storage that all ranks share")
-        check_follows(base, tensors, call.url)
-    return ExportLayout(catalog=catalog, chosen=chosen, planned=planned, tensors=tensors, base=base)
-
-
-# ---- write: every rank's blocks
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WrittenExport:
-    """This rank's blocks are durable. ``receipts``: what the leader needs to publish them, by file."""
-
-    begun: BegunExport
-    files: RankFiles | DeltaRecorder
-    delivery: Delivery
-    receipts: Mapping[int, Any]
-
-
-def write(begun: BegunExport, undo: ExitStack) -> WrittenExport:
-    """Bring this rank's blocks to their places."""
-    job, share, layout, agreed = begun.job, begun.share, begun.layout, begun.agreed
-    call, group, planned = job.call, job.call.group, begun.layout.planned
-    planner = WritePlanner(layout.catalog, layout.tensors, planned.files, group.ranks)
-    way = _way(agreed["parts"]) if layout.base is None else "parts"  # a delta goes through windows: their ranges are its sections
-    gathering = planner.plan(way, agreed["parts"] or [0] * len(planned.files), job.options.memory // SHARES)
-    files = _rank_files(begun)
-    undo.callback(_discard, files, call)
-    shard_table = share.collected.shard_table
-    local = {**shard_table.tensors, **{name: shard_table.tensors[to] for name, to in shard_table.aliases.items()}}
-    delivery = Delivery(planner, gathering, local, group.rank, files.write)
-    for number in _opened(planner, gathering, group.rank):
-        files.open(number)
-    peers = peers_of(group, timeout=call.timeout) if group.size > 1 and gathering.rounds else None
-    delivery.run(peers, max(job.threads, share.destination.backend.io_hints.concurrency), call.check_failures)
-    return WrittenExport(begun=begun, files=files, delivery=delivery, receipts=call.alive_while(files.flush, call.timeout))
-
-
-def _rank_files(begun: BegunExport) -> RankFiles | DeltaRecorder:
-    group, layout, destination = begun.job.call.group, begun.layout, begun.share.destination
-    if layout.base is not None:
-        return DeltaRecorder(destination, layout.base, layout.planned.files, delta_paths(group.size)[group.ranks.index(group.rank)])
-    mine = begun.leader.transaction.shared if begun.leader is not None else None
-    return RankFiles(destination, layout.planned.files, begun.agreed["tokens"], mine)
-
-
 def _discard(files: RankFiles | DeltaRecorder, call: Call) -> None:
     files.close()
     if not call.undecided:  # a leader that is slow, not dead, may publish later
         files.discard()
-
-
-def _way(parts: Sequence[int] | None) -> Way:
-    if parts is None:
-        return "files"
-    return "parts" if any(parts) else "ranges"
-
-
-def _opened(planner: WritePlanner, gathering: WritePlan, rank: int) -> list[int]:
-    """The files that a rank writes to."""
-    numbers = {w.file for w in gathering.windows if w.aggregator == rank}
-    numbers |= {f for f, head in enumerate(gathering.heads) if head == rank}
-    numbers |= {f for f, _, _ in planner.direct_pieces(gathering, rank)}
-    return sorted(numbers)
-
-
-# ---- publish: the leader makes the files exist
-
-
-def publish(written: WrittenExport) -> Row:
-    """Agree that every byte of every tensor was written once; the leader publishes. What it says of the whole."""
-    call, leader = written.begun.job.call, written.begun.leader
-    row: Row = {
-        "receipts": {str(f): receipt for f, receipt in written.receipts.items()},
-        "counted": {str(f): {str(i): n for i, n in of.items()} for f, of in written.delivery.counted.items()},
-    }
-    if leader is None:
-        totals: Row = call.follow(row)
-        return totals
-    return call.lead(row, lambda rows: _commit(written, leader, rows))
-
-
-def _commit(export: WrittenExport, leader: LeaderExport, rows: Mapping[int, Row]) -> Row:
-    begun, layout = export.begun, leader.layout
-    _check_counts(layout, [row["counted"] for row in rows.values()], begun.job.call.url)
-    receipts: dict[int, list[Any]] = {}
-    for row in rows.values():
-        for f, receipt in row["receipts"].items():
-            receipts.setdefault(int(f), []).append(receipt)
-    destination, base = begun.share.destination, layout.base
-    if base is None:
-        leader.transaction.commit(receipts, {} if destination.name is not None else leader.configuration.files, layout.planned.finish)
-        return {"file_bytes": sum(f.size for f in layout.planned.files), "changed": 0}
-    written = receipts[0]
-    leader.transaction.sizes = {r["path"]: r["size"] for r in written}
-    # Small files are the anchor's
-    leader.transaction.commit({}, {}, lambda backend: destination.put(MANIFEST, manifest_of(destination, base, written)))
-    return {"file_bytes": sum(r["size"] for r in written), "changed": sum(r["changed"] for r in written)}
-
-
-def _check_counts(layout: ExportLayout, counted: Sequence[Mapping[str, Mapping[str, int]]], url: str) -> None:
-    """Raise StorageError unless the ranks have written each tensor's bytes, no more and no fewer."""
-    for f, file in enumerate(layout.planned.files):
-        for i, item in enumerate(file.items):
-            written = sum(of.get(str(f), {}).get(str(i), 0) for of in counted)
-            planned = filled(layout.tensors[item.name].view) * item.itemsize
-            if written != planned:
-                message = f"tensor {item.name}: {planned} bytes were planned, but all ranks together wrote {written}"
-                raise StorageError(message, where=url, hint="please report this")
-
-
-def _report(written: WrittenExport, totals: Row) -> ExportReport:
-    job, layout, delivery = written.begun.job, written.begun.layout, written.delivery
-    files, base, taken = layout.planned.files, layout.base, layout.chosen.taken()
-    return ExportReport(
-        url=job.call.url,
-        files=tuple(f.path for f in files) if base is None else delta_paths(job.call.group.size),
-        tensors=len(layout.tensors),
-        tensor_bytes=sum(i.length for f in files for i in f.items),
-        file_bytes=totals["file_bytes"],
-        rank_bytes=sum(n for of in delivery.counted.values() for n in of.values()),
-        sent_bytes=delivery.sent,
-        writes=delivery.writes,
-        left_out=tuple(sorted(n for n in layout.catalog.tensors if n not in taken)),
-        seconds=time.perf_counter() - job.began,
-        since=None if base is None else base.this.url,
-        changed=totals["changed"],
-    )
 
 
 ANCHOR_EVERY = 16
@@ -459,11 +334,45 @@ def export(
     )
     group = current_group(process_group)
     wait_for_pending_save(group)
-    job = ExportJob(
-        call=group.call("export", url, settings.timeout(timeout)),
-        options=options,
-        config=config,
-        threads=settings.threads(threads),
-        began=time.perf_counter(),
+    call = group.call("export", url, settings.timeout(timeout))
+    return _run(call, options, config, state, layout, settings.threads(threads))
+
+
+def _run(
+    call: Call, options: ExportOptions, config: ConfigSource, state: Module | Mapping[str, Any], layout: Layout | None, threads: int
+) -> ExportReport:
+    began = time.perf_counter()
+    with ExitStack() as undo:
+        with call.phase("begin"):
+            job = Export(call, options, state, layout)
+            if call.is_leader:
+                begun = call.lead(job.row(), lambda rows: job.begin(rows, config, undo), lambda begun: begun.agreed)
+            else:
+                begun = job.lay_out(call.follow(job.row()))
+        with call.phase("write"):
+            delivery, written = job.write(begun, threads, undo)
+            row: Row = {
+                "receipts": {str(f): receipt for f, receipt in call.alive_while(written.flush, call.timeout).items()},
+                "counted": {str(f): {str(i): n for i, n in of.items()} for f, of in delivery.counted.items()},
+            }
+            transaction = begun.transaction
+            totals: Row = call.follow(row) if transaction is None else call.lead(row, lambda rows: job.commit(begun, transaction, rows))
+        undo.pop_all()
+    written.close()
+    if call.is_leader:
+        call.linger()
+    files, base, taken = begun.planned.files, begun.base, begun.chosen.taken()
+    return ExportReport(
+        url=call.url,
+        files=tuple(f.path for f in files) if base is None else delta_paths(call.group.size),
+        tensors=len(begun.tensors),
+        tensor_bytes=sum(i.length for f in files for i in f.items),
+        file_bytes=totals["file_bytes"],
+        rank_bytes=sum(n for of in delivery.counted.values() for n in of.values()),
+        sent_bytes=delivery.sent,
+        writes=delivery.writes,
+        left_out=tuple(sorted(n for n in begun.catalog.tensors if n not in taken)),
+        seconds=time.perf_counter() - began,
+        since=None if base is None else base.this.url,
+        changed=totals["changed"],
     )
-    return export_state(job, state, layout)

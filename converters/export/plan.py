@@ -13,11 +13,10 @@ unless one window alone is more.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -26,10 +25,8 @@ from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.pipeline.target import FileSegment, OutputFile
 from ckpt.converters.selection import OutputTensor, SelectOptions
-from ckpt.converters.targets.hf import ModelConfig
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend
-from ckpt.net.call import Call
 from ckpt.plan.layout.geometry import Box, IntArray, flat_to_boxes, row_major_strides, strided_blocks
 from ckpt.plan.reads import overlapping_chunks
 from ckpt.plan.tables import Joined
@@ -67,13 +64,10 @@ class StateCatalog(CatalogDefaults):
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         """Refused."""
-        self._refuse()
+        return self.extents_of([])
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
         """Refused."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise UsageError("the tensors of a running job are in no file", where=self.url)
 
 
@@ -263,7 +257,7 @@ class _Pacer:
         return aggregator, round
 
 
-# What an export is given, what it reports, and what all of its phases on one rank have in common.
+# What an export is given, and what it reports.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,14 +323,3 @@ class ExportOptions:
             raise UsageError(
                 f"anchor_every is a whole number of at least 1, not {self.anchor_every!r}", hint="16; 1 writes full exports only"
             )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ExportJob:
-    """What all phases of one export on one rank have in common. ``began``: by ``time.perf_counter``."""
-
-    call: Call
-    options: ExportOptions
-    config: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None
-    threads: int
-    began: float

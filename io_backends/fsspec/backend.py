@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,9 +21,19 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckpt.concurrency import map_tasks
-from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
+from ckpt.concurrency import ProcessLock, map_tasks
+from ckpt.errors import CkptError, NotFoundError, StorageError
+from ckpt.io_backends.checks import (
+    byte_view,
+    check_path,
+    check_prefix,
+    check_read,
+    check_size,
+    name_taken,
+    past_end,
+    put_conflict,
+    too_large,
+)
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 
 from .errors import mapped, only_if_absent
@@ -44,7 +53,7 @@ class FsspecBackend(Backend):
     Options win over fsspec's own configuration, and that over what the file system finds in the environment.
     """
 
-    _publishing: ClassVar[threading.Lock] = threading.Lock()
+    _publishing: ClassVar[ProcessLock] = ProcessLock()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
         self._place = FsspecPlace(url, storage_options or {}, filesystem)
@@ -208,7 +217,7 @@ class FsspecBackend(Backend):
         key, where = self._place.key(path), self._place.where(path)
         check_size(size, where)
         if self._exists(path):
-            raise ConflictError("cannot create: the name is taken", where=where, hint="use a fresh name, or delete the object")
+            raise name_taken(where)
 
         def send(content: bytes | Path) -> None:
             with self._place.errors(where, "write the object"):
@@ -242,7 +251,7 @@ class FsspecBackend(Backend):
             except CkptError as err:
                 self._judge(path, data, expected, err)
             if not conditional and self._content(path) != data:
-                raise _conflict(where, self._content(path))
+                raise _conflict(where, data, self._content(path))
 
     def _judge(self, path: str, data: bytes, expected: bytes | None, err: CkptError) -> None:
         """After an error: a lost answer is a success, and somebody else's content a conflict."""
@@ -252,7 +261,7 @@ class FsspecBackend(Backend):
         if content == data:
             return
         if content != expected:
-            raise _conflict(self._place.where(path), content) from err
+            raise _conflict(self._place.where(path), data, content) from err
         raise err
 
     def _publish(self, path: str, data: bytes, condition: dict[str, Any]) -> None:
@@ -275,7 +284,7 @@ class FsspecBackend(Backend):
     def _check_holds(self, path: str, expected: bytes | None) -> None:
         content = self._content(path)
         if content != expected:
-            raise _conflict(self._place.where(path), content, new=expected is None)
+            raise _conflict(self._place.where(path), expected, content)
 
     def _content(self, path: str) -> bytes | None:
         try:
@@ -340,17 +349,5 @@ def _version(info: dict[str, Any]) -> str | None:
     return None if token is None else f"{token} {info.get('size')}"
 
 
-def _conflict(where: str, content: bytes | None, *, new: bool = False) -> ConflictError:
-    if new:
-        return ConflictError(
-            "cannot publish: the name is taken", where=where, hint="another save was first; use another name, or replace it"
-        )
-    state = "it is absent now" if content is None else "it holds something else now"
-    return ConflictError(f"cannot replace: {state}", where=where, hint="another save was first; read it again and decide anew")
-
-
-def _begin_anew() -> None:
-    FsspecBackend._publishing = threading.Lock()  # a thread that held it is not in the child
-
-
-os.register_at_fork(after_in_child=_begin_anew)
+def _conflict(where: str, expected: bytes | None, content: bytes | None) -> CkptError:
+    return put_conflict(where, expected, "it is absent now" if content is None else "it holds something else now")

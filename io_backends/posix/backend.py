@@ -17,8 +17,8 @@ from typing import TypeVar
 from urllib.parse import unquote
 
 from ckpt.concurrency import map_tasks
-from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, past_end, too_large
+from ckpt.errors import CkptError, NotFoundError, UsageError
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, too_large
 from ckpt.io_backends.protocol import Backend, CopySource, ObjectMeta, Writer
 from ckpt.settings import direct
 
@@ -201,7 +201,7 @@ class PosixBackend(Backend):
             try:
                 fd, made = create_file(file)
             except FileExistsError:
-                raise ConflictError("cannot create: the name is taken", where=file, hint="use a fresh name, or delete the object") from None
+                raise name_taken(file) from None
             except OSError:
                 prune_empty(os.path.dirname(file), self._root)
                 raise

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TypeVar
 
-from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError, UsageError
+from ckpt.errors import AccessError, CkptError, CorruptError, NoSpaceError, NotFoundError, StorageError, UsageError
+from ckpt.io_backends.checks import put_conflict
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -352,13 +353,13 @@ def give_name(aside: str, file: str) -> None:
         os.link(aside, file)
     except FileExistsError:
         if os.stat(aside).st_nlink != 2:  # 2: our link was made, but the answer of the file server got lost
-            raise _taken(file) from None
+            raise put_conflict(file, None) from None
     except OSError as err:
         if err.errno not in _NO_LINK:
             raise
         with _locked(os.path.dirname(file)):
             if os.path.lexists(file):
-                raise _taken(file) from None
+                raise put_conflict(file, None) from None
             rename(aside, file)
 
 
@@ -379,10 +380,6 @@ def rename(aside: str, file: str) -> None:
         raise err
 
 
-def _taken(file: str) -> ConflictError:
-    return ConflictError("cannot publish: the name is taken", where=file, hint="another save was first; use another name, or replace it")
-
-
 def _check_holds(file: str, expected: bytes) -> None:
     try:
         for _ in range(2):  # what differs is read again past the page cache: the bytes may have been damaged on their way
@@ -394,7 +391,7 @@ def _check_holds(file: str, expected: bytes) -> None:
         state = "it holds something else now"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         state = "it is absent now"
-    raise ConflictError(f"cannot replace: {state}", where=file, hint="another save was first; read it again and decide anew")
+    raise put_conflict(file, expected, state)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from typing import Any
 
 from ckpt import settings
 from ckpt.concurrency import run_tasks
-from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
+from ckpt.errors import CkptError, ConflictError, StorageError, UsageError
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, put_conflict
 from ckpt.io_backends.protocol import DELETES, Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
 from ckpt.io_backends.writer_base import check_total
 
@@ -26,7 +26,6 @@ from .reading import (
     Key,
     abort_upload,
     check_free,
-    conflict,
     delete,
     delete_together,
     described,
@@ -35,6 +34,7 @@ from .reading import (
     read_into,
     read_start,
     read_tagged,
+    stored,
 )
 from .tries import DEFAULT, S3Options
 from .writer import PART, SINGLE, S3CopySource, S3Writer, part_size
@@ -113,7 +113,10 @@ def put_if(key: Key, data: bytes, expected: bytes | None) -> None:
     elif expected is None:
         put(key, data, {"IfNoneMatch": "*"}, checks_of(key))
     else:
-        _replace(key, data, _tag_of(key, expected))
+        content, etag = stored(key)
+        if content != expected:
+            raise put_conflict(key.where, expected, "it is absent now" if content is None else "it holds something else now")
+        _replace(key, data, etag)
 
 
 def _replace(key: Key, data: bytes, etag: str) -> None:
@@ -127,45 +130,19 @@ def _replace(key: Key, data: bytes, etag: str) -> None:
         put(key, data, {"IfMatch": etag}, checks_of(key))
     except ConflictError:
         # Some versions of Ceph compare with the quotes that belong to an ETag, some without.
-        if bare == etag or _etag(key) != etag:
+        if bare == etag or stored(key)[1] != etag:
             raise
         put(key, data, {"IfMatch": bare}, checks_of(key))
         key.client.bare_tags.add(key.bucket)
 
 
-def _tag_of(key: Key, content: bytes) -> str:
-    """The ETag of the object, which holds exactly ``content``."""
-    try:
-        stored, etag = read_tagged(key)
-    except NotFoundError as err:
-        raise conflict(key, "it is absent now") from err
-    if stored != content:
-        raise conflict(key, "it holds something else now")
-    return etag
-
-
-def _etag(key: Key) -> str:
-    try:
-        return read_tagged(key)[1]
-    except NotFoundError:
-        return ""
-
-
 def _put_after_comparing(key: Key, data: bytes, expected: bytes | None) -> None:
     """Look, then write, then look again: what another writer does in between is found out late, or not at all."""
-    try:
-        stored: bytes | None = read_tagged(key)[0]
-    except NotFoundError:
-        stored = None
-    if stored != expected:
-        raise conflict(key, "the name is taken" if expected is None else "it is absent or holds something else now")
+    if stored(key)[0] != expected:
+        raise put_conflict(key.where, expected)
     put(key, data, {}, checks_of(key))
-    try:
-        stored = read_tagged(key)[0]
-    except NotFoundError:
-        stored = None
-    if stored != data:
-        raise conflict(key, "another writer replaced it at once")
+    if stored(key)[0] != data:
+        raise put_conflict(key.where, data, "another writer replaced it at once")
 
 
 _SCHEME = "s3://"

@@ -18,8 +18,8 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from ckpt.concurrency import run_tasks
-from ckpt.errors import AccessError, ConflictError, CorruptError, NotFoundError, StorageError
-from ckpt.io_backends.checks import past_end, too_large
+from ckpt.errors import AccessError, CorruptError, NotFoundError, StorageError
+from ckpt.io_backends.checks import name_taken, past_end, put_conflict, too_large
 
 from .client import Checks, S3Client
 from .tries import FAILURES, ChangedError, Tries, TruncatedError, code_of, is_passing, is_refused, is_stale_key, status_of
@@ -283,6 +283,14 @@ def marked(mark: str) -> dict[str, dict[str, str]]:
     return {"Metadata": {_MARK: mark}}
 
 
+def stored(key: Key) -> tuple[bytes | None, str]:
+    """All bytes of a small object, and its ETag; None and no text if it is absent."""
+    try:
+        return read_tagged(key)
+    except NotFoundError:
+        return None, ""
+
+
 def mark_of(key: Key) -> tuple[str, str] | None:
     """Mark and ETag of the object; None if there is none. The mark is empty if another program wrote it, or the store keeps none."""
 
@@ -310,7 +318,7 @@ def put(key: Key, data: bytes | memoryview, condition: dict[str, str], checks: C
                 raise
             ours = _tag_if_ours(key, data, mark, tries)
             if ours is None:
-                raise conflict(key, "the name is taken" if "IfNoneMatch" in condition else "it holds something else now") from err
+                raise put_conflict(key.where, None if "IfNoneMatch" in condition else b"", "it holds something else now") from err
             tag = ours
         try:
             sums.check(tag)
@@ -331,21 +339,15 @@ def _tag_if_ours(key: Key, data: bytes | memoryview, mark: str, tries: Tries) ->
         return there and there[1]
     if there[0] or not tries.failed:
         return None
-    with suppress(NotFoundError):
-        content, tag = read_tagged(key)
-        return tag if content == data else None
-    return None
-
-
-def conflict(key: Key, what: str) -> ConflictError:
-    return ConflictError(f"cannot publish: {what}", where=key.where, hint="another save was first; read it again and decide anew")
+    content, tag = stored(key)
+    return tag if content is not None and content == data else None
 
 
 def check_free(key: Key) -> None:
     """Raises ConflictError if there is an object of this name."""
     with suppress(NotFoundError):
         head(key)
-        raise ConflictError("cannot create: the name is taken", where=key.where, hint="use a fresh name, or delete the object")
+        raise name_taken(key.where)
 
 
 def delete(key: Key) -> None:

@@ -125,7 +125,7 @@ def test_an_event_costs_training_less_than_50_us(tmp_path: Path) -> None:
     reporter = Reporter("r", Group(0, (0,)), [lambda event: None], alerts=True, tiers=True)
     began = time.thread_time()
     for n in range(1000):
-        reporter.removed(n, "url", "id")
+        reporter.tell("save.removed", n, "url", "id")
     spent = (time.thread_time() - began) / 1000
     reporter.close()
     assert spent < 50e-6, f"{1e6 * spent:.1f} µs an event"

@@ -21,7 +21,7 @@ from ckpt.errors import CkptError
 from ckpt.net.connections import Listener
 from ckpt.net.group import Group, current_group
 from ckpt.net.peers import Peers, peers_of
-from ckpt.net.streams import Hello, Views
+from ckpt.net.streams import Views
 from tests.distributed.ranks import Lost, Ranks
 
 SIZES = (0, 1, 7, 4096, 100_000, 3_000_000)
@@ -314,7 +314,7 @@ def wrong_addresses() -> bool:
     """The first addresses of every rank lead nowhere, or to another rank."""
     other = socket.create_server(("127.0.0.1", 0))  # which never says anything
 
-    class Misled(Listener[Hello]):
+    class Misled(Listener):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.addresses = [("127.0.0.2", 1), ("::1", 1), other.getsockname(), *self.addresses]

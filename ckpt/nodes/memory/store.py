@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ckpt import settings, units
-from ckpt.errors import ConflictError, NoSpaceError, NotFoundError
+from ckpt.errors import NoSpaceError, NotFoundError
+from ckpt.io_backends.checks import put_conflict
 from ckpt.net.shared_memory import end_lease, is_unread, make_file, whole_pages
 
 from .connection import MemoryObject, Message, close_all
@@ -183,7 +184,7 @@ class MemoryStore:
         """Give lent memory, which its borrower has stopped writing to, a name. If that fails it stays lent."""
         with self._lock:
             if path in self._entries:
-                raise _taken(path)
+                raise put_conflict(f"memory://{path}", None)
             return self._put(lent, path)
 
     def _put(self, lent: Lent, path: str) -> MemoryObject:
@@ -211,14 +212,10 @@ class MemoryStore:
         """Compare and swap: put a small object if the path has just ``expected``, or nothing."""
         with self._lock:
             entry = self._entries.get(path)
-            if expected is None and entry is not None:
-                raise _taken(path)
-            if expected is not None and (entry is None or entry.known.size != len(expected) or _content(entry) != expected):
-                raise ConflictError(
-                    "cannot replace: it is absent or holds something else now",
-                    where=f"memory://{path}",
-                    hint="another save was first; read it again and decide anew",
-                )
+            size = None if expected is None else len(expected)
+            there = os.pread(entry.reading, size, 0) if entry is not None and entry.known.size == size else None
+            if there != expected or (entry is not None and size is None):
+                raise put_conflict(f"memory://{path}", expected)
             lent = self.lend(len(data))
             try:
                 if data:
@@ -371,16 +368,8 @@ def checkpoint_of(path: str) -> str:
     return "/".join(above) or path
 
 
-def _content(entry: ObjectFile) -> bytes:
-    return os.pread(entry.reading, entry.known.size, 0)
-
-
 def _no_file(capacity: int, err: OSError) -> NoSpaceError:
     return NoSpaceError(
         f"the memory daemon has no file for {capacity:,} bytes: {err}",
         hint="raise the limit of open files (`ulimit -n`) where the daemon is started, or drop checkpoints (ckpt memory drop)",
     )
-
-
-def _taken(path: str) -> ConflictError:
-    return ConflictError("cannot publish: the name is taken", where=f"memory://{path}", hint="use a fresh name, or delete the object")

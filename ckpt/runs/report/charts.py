@@ -12,12 +12,13 @@ from ckpt import units
 from ckpt.text import printable
 
 from .heat import BOUNDS, MIDDLE, Cell, HeatMap
-from .summary import PhaseSummary, SaveSummary, brief
+from .summary import PhaseSummary, SaveSummary, Unaccounted, brief
 
 # HTML and SVG as text. Escaping is not the caller's to remember: whatever is not ``Markup`` is escaped where it is put in.
 
 _LONGEST = 96
 _VOID = frozenset({"meta", "br", "col"})
+_ATTRIBUTES = {"class_": "class", "view_box": "viewBox", "preserve_aspect_ratio": "preserveAspectRatio", "for_": "for"}
 
 
 class Markup(str):
@@ -28,7 +29,8 @@ class Markup(str):
 
 def tag(name: str, /, *children: str | Markup, **attributes: object) -> Markup:
     """An element. ``class_`` stands for ``class``, ``view_box`` for ``viewBox``, other underscores for hyphens; None leaves out."""
-    given = "".join(f' {_attribute(key)}="{text(str(value))}"' for key, value in attributes.items() if value is not None)
+    shown = {_ATTRIBUTES.get(key, key.replace("_", "-")): value for key, value in attributes.items() if value is not None}
+    given = "".join(f' {key}="{text(str(value))}"' for key, value in shown.items())
     return Markup(f"<{name}{given}>" if name in _VOID else f"<{name}{given}>{join(children)}</{name}>")
 
 
@@ -45,11 +47,6 @@ def text(value: str) -> str:
 def short(value: str, most: int = _LONGEST) -> str:
     """At most so many characters, the middle left out: names differ at their ends."""
     return value if len(value) <= most else f"{value[: most // 2 - 1]}…{value[-(most - most // 2) :]}"
-
-
-def _attribute(key: str) -> str:
-    known = {"class_": "class", "view_box": "viewBox", "preserve_aspect_ratio": "preserveAspectRatio", "for_": "for"}
-    return known.get(key, key.replace("_", "-"))
 
 
 def percent(share: float) -> str:
@@ -161,52 +158,33 @@ def phase_rows(save: SaveSummary) -> Markup:
     """A bar for each phase: the slowest rank, and a mark at the median one."""
     top = max((phase.seconds for phase in save.phases), default=0) or 1.0
     heads = ("phase", "slowest rank to median", "slowest", "median", "wall", "bytes", "rate", "operations")
-    rows = [_phase_row(phase, top) for phase in save.phases]
+    rows = []
+    for phase in save.phases:
+        note = "" if phase.shared else " waiting" if phase.phase == "agree" else " the leader alone"
+        more = [
+            number(brief(phase.wall), phase.wall),
+            number(units.size(phase.bytes) if phase.bytes else "", phase.bytes),
+            number(f"{units.size(phase.rate)}/s" if phase.rate else "", phase.rate or 0),
+            number(f"{phase.spans:,}", phase.spans),
+        ]
+        rows.append(_phase_row(tag("td", short(phase.phase, 32), tag("small", note)), colour_of(phase.phase), phase, top, more))
     gap = save.unaccounted
     if gap is not None and gap.share >= _MENTIONED:
-        bar = _phase_bar("pgap", gap.seconds, gap.median, top)
         name = tag("td", "no phase", tag("small", f"{100 * gap.share:.1f} % of the save"))
-        rows.append(
-            tag(
-                "tr",
-                name,
-                tag("td", bar, class_="bar"),
-                _seconds_of(gap.seconds, gap.rank),
-                _number(brief(gap.median), gap.median),
-                *[tag("td")] * 4,
-            )
-        )
+        rows.append(_phase_row(name, "pgap", gap, top, [tag("td")] * 4))
     return table(heads, rows, kind="phases")
 
 
-def _phase_row(phase: PhaseSummary, top: float) -> Markup:
-    bar = _phase_bar(colour_of(phase.phase), phase.seconds, phase.median, top)
-    note = "" if phase.shared else " waiting" if phase.phase == "agree" else " the leader alone"
-    return tag(
-        "tr",
-        tag("td", short(phase.phase, 32), tag("small", note)),
-        tag("td", bar, class_="bar"),
-        _seconds_of(phase.seconds, phase.rank),
-        _number(brief(phase.median), phase.median),
-        _number(brief(phase.wall), phase.wall),
-        _number(units.size(phase.bytes) if phase.bytes else "", phase.bytes),
-        _number(f"{units.size(phase.rate)}/s" if phase.rate else "", phase.rate or 0),
-        _number(f"{phase.spans:,}", phase.spans),
-    )
+def _phase_row(name: Markup, kind: str, phase: PhaseSummary | Unaccounted, top: float, more: Sequence[Markup]) -> Markup:
+    bar = tag("rect", x="0", y="3", width=percent(phase.seconds / top), height="10", rx="2", class_=kind)
+    mark = tag("rect", x=percent(min(phase.median / top, 0.995)), y="1", width="2", height="14", class_="mark")
+    drawn = tag("td", tag("svg", bar, mark, width="100%", height="16"), class_="bar")
+    slowest = tag("td", brief(phase.seconds), " s", tag("small", f"rank {phase.rank}"), data_v=f"{phase.seconds:.6f}", class_="n")
+    return tag("tr", name, drawn, slowest, number(brief(phase.median), phase.median), *more)
 
 
-def _phase_bar(kind: str, seconds: float, middle: float, top: float) -> Markup:
-    mark = tag("rect", x=percent(min(middle / top, 0.995)), y="1", width="2", height="14", class_="mark")
-    return tag(
-        "svg", tag("rect", x="0", y="3", width=percent(seconds / top), height="10", rx="2", class_=kind), mark, width="100%", height="16"
-    )
-
-
-def _seconds_of(seconds: float, rank: int) -> Markup:
-    return tag("td", brief(seconds), " s", tag("small", f"rank {rank}"), data_v=f"{seconds:.6f}", class_="n")
-
-
-def _number(shown: str, value: float) -> Markup:
+def number(shown: str, value: float) -> Markup:
+    """A cell that sorts by its value."""
     return tag("td", shown, data_v=f"{value:.6f}", class_="n")
 
 
@@ -226,7 +204,7 @@ def heat_table(heat: HeatMap, labels: Sequence[str], what: str) -> Markup:
         tag("tr", tag("th", label, scope="row", data_v=str(i)), *[_heat_cell(heat.rows[name][i], label, name) for name in names])
         for i, label in enumerate(labels)
     ]
-    middles = [_number(brief(heat.medians[name] / 1e6), heat.medians[name]) for name in names]
+    middles = [number(brief(heat.medians[name] / 1e6), heat.medians[name]) for name in names]
     foot = tag("tfoot", tag("tr", tag("th", "median", scope="row"), *middles))
     head = tag("thead", tag("tr", tag("th", what, scope="col"), *[tag("th", short(name, 16), scope="col") for name in names]))
     return tag("div", tag("table", head, tag("tbody", *rows), foot, class_="sortable heat"), class_="scroll", tabindex="0")

@@ -87,7 +87,11 @@ def terminal_lines(save: SaveSummary, tables: Mapping[int, SpanTable], encoding:
     ranks = max(tables) + 1
     size = -(-ranks // _COLUMNS)
     heat = heat_map(save, tables, blocks(ranks, size))
-    shades = _SHADES["unicode" if _can_show(_SHADES["unicode"], encoding) else "ascii"]
+    try:
+        shades = _SHADES["unicode"]
+        shades.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        shades = _SHADES["ascii"]
     title = f"ranks 0 to {ranks - 1}" + (f", {size} a column" if size > 1 else "")
     width = min(max(len(heat.groups), len(title)), _COLUMNS)
     yield f"{'PHASE':{_LABEL}}  {title:{width}}  SLOWEST"
@@ -97,14 +101,6 @@ def terminal_lines(save: SaveSummary, tables: Mapping[int, SpanTable], encoding:
         yield f"{name[:_LABEL]:{_LABEL}}  {line:{width}}  {worst.rank}: {brief(worst.micros / 1e6)} s"
     bounds = zip(shades[MIDDLE + 1 :], BOUNDS[MIDDLE:], strict=True)
     yield f"{shades[MIDDLE]} about the median, or faster   {'   '.join(f'{shade} ≥ {bound:g} ×' for shade, bound in bounds)}"
-
-
-def _can_show(text: str, encoding: str) -> bool:
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 # What a checkpoint consists of, by kind and by layer, from the names of its tensors alone. Pure.
@@ -160,9 +156,14 @@ def kinds_of(entries: Iterable[TensorEntry], values: int) -> tuple[tuple[KindSiz
                 sums[1] += 1
     if values:
         by_kind[VALUES] = [values, 0]
+    ordered = sorted(by_kind, key=lambda kind: (-by_kind[kind][0], kind))
+    more = [kind for kind in ordered if kind.startswith(OPTIMIZER)][_STATES:]  # of names of its own for each parameter
+    if more:
+        together = [by_kind.pop(kind) for kind in more]
+        by_kind[f"{OPTIMIZER}{len(more):,} more"] = [sum(sums[0] for sums in together), sum(sums[1] for sums in together)]
     kinds = [KindSize(kind=kind, bytes=nbytes, tensors=count) for kind, (nbytes, count) in by_kind.items()]
     layers = [LayerSize(kind=kind, layer=layer, bytes=nbytes, tensors=n) for (kind, layer), (nbytes, n) in by_layer.items()]
-    return _few_states(kinds), _few_layers(layers)
+    return tuple(sorted(kinds, key=lambda k: (-k.bytes, k.kind))), _few_layers(layers)
 
 
 def _kind(entry: TensorEntry) -> tuple[str, str]:
@@ -184,16 +185,6 @@ def _layer(path: str) -> str:
     if number is not None:
         return ".".join(parts[: number + 1])
     return ".".join(parts[: min(3, max(len(parts) - 1, 1))])
-
-
-def _few_states(kinds: list[KindSize]) -> tuple[KindSize, ...]:
-    """Who writes names of its own for each parameter must not get a row for each."""
-    ordered = sorted(kinds, key=lambda k: (-k.bytes, k.kind))
-    rest = [k for k in ordered if k.kind.startswith(OPTIMIZER)][_STATES:]
-    if not rest:
-        return tuple(ordered)
-    more = KindSize(kind=f"{OPTIMIZER}{len(rest):,} more", bytes=sum(k.bytes for k in rest), tensors=sum(k.tensors for k in rest))
-    return tuple(sorted([*(k for k in ordered if k not in rest), more], key=lambda k: (-k.bytes, k.kind)))
 
 
 def _few_layers(layers: list[LayerSize]) -> tuple[LayerSize, ...]:

@@ -17,7 +17,6 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import SPANS, index_path, step_number
 from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
-from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.telemetry.spans import SpanTable
 
@@ -77,7 +76,10 @@ def read_save(url: str) -> SavedSpans:
     backend = open_backend(url)
     data = read_record(backend)
     if data is None:
-        raise _no_record(url)
+        from ckpt.formats.registry import open_catalog
+
+        format = open_catalog(url).format  # raises what is wrong, if no checkpoint is there
+        raise FormatError(f"a checkpoint of the format {format} has no spans", where=url, hint="only saves of ckpt keep them")
     record = CommitRecord.from_bytes(data, join_url(backend.url, COMMIT_PATH))
     if record.generation is not None:  # each member's checkpoint has its spans
         raise joint_step(url, record)
@@ -88,14 +90,6 @@ def read_save(url: str) -> SavedSpans:
         return replace(saved, error=err)
     nbytes = backend.size(index_path(record.id, SPANS))
     return replace(saved, tables=tables, summary=summarize(tables, record.world_size), span_bytes=nbytes)
-
-
-def _no_record(url: str) -> FormatError:
-    """Raises what is wrong, if no checkpoint is there; gives what is wrong with one of another format."""
-    from ckpt.formats.registry import open_catalog
-
-    format = open_catalog(url).format
-    return FormatError(f"a checkpoint of the format {format} has no spans", where=url, hint="only saves of ckpt keep them")
 
 
 def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) -> History:
@@ -118,15 +112,13 @@ def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) 
             sizes = [saved.span_bytes for place in some if (saved := read[place]) is not None]
             total, largest = total + sum(sizes), max(largest, *sizes, 0)
     saves = tuple(saved for _, saved in sorted(read.items()) if saved is not None)
-    log, problem = _log(backend)
-    return History(url=url, saves=saves, candidates=len(names) - len(read) + len(saves), log=log, log_problem=problem)
-
-
-def _log(backend: Backend) -> tuple[tuple[LogEntry, ...], str | None]:
+    log: tuple[LogEntry, ...] = ()
+    problem = None
     try:
-        return read_log(backend), None
+        log = read_log(backend)
     except CorruptError as err:
-        return (), err.message
+        problem = err.message
+    return History(url=url, saves=saves, candidates=len(names) - len(read) + len(saves), log=log, log_problem=problem)
 
 
 def spread_evenly(count: int) -> Iterator[int]:

@@ -15,7 +15,7 @@ from importlib.resources import files
 from ckpt import units
 
 from . import areas, charts
-from .charts import Markup, Point, join, short, tag
+from .charts import Markup, Point, join, number, short, tag
 from .content import Detail, HistoryEvent, Report, Setting
 from .history import SavedSpans
 from .summary import SaveSummary, brief
@@ -41,9 +41,9 @@ def render(report: Report) -> str:
     )
     parts: list[str | Markup] = [tag("header", tag("p", "ckpt report", class_="brand"), tag("h1", title), _subtitle(report))]
     parts += _sections(report, detail)
-    data = Markup(json.dumps(_data(detail), separators=(",", ":")).replace("<", "\\u003c")) if detail is not None and detail.rows else None
-    if data is not None:
-        parts.append(tag("script", data, type="application/json", id="heat"))
+    if detail is not None and detail.rows:
+        data = json.dumps(_data(detail), separators=(",", ":")).replace("<", "\\u003c")
+        parts.append(tag("script", Markup(data), type="application/json", id="heat"))
     body = tag("body", tag("main", *parts), tag("div", id="tip", hidden="hidden"), tag("script", Markup(script)))
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
 
@@ -90,16 +90,18 @@ def _sections(report: Report, detail: Detail | None) -> Iterator[Markup]:
 
 
 def _loads(loads: Sequence[HistoryEvent]) -> Markup:
-    rows = []
-    for one in loads:
-        cells = [
-            (brief(one.seconds) if one.seconds is not None else "", one.seconds or 0.0),
-            (f"{one.ranks:,}", one.ranks),
-            (units.size(one.nbytes) if one.nbytes is not None else "", one.nbytes or 0),
-        ]
-        numbers = [tag("td", text, data_v=f"{value:.6f}", class_="n") for text, value in cells]
-        words = tag("td", short(one.what, 400)), *numbers, tag("td", short(one.slowest, 80))
-        rows.append(tag("tr", tag("td", _moment(one.at), data_v=f"{one.at:.3f}"), *words))
+    rows = [
+        tag(
+            "tr",
+            tag("td", _moment(one.at), data_v=f"{one.at:.3f}"),
+            tag("td", short(one.what, 400)),
+            number(brief(one.seconds) if one.seconds is not None else "", one.seconds or 0.0),
+            number(f"{one.ranks:,}", one.ranks),
+            number(units.size(one.nbytes) if one.nbytes is not None else "", one.nbytes or 0),
+            tag("td", short(one.slowest, 80)),
+        )
+        for one in loads
+    ]
     heads = ("when", "what", "seconds", "ranks", "the leader's bytes", "what took longest")
     return _section("Loads", charts.table(heads, rows), about="The newest 20 that a Checkpointer made.")
 
@@ -248,18 +250,15 @@ def _of_one(detail: Detail) -> Iterator[Markup]:
             tag(
                 "tr",
                 tag("td", tag("i", class_=f"key {areas.kind_colour(k.kind)}"), short(k.kind, 48)),
-                *_kind_cells(k.bytes, k.tensors, total),
+                number(units.size(k.bytes), k.bytes),
+                number(f"{100 * k.bytes / total:.1f} %", k.bytes),
+                number(f"{k.tensors:,}" if k.tensors else "", k.tensors),
             )
             for k in detail.kinds
         ]
         table = charts.table(("kind", "bytes", "share", "tensors"), rows)
         about = "Kinds are taken from the names of tensors. Areas are in proportion to bytes."
         yield _section("What is stored", areas.kind_bar(detail.kinds), table, areas.tree_map(detail.layers), about=about)
-
-
-def _kind_cells(nbytes: int, tensors: int, total: int) -> list[Markup]:
-    shown = ((units.size(nbytes), nbytes), (f"{100 * nbytes / total:.1f} %", nbytes), (f"{tensors:,}" if tensors else "", tensors))
-    return [tag("td", text, data_v=str(value), class_="n") for text, value in shown]
 
 
 def _slowest(detail: Detail) -> Markup:
@@ -273,7 +272,7 @@ def _slowest(detail: Detail) -> Markup:
             tag("td", brief(sums[name].seconds) if name in sums else "", data_v=str(sums[name].busy if name in sums else -1), class_="n")
             for name in names
         ]
-        total = tag("td", brief(save.work[rank]), data_v=f"{save.work[rank]:.6f}", class_="n")
+        total = number(brief(save.work[rank]), save.work[rank])
         rows.append(tag("tr", tag("th", f"rank {rank}", scope="row", data_v=str(rank)), total, *cells))
     return join(
         [tag("h3", "The slowest ranks", tag("small", "seconds")), charts.table(("rank", "work", *[short(n, 16) for n in names]), rows)]
@@ -284,13 +283,10 @@ def _compared(saves: Sequence[SavedSpans]) -> Markup:
     """A row for each phase, a column for each save."""
     summaries = [saved.summary for saved in saves if saved.summary is not None]
     names = dict.fromkeys(phase.phase for save in summaries for phase in save.phases)
-    rows = [_row("the save", [(f"{brief(save.seconds)} s", save.seconds) for save in summaries])]
+    cells = {"the save": [number(f"{brief(save.seconds)} s", save.seconds) for save in summaries]}
     for name in names:
         phases = [save.phase(name) for save in summaries]
-        rows.append(_row(short(name, 32), [(f"{brief(p.seconds)}", p.seconds) if p else ("", -1.0) for p in phases]))
+        cells[short(name, 32)] = [number(brief(p.seconds), p.seconds) if p else number("", -1.0) for p in phases]
+    rows = [tag("tr", tag("th", name, scope="row"), *numbers) for name, numbers in cells.items()]
     table = charts.table(("slowest rank, seconds", *[_name(saved) for saved in saves]), rows)
     return _section("Side by side", table)
-
-
-def _row(name: str, cells: Sequence[tuple[str, float]]) -> Markup:
-    return tag("tr", tag("th", name, scope="row"), *[tag("td", shown, data_v=f"{value:.6f}", class_="n") for shown, value in cells])

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt.errors import CkptError, NotFoundError
-from ckpt.formats.native.catalog import read_record
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import data_prefix, step_number
 from ckpt.formats.native.runlog import entry_line, find_progress, read_log, read_progress
+from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.telemetry.progress import PHASES, SaveProgress, SlowRank, patience
@@ -70,16 +69,17 @@ class SaveWatcher:
             return self._following.look()
         names = [""] if self._single else list(self._steps())
         for name in names:
-            self._commits(name)
+            if (name not in self._ids or not name) and (id := committed_save(self.backend, _within(name))) is not None:
+                self._ids[name] = id
         newest = max(self._ids, key=lambda name: self._ids[name], default=None)
-        notes = ((name, find_progress(self.backend, f"{name}/" if name else "")) for name in names)
+        notes = ((name, find_progress(self.backend, _within(name))) for name in names)
         paths = {path: name for name, path in notes if path is not None}
         # The newest first, not that of the highest step: a job that was killed left one, and began again at a lower step.
         for path in sorted(paths, key=lambda path: path.split("/")[-2], reverse=True):
             progress, name = read_progress(self.backend, path), paths[path]
             if progress is None or (newest is not None and progress.id < self._ids[newest]):
                 continue
-            self._following = _Following(self.backend, self._url(name), f"{name}/" if name else "", path, progress)
+            self._following = _Following(self.backend, self._url(name), _within(name), path, progress)
             return self._following.look()
         seen, self._first = self._first, self._ids[newest] if newest is not None else ""
         if newest is not None and seen is not None and self._ids[newest] != seen:
@@ -101,11 +101,10 @@ class SaveWatcher:
         ordered = sorted(names, key=lambda name: (step_number(name) or 0, name), reverse=True)
         yield from dict.fromkeys([*ordered[:NEWEST], *sorted(names - self._known)])
 
-    def _commits(self, name: str) -> None:
-        if name not in self._ids or not name:
-            id = committed_save(self.backend, f"{name}/" if name else "")
-            if id is not None:
-                self._ids[name] = id
+
+def _within(name: str) -> str:
+    """What paths in a directory of the run begin with; empty for the root itself."""
+    return f"{name}/" if name else ""
 
 
 class _Following:
@@ -114,16 +113,13 @@ class _Following:
     def __init__(self, backend: Backend, url: str, within: str, path: str, progress: SaveProgress) -> None:
         self.backend, self.url, self.within, self.path = backend, url, within, path
         self.progress = progress
-        self._changed = time.monotonic() - self._age(progress)
-        self._gone: float | None = None
-
-    def _age(self, progress: SaveProgress) -> float:
-        """How old the first note is: by the storage's clock, if it has one."""
-        try:
-            now, modified = self.backend.now(), self.backend.modified(self.path)
+        try:  # how old the first note is: by the storage's clock, if it has one
+            now, modified = backend.now(), backend.modified(path)
+            age = max(0.0, now - modified if now is not None and modified is not None else time.time() - progress.at)
         except CkptError:  # it is gone
-            return 0.0
-        return max(0.0, now - modified if now is not None and modified is not None else time.time() - progress.at)
+            age = 0.0
+        self._changed = time.monotonic() - age
+        self._gone: float | None = None
 
     def look(self) -> WatchSnapshot:
         progress = read_progress(self.backend, self.path)
@@ -185,8 +181,7 @@ def silent_ranks(progress: SaveProgress, age: float) -> tuple[SlowRank, ...]:
 def committed_save(backend: Backend, within: str) -> str | None:
     """The id of what is committed; None if nothing is, or nobody can read what."""
     try:
-        data = read_record(backend, within)
-        return None if data is None else CommitRecord.from_bytes(data, f"{within}{COMMIT_PATH}").id
+        return committed_id(backend, within)
     except CkptError:
         return None
 
