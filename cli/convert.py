@@ -31,7 +31,6 @@ from ckpt.text import parse_json
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport, RepairReport
-    from ckpt.converters.importer import ImportReport
     from ckpt.converters.pipeline.target import Argument, MegatronParallel
     from ckpt.runs.rebuild import RebuildReport
 
@@ -234,15 +233,11 @@ def import_(
     if output.json:
         output.document(asdict(report))
     elif not output.quiet:
-        output.line(_imported(report))
+        contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(report.sources, 'file')}"
+        took = units.duration(report.seconds)
+        output.line(f"{style('ok', 'green')}: {report.url}: {contents} ({report.format}), referenced in {took}")
         if report.left_out:
             output.talk(left_out_message(report.left_out))
-
-
-def _imported(report: ImportReport) -> str:
-    contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(report.sources, 'file')}"
-    verdict = style("ok", "green")
-    return f"{verdict}: {report.url}: {contents} ({report.format}), referenced in {units.duration(report.seconds)}"
 
 
 @click.command("rebuild", short_help="Rebuild a lost or damaged index from the data files.")

@@ -11,10 +11,10 @@ import click
 
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
-from ckpt.cli.console.groups import CommandGroup
 from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.options import (
     INTERRUPTED,
+    CommandGroup,
     MappingChoice,
     config_options,
     grouped,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt import settings
-from ckpt import settings as limits
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.buffered import ViewBox, read_views
 from ckpt.converters.pipeline.conversion import Conversion
@@ -134,14 +133,13 @@ def merge(
     """
     began, base, adapter, url = time.monotonic(), url_text(base), url_text(adapter), url_text(url)
     options.setdefault("optimizer", False)
-    settings = ConvertOptions(**options)
-    format = target(to)
-    beside = files_beside(format, url, settings)
-    chosen = format.choose(open_catalog(base), settings.selection)
+    asked, format = ConvertOptions(**options), target(to)
+    beside = files_beside(format, url, asked)
+    chosen = format.choose(open_catalog(base), asked.selection)
     config, weights = _opened(adapter)
     result, updated, replaced = _updated(chosen, weights, config, (base, adapter), allow_nan=allow_nan)
     written = run(
-        Conversion(format, result, url, settings, beside=beside), source=base, part=part, progress=progress, dry_run=dry_run, began=began
+        Conversion(format, result, url, asked, beside=beside), source=base, part=part, progress=progress, dry_run=dry_run, began=began
     )
     return LoraReport(base=base, adapter=adapter, updated=updated, replaced=replaced, written=written)
 
@@ -156,7 +154,7 @@ def _opened(adapter: str) -> tuple[Mapping[str, Any], Catalog]:
         message = f"there is no {lacking}, so this is no adapter of PEFT"
         raise NotFoundError(message, where=adapter, hint="give the directory of the adapter")
     try:
-        config = parse_json(backend.read_whole(CONFIG, limits.SIDE_FILE))
+        config = parse_json(backend.read_whole(CONFIG, settings.SIDE_FILE))
     except ValueError as err:
         raise FormatError(f"{CONFIG} is no JSON: {err}", where=adapter) from err
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

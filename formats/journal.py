@@ -78,6 +78,19 @@ class WriteJournal:
                 self.backend.delete(path)
 
 
+def publish(backend: Backend, path: str, data: bytes, *, replace: bool = False) -> None:
+    """Make a small file that another process of the same writing may have made: it appears whole. Other content that is there is a
+    ConflictError, or gives way."""
+    try:
+        backend.put_if(path, data, expected=None)
+    except ConflictError:
+        there = backend.read(path)
+        if there != data and not replace:
+            raise
+        if there != data:  # by another version of a library
+            backend.put_if(path, data, expected=there)
+
+
 class CheckpointJournal(WriteJournal):
     """One writing of save ``id``, which ends with a commit record.
 
@@ -94,17 +107,6 @@ class CheckpointJournal(WriteJournal):
         self.id = id
         self.previous = previous
         self.resumable = resumable
-
-    def put(self, path: str, data: bytes) -> None:
-        """Make a small file that other processes of a resumable writing may make too: it appears whole, and is replaced if it differs."""
-        try:
-            self.backend.put_if(path, data, expected=None)
-        except ConflictError:
-            # Another process of the same resumable writing was first. Equal content is what it should be; other
-            # content comes from another version of a library, and the later one wins.
-            there = self.backend.read(path)
-            if there != data:  # by another version of a library
-                self.backend.put_if(path, data, expected=there)
 
     def commit(self, record: bytes, sizes: Mapping[str, int]) -> list[str] | None:
         """Make the checkpoint exist: the last act, when all files are durable. ``sizes`` are theirs, by path.

@@ -269,7 +269,12 @@ def compare(
     """
     left, right = url_text(left), url_text(right)
     began = time.monotonic()
-    sides = _sides(left, right, views, rename or {}, root)
+    catalogs = open_catalog(left), open_catalog(right)
+    about = {path for catalog in catalogs for path in catalog.about_storage}
+    sides = (
+        Side(catalogs[0], views, Renaming(rename or {}, left), root, about),
+        Side(catalogs[1], None, Renaming({}, right), about_storage=about),
+    )
     chosen = _NameFilter(several(only))
     names = [{n for n in side.views if chosen.takes(n)} for side in sides]
     compared = values and root is None
@@ -292,15 +297,6 @@ def compare(
         seconds=time.monotonic() - began,
         differences=tuple(sorted(differences, key=lambda d: d.name)),
         value_differences=tuple(differ),
-    )
-
-
-def _sides(left: str, right: str, views: Views | None, rename: Mapping[str, str], root: str | None) -> tuple[Side, Side]:
-    catalogs = open_catalog(left), open_catalog(right)
-    about = {path for catalog in catalogs for path in catalog.about_storage}
-    return (
-        Side(catalogs[0], views, Renaming(rename, left), root, about),
-        Side(catalogs[1], None, Renaming({}, right), about_storage=about),
     )
 
 

@@ -334,7 +334,14 @@ def export(
     )
     group = current_group(process_group)
     wait_for_pending_save(group)
-    call, threads, began = group.call("export", url, settings.timeout(timeout)), settings.threads(threads), time.perf_counter()
+    call = group.call("export", url, settings.timeout(timeout))
+    return _run(call, options, config, state, layout, settings.threads(threads))
+
+
+def _run(
+    call: Call, options: ExportOptions, config: ConfigSource, state: Module | Mapping[str, Any], layout: Layout | None, threads: int
+) -> ExportReport:
+    began = time.perf_counter()
     with ExitStack() as undo:
         with call.phase("begin"):
             job = Export(call, options, state, layout)
@@ -356,8 +363,8 @@ def export(
         call.linger()
     files, base, taken = begun.planned.files, begun.base, begun.chosen.taken()
     return ExportReport(
-        url=url,
-        files=tuple(f.path for f in files) if base is None else delta_paths(group.size),
+        url=call.url,
+        files=tuple(f.path for f in files) if base is None else delta_paths(call.group.size),
         tensors=len(begun.tensors),
         tensor_bytes=sum(i.length for f in files for i in f.items),
         file_bytes=totals["file_bytes"],

@@ -14,11 +14,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.converters.pipeline.target import OutputFile, publish_once
+from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.targets.hf import INDEX
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.deltas.manifest import MANIFEST
-from ckpt.formats.journal import IntentJournal, WriteJournal
+from ckpt.formats.journal import IntentJournal, WriteJournal, publish
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.registry import ExportRecord, find_format, record_path
@@ -108,15 +108,7 @@ class Destination:
 
     def put(self, path: str, data: bytes) -> None:
         """Make a small file hold ``data``."""
-        if not self.replace:
-            publish_once(self.backend, path, data)
-            return
-        try:
-            before = self.backend.read(path)
-        except NotFoundError:
-            before = None
-        if before != data:
-            self.backend.put_if(path, data, expected=before)
+        publish(self.backend, path, data, replace=self.replace)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from ckpt import settings
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, Views
-from ckpt.errors import ConflictError, UsageError
+from ckpt.errors import UsageError
 from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import several
@@ -158,7 +158,7 @@ def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[
     row = box.numel // box.shape[axis] * itemsize
     cuts = cuts_at(box.offset[axis], box.end[axis], max(1, most // row), () if axis else seams)
     for start, stop in pairwise(cuts):
-        yield from slabs(_along(box, axis, start, stop), itemsize, (), most)
+        yield from slabs(box.narrowed(axis, start, stop), itemsize, (), most)
 
 
 def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[int, ...]:
@@ -171,12 +171,6 @@ def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[in
         best = bisect_right(seams, cuts[-1] + count) - 1
         cuts.append(seams[best] if best >= 0 and seams[best] > cuts[-1] else cuts[-1] + count)
     return (*cuts, stop)
-
-
-def _along(box: Box, axis: int, start: int, stop: int) -> Box:
-    offset, shape = list(box.offset), list(box.shape)
-    offset[axis], shape[axis] = start, stop - start
-    return Box(tuple(offset), tuple(shape))
 
 
 Digest = Literal["xxh3", "crc32"]
@@ -284,19 +278,6 @@ def parent_and_name(url: str) -> tuple[str, str]:
     if not name or url.endswith("://" + name):
         raise UsageError("this is no file to write to", where=url, hint="name a file")
     return ((head or "/") if slash else "."), name
-
-
-def publish_once(backend: Backend, path: str, data: bytes) -> None:
-    """Make a small file, unless the same is there: another process may have died after it had made it.
-
-    Raises:
-        ConflictError: something else is there.
-    """
-    try:
-        backend.put_if(path, data, expected=None)
-    except ConflictError:
-        if backend.read(path) != data:
-            raise
 
 
 # What a conversion is asked for, as one value that its parts hand on. Pure.

@@ -13,11 +13,12 @@ from typing import Any
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.convention import CONFIG
 from ckpt.converters.mapping.translation import of_config, padded_vocabulary
-from ckpt.converters.pipeline.target import FileItem, MegatronParallel, OutputFile, OutputOptions, OutputPlan, Target, publish_once
+from ckpt.converters.pipeline.target import FileItem, MegatronParallel, OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.converters.selected_state import pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.converters.selection import choose as choose_all
 from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.formats.journal import publish
 from ckpt.formats.megatron.catalog import TRACKER
 from ckpt.formats.megatron.legacy_ranks import FILE, OPTIMIZER_FILE
 from ckpt.formats.megatron.names import (
@@ -328,7 +329,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
             files += [] if beside is None else [beside]
     latest = str(values.get("iteration", RELEASE)).encode()
     return OutputPlan(
-        files=tuple(files), digest="crc32", finish=lambda backend: publish_once(backend, TRACKER, latest), tensors=tensors, last=(TRACKER,)
+        files=tuple(files), digest="crc32", finish=lambda backend: publish(backend, TRACKER, latest), tensors=tensors, last=(TRACKER,)
     )
 
 

@@ -12,7 +12,7 @@ import xxhash
 
 from ckpt.catalog import Contents, identity
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
-from ckpt.formats.journal import CheckpointJournal
+from ckpt.formats.journal import CheckpointJournal, publish
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.values import part_in
 
@@ -79,7 +79,10 @@ def write_index(
     )
     try:
         for name, data in files.items():
-            (journal.put if journal.resumable else journal.write)(record.index[name].path, data)
+            if journal.resumable:  # other processes may make it too
+                publish(journal.backend, record.index[name].path, data, replace=True)
+            else:
+                journal.write(record.index[name].path, data)
     except BaseException:
         journal.discard()
         raise

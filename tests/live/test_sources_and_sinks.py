@@ -248,7 +248,7 @@ def test_a_source_is_reached_by_the_name_of_its_machine() -> None:
         assert [sink_status.step for sink_status in source.report().sinks] == [1]
         assert CliRunner().invoke(cli, ["live", "-q", "status", source.address]).output == "1\n"
     with (
-        Sink("tcp://nobody.invalid:1/a", into, secret="s", timeout=TIMEOUT) as sink,
+        Sink("tcp://nobody.invalid:1/a", into, secret="s", timeout=0.5) as sink,
         pytest.raises(DeadlineError, match=r"the name 'nobody\.invalid' .* leads nowhere"),
     ):
         sink.take()
@@ -422,19 +422,19 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(UsageError, match=r"'tcp://127.0.0.1:4000/' has no name"):
             make("tcp://127.0.0.1:4000/", state)
     with pytest.raises(UsageError, match="the state of the source is empty on all ranks"):
-        Source("tcp://127.0.0.1:0/a", {}, timeout=2)
-    with Source("tcp://127.0.0.1:0/a", state, timeout=2, secret="right") as source:
+        Source("tcp://127.0.0.1:0/a", {}, timeout=TIMEOUT)
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT, secret="right") as source:
         with pytest.raises(AccessError, match="no secret is known"):
             Sink(source.address, state).take(timeout=0.2)
         with pytest.raises(AccessError, match="another secret"):
-            Sink(source.address, state, secret="wrong", timeout=2).take()
+            Sink(source.address, state, secret="wrong", timeout=TIMEOUT).take()
         with pytest.raises(NotFoundError, match="there is no source 'b' here, but 'a'"):
-            Sink(source.address[:-1] + "b", state, secret="right", timeout=2).take()
+            Sink(source.address[:-1] + "b", state, secret="right", timeout=TIMEOUT).take()
         with pytest.raises(DeadlineError, match="has no version yet"):
-            Sink(source.address, state, secret="right", timeout=2).take(timeout=0.1)
+            Sink(source.address, state, secret="right", timeout=TIMEOUT).take(timeout=0.1)
         monkeypatch.setenv("CKPT_LIVE_SECRET", "right")
         source.publish(1).result()
-        with Sink(source.address, state, timeout=2) as sink:
+        with Sink(source.address, state, timeout=TIMEOUT) as sink:
             assert sink.take().step == 1
             with pytest.raises(UsageError, match="newer_than= is a version, not 1"):
                 sink.take(newer_than=1)  # type: ignore[arg-type]
@@ -466,7 +466,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_secret_of_a_source_is_for_its_account_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     state = {"t": torch.zeros(3)}
-    with Source("tcp://127.0.0.1:0/a b", state, timeout=2) as source:
+    with Source("tcp://127.0.0.1:0/a b", state, timeout=TIMEOUT) as source:
         (file,) = (p for p in tmp_path.rglob("*") if p.is_file())
         assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
         file.chmod(0o644)
@@ -479,12 +479,12 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
     state = {"t": torch.zeros(3)}
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
     with pytest.raises(AccessError, match="(?s)secret cannot be left.*CKPT_LIVE_SECRET") as caught:
-        Source("tcp://127.0.0.1:0/a", state, timeout=2)
+        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
     assert "XDG_RUNTIME_DIR" in str(caught.value)
     (tmp_path / f"ckpt-live-{os.getuid()}").write_text("a file in the place of the folder")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
-        Source("tcp://127.0.0.1:0/a", state, timeout=2)
+        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
         Sink("tcp://127.0.0.1:9/a", state).take()
     if os.getuid() == 0:  # a folder of somebody else
@@ -492,7 +492,7 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
         (tmp_path / f"ckpt-live-{os.getuid()}").mkdir(mode=0o700)
         os.chown(tmp_path / f"ckpt-live-{os.getuid()}", 12345, 12345)
         with pytest.raises(AccessError, match="others than this account"):
-            Source("tcp://127.0.0.1:0/a", state, timeout=2)
+            Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
 
 
 def test_values_of_single_ranks_and_tied_tensors_come_along() -> None:
