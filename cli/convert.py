@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from ckpt.text import parse_json
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import ConvertReport, RepairReport
-    from ckpt.converters.pipeline.target import Argument, MegatronParallel
+    from ckpt.converters.pipeline.target import Argument
     from ckpt.runs.rebuild import RebuildReport
 
 
@@ -48,7 +48,13 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_ranks(
         *args: Any, tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: tuple[str, ...], **options: Any
     ) -> Any:
-        return command(*args, parallel=_parallel(tp, pp, vpp, ep, arguments), **options)
+        if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
+            return command(*args, parallel=None, **options)
+        from ckpt.converters.pipeline.target import MegatronParallel
+
+        given = dict(map(_argument, arguments))
+        parallel = MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=given)
+        return command(*args, parallel=parallel, **options)
 
     option = partial(grouped, "Megatron (--to megatron)")
     options = (
@@ -170,15 +176,6 @@ def _repair_fields(repair: RepairReport | None) -> dict[str, Any] | None:
         return None
     tensors = [tensor._asdict() for tensor in repair.tensors]
     return {**asdict(repair), "mended": repair.mended, "filled": repair.filled, "tensors": tensors}
-
-
-def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> MegatronParallel | None:
-    """The ranks that the options ask for; None if no option is given."""
-    if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
-        return None
-    from ckpt.converters.pipeline.target import MegatronParallel
-
-    return MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=dict(map(_argument, arguments)))
 
 
 def _argument(text: str) -> tuple[str, Argument]:
