@@ -23,6 +23,7 @@ from ckpt.cli.console.options import (
     parse_size,
     part_of_job,
     skip_option,
+    tell_written,
     views_of,
 )
 from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
@@ -30,7 +31,7 @@ from ckpt.errors import UsageError
 from ckpt.text import parse_json
 
 if TYPE_CHECKING:
-    from ckpt.converters.convert import ConvertReport, RepairReport
+    from ckpt.converters.convert import RepairReport
     from ckpt.converters.pipeline.target import Argument
     from ckpt.runs.rebuild import RebuildReport
 
@@ -132,28 +133,15 @@ def convert(
         if output.json:
             output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
         elif not output.quiet:
-            _tell(report, output, dry_run=dry_run, translated=views is not None)
-
-
-def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: bool) -> None:
-    contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
-    if dry_run:
-        output.line(f"would convert {contents} ({report.source_format} to {report.to}), {units.size(report.written_bytes)} to write")
-        for path in report.files:
-            output.line(f"  {path}")
-    else:
-        written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
-        again = report.finished and not report.written_files
-        verdict = style("ok, complete already" if again else "ok", "green") if report.finished else "this part is done, others are not yet"
-        output.line(f"{verdict}: {report.target}: {contents} ({report.source_format} to {report.to}), {written}")
-    if report.repair is not None:
-        _tell_repair(report.repair, output, dry_run=dry_run)
-    if report.left_out:
-        output.talk(left_out_message(report.left_out))
-    for note in report.notes if report.finished else ():
-        output.talk(note)
-    if report.to == "hf" and report.finished and report.source_format.startswith("Megatron") and not translated:
-        output.talk("the tensors still have Megatron's names, which transformers does not load: add --names llama --convention huggingface")
+            formats = f" ({report.source_format} to {report.to})"
+            tell_written(report, output, dry_run=dry_run, verb="convert", detail=formats)
+            for path in report.files if dry_run else ():
+                output.line(f"  {path}")
+            if report.repair is not None:
+                _tell_repair(report.repair, output, dry_run=dry_run)
+            if report.to == "hf" and report.finished and report.source_format.startswith("Megatron") and views is None:
+                hint = "add --names llama --convention huggingface"
+                output.talk(f"the tensors still have Megatron's names, which transformers does not load: {hint}")
 
 
 def _tell_repair(repair: RepairReport, output: Output, *, dry_run: bool) -> None:
