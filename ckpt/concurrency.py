@@ -117,6 +117,26 @@ class Pending(Generic[R]):
         return self._found[0]
 
 
+class ProcessLock:
+    """A lock that lives as long as the process. In a forked child it is free, since no thread of the parent is there to end its block, and
+    ``forget`` is called."""
+
+    def __init__(self, forget: Callable[[], object] = lambda: None) -> None:
+        self._forget = forget
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._forget()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 # No collection of cyclic garbage while very many small objects are made that all stay.
 
 _lock = threading.Lock()

@@ -258,7 +258,6 @@ class AttachedPool:
         return data
 
     def generation(self, slot: int) -> int:
-        """See :meth:`SlotPool.lend`."""
         return int(self._generations[slot])
 
     def done(self, slot: int, which: int) -> None:
