@@ -343,7 +343,7 @@ class Capture:
     def _fill(self, batch: Batch, room: torch.Tensor) -> None:
         many = len(batch.numbers) >= MANY
         kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
-        with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
+        with self.stage.backoff.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
             with self._aside():
                 self.source.fill_batch(batch, room, 0, self._on_filled, self._kept)
             with self._aside():
@@ -355,7 +355,7 @@ class Capture:
         return None if self._filled is None or self._streams else self._tell_filled
 
     def _tell_filled(self, start: int, stop: int) -> None:
-        if self._filled is not None and not self.stage.throttle.haste.is_set():
+        if self._filled is not None and not self.stage.backoff.haste.is_set():
             self._filled(start, stop)
 
 

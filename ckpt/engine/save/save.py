@@ -30,6 +30,7 @@ from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.engine.devices import refuse_in_graph, settle_devices
 from ckpt.errors import CkptError
 from ckpt.formats.native.ranks import encode_row
+from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends import checks
 from ckpt.io_backends.checks import Retries
@@ -361,7 +362,10 @@ def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | 
     busy: Mapping[int, float] = {}
     if leader is not None:
         spans[0] = _row_of_spans(job, share)
-        busy = leader.keep_spans(spans)
+        try:  # a failure harms nothing: the checkpoint is there
+            busy = write_spans(leader.backend, leader.id, spans)
+        except CkptError as err:
+            log.warning("the spans of the save %s are not kept: %s", call.url, err)
         call.linger()
         _remove_older(job, leader)
     report = SaveReport(
