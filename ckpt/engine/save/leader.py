@@ -267,7 +267,8 @@ class Leader:
                     older.setdefault(save, []).append(path)
             if older:  # what others refer to has to stay
                 referrers = referred_files(backend)
-                older = {save: kept for save, paths in older.items() if (kept := [path for path in paths if not referrers.of(path)])}
+                if referrers.by_path or referrers.unknown:
+                    older = {save: kept for save, paths in older.items() if (kept := [path for path in paths if not referrers.of(path)])}
             replaced = older.pop(self.replaced, None) if self.replaced is not None else None
             if replaced:
                 backend.delete_many(replaced)

@@ -158,7 +158,7 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankSha
     with spans.span("plan"):
         how = WriteOptions(
             rank=group.rank,
-            position=group.ranks.index(group.rank),
+            position=group.position,
             merge_flat_shards=options.merge_flat_shards and group.size > 1,
             codec=options.codec,
             mirrors=options.mirrors,
@@ -269,7 +269,7 @@ def _make_writer(job: SaveJob, share: RankShare, id: str) -> RankWriter:
         plan=share.plan,
         source=share.source,
         id=id,
-        position=group.ranks.index(group.rank),
+        position=group.position,
         threads=max(job.options.threads, share.backend.io_hints.concurrency),
         beat=job.beat,
         alive_while=job.call.alive_while,
