@@ -209,7 +209,8 @@ def stage(job: SaveJob, share: RankShare) -> Capture:
         if devices := shard_table.devices:
             refuse_in_graph(devices, job.call.url)
         # Lent memory is not pinned, as a device's copies need it; and the size of a coded file is not known yet.
-        lent = borrow(share.backend, [file.size for file in plan.files]) if not devices and job.options.codec is None else ()
+        lends = share.backend.io_hints.in_memory and not devices and job.options.codec is None
+        lent = borrow(share.backend, [file.size for file in plan.files]) if lends else ()
         if lent:
             batches = StagedBatches.in_lent(plan.batches, lent)
         else:
