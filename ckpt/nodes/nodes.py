@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
@@ -143,18 +143,8 @@ class NodeSet:
 log = logging.getLogger("ckpt")
 
 
-class FilePlace(Protocol):
-    """What is read of a backend, or computed."""
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes: ...
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None: ...
-
-    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None: ...
-
-    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None: ...
-
-    def size(self, path: str) -> int: ...
+FilePlace = Backend | ParitySource
+"""Where a file is read, or computed."""
 
 
 class NodeReader:
@@ -281,10 +271,6 @@ class NodeReader:
             else:
                 return
         raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}")
-
-    def read_whole_from(self, node: int, path: str, limit: int) -> bytes:
-        """A small file of one node; raises as ``Backend.read_whole``."""
-        return self.node(node).read_whole(path, limit)
 
     def evict(self, path: str, start: int, stop: int) -> None:
         """The place that would be read now gave wrong bytes, and is not read for this range any more."""

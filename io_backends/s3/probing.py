@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 from botocore.exceptions import ClientError
 
@@ -30,10 +30,8 @@ log = logging.getLogger("ckpt")
 _PROBE = b"probe"
 
 
-class _Send(Protocol):
-    """Sends the bytes of the probe with these checksums; gives the ETag."""
-
-    def __call__(self, boto: Any, sums: Sums, /) -> str: ...
+_Send = Callable[[Any, Sums], str]
+"""Sends the bytes of the probe with these checksums, by botocore's client; gives the ETag."""
 
 
 # ---- conditions
