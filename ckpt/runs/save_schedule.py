@@ -296,8 +296,7 @@ def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
 
 def check_step(n: object) -> None:
     """Raise UsageError unless ``n`` is the number of a training step."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise UsageError(f"a step is a whole number of at least 0, not {n!r}", hint="give the number of the step as an int")
+    check_whole(n, "a step", 0, "give the number of the step as an int")
 
 
 def state_of(given: State | Callable[[], State]) -> State:

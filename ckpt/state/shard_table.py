@@ -214,12 +214,12 @@ class ShardTable:
         wrapper = wrapper_of(tensor)
         layout, shape = self._outer_layout(state_name, tensor, param)
         placed: dict[str, LocalTensor] = {}
-        for field_name, (inner, inner_layout, whole) in inner_layouts(state_name, wrapper, layout, shape).items():
+        for field_name, (inner, inner_layout, inner_shape) in inner_layouts(state_name, wrapper, layout, shape).items():
             name = f"{state_name}#{field_name}"
             if is_dtensor(inner):
                 placed[field_name] = self.add(name, inner)
             else:  # what is done through the wrapper shows in its version alone
-                part = Sharded(inner, whole, inner_layout, counted=(tensor, wrapper) if tensor is not wrapper else (tensor,))
+                part = Sharded(inner, inner_shape, inner_layout, counted=(tensor, wrapper) if tensor is not wrapper else (tensor,))
                 placed[field_name] = self._add_sharded(name, part, inner)
         self.fields[state_name] = tuple(f"{state_name}#{field_name}" for field_name in placed)
         return placed

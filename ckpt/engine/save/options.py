@@ -14,7 +14,6 @@ from ckpt.formats.native.commit import Branches
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.values import StatePart
-from ckpt.policies.save import TrustFrozen
 from ckpt.settings import check_flags
 from ckpt.telemetry.callbacks import ProgressCallback
 
@@ -22,6 +21,8 @@ from .base import SaveBase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ckpt.policies.save import TrustFrozen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

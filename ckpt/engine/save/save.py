@@ -37,7 +37,6 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.mesh import coordinates
 from ckpt.state.collect import Collected, collect
@@ -182,6 +181,11 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankSha
         extensions.append(ReplicaCheck(replicas, job.call, 0 if background else options.threads))
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
+    fragments = None
+    if moves:
+        from ckpt.net.peers import peers_of
+
+        fragments = FragmentExchange(plan, source, peers_of(group, timeout=options.timeout))
     return RankShare(
         backend=backend,
         collected=collected,
@@ -190,7 +194,7 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankSha
         plan=plan,
         source=source,
         extensions=extensions,
-        fragments=FragmentExchange(plan, source, peers_of(group, timeout=options.timeout)) if moves else None,
+        fragments=fragments,
         replicas=replicas,
         reuse=reuse,
     )

@@ -11,17 +11,20 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from ckpt import settings
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.net.peers import Peers
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.ownership import Fragment
 from ckpt.state.tensors import RAW, LocalShard, LocalTensor, as_bytes, raw_view
 
 from .plan import Batch, RankPlan
+
+if TYPE_CHECKING:
+    from ckpt.net.peers import Peers
 
 FENCE = (
     "call fence(), of the save's handle or of the publication, or ckpt.fence(), right before the line that changes it: only an optimizer's "
