@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,9 @@ from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import id_of, parity_prefix
 from ckpt.io_backends.checks import byte_view, path_problem
+from ckpt.io_backends.protocol import Backend
 from ckpt.plan.parity import ParityLayout, ParityPiece, ParityTable, ParityTerm
 from ckpt.text import parse_json
-
-if TYPE_CHECKING:
-    from .nodes import NodeReader
 
 # What lies beside a parity file: the ranges of files that it is the XOR of, and digests of its own blocks (docs/storage.md).
 #
@@ -161,10 +159,25 @@ def _pieces(term: ParityTerm) -> Iterator[ParityTerm]:
 log = logging.getLogger("ckpt")
 
 
+class NodeFiles(Protocol):
+    """The files of the nodes that answer: what is read of ``NodeReader``."""
+
+    @property
+    def url(self) -> str: ...
+
+    def holders(self, prefix: str) -> Mapping[str, Mapping[int, int]]: ...
+
+    def node(self, node: int) -> Backend: ...
+
+    def read_from_any(self, path: str, offset: int, view: memoryview) -> None: ...
+
+    def name(self, node: int) -> str: ...
+
+
 class ParitySource:
     """Reads lost files below the prefix of ``files``. Thread-safe."""
 
-    def __init__(self, files: NodeReader) -> None:
+    def __init__(self, files: NodeFiles) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._tables: dict[str, _SaveParity] = {}
@@ -275,14 +288,14 @@ class _SaveParity:
         self.table = ParityTable([r.layout for r in records.values()], lambda path, size: size in sizes_by_node.get(path, {}).values())
 
     @classmethod
-    def read(cls, files: NodeReader, id: str) -> _SaveParity:
+    def read(cls, files: NodeFiles, id: str) -> _SaveParity:
         there = files.holders(parity_prefix(id))
         records = read_records(files, id, there)
         nodes = {path: [*there[path]] for path in records}
         return cls(records, nodes, files.holders("data/") if records else {})
 
 
-def read_records(files: NodeReader, id: str, there: Mapping[str, Mapping[int, int]]) -> dict[str, ParityRecord]:
+def read_records(files: NodeFiles, id: str, there: Mapping[str, Mapping[int, int]]) -> dict[str, ParityRecord]:
     """The records of the parity files that are ``there`` whole, by the paths of the files. What cannot be read is passed over, with a
     warning."""
     records = {}
