@@ -131,11 +131,11 @@ def prepare_image(
     segment = take(image.layout.nbytes)
     memory = torch.from_numpy(segment.data)
     batches = image.plan.batches[0]
-    stage = StagedBatches([Segment(batches, 0, 0, None)], [memory])
+    stage = StagedBatches([Segment(batches, 0, 0, None)], [memory], [segment])
     source = ChunkSource(image.plan, tensors)
     meter = SaveMeter()
     meter.total = sum(batch.length for batch in batches)
-    # Whoever publishes eagerly waits for the copy alone; hashing on the way would be one pass less, and a longer wait.
+    # Whoever publishes eagerly waits for the copy alone: to hash on the way takes less in all, and blocks for longer.
     filled = segment.digests.filled if lazy else None
     capture = Capture(source, collected.shard_table, stage, spans, meter, filled=filled)
     if lazy:

@@ -71,7 +71,7 @@ class Destination:
                 message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
                 raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
         for left in list(left_behind(self.backend, self.name or _STEM)):
-            if self._is_ours(left.path):
+            if left.path == self.name if self.name is not None else _WEIGHTS.fullmatch(left.path):
                 remove_left(self.backend, left)
         for path in (*begun, self.record):
             self.backend.delete(path)
@@ -84,9 +84,6 @@ class Destination:
         if taken:
             message = f"something is there already: {', '.join(taken[:5])}"
             raise ConflictError(message, where=self.url, hint="export to another URL, or replace it: overwrite=True")
-
-    def _is_ours(self, path: str) -> bool:
-        return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
 
     def _taken(self) -> list[str]:
         names = self.backend.list_dir()

@@ -20,6 +20,7 @@ BEFORE, NEW, LATER = 1, 2, 3
 ERRORS = {"error": StorageError, "short_write": StorageError, "no_space": NoSpaceError, "crash": SimulatedCrash}
 FILES = 6
 """Of one checkpoint of one rank: what killed saves left is gone after the next one."""
+NOT_OURS = "data/notes.txt"
 SAVES = ["replacing", "at a new URL"]
 MOMENTS = ["before", "after"]
 
@@ -112,8 +113,9 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(root: str, moment: str, lo
         assert isinstance(error, SimulatedCrash) and process.crashed, what
         committed = n > publish or (n == publish and after)
         assert found(url) == (NEW if committed else before), f"crash {'after' if after else 'before'} operation {n}, {what}"
+        open_backend(url).put_if(NOT_OURS, b"", expected=None)
         ckpt.save(url, state(LATER))
-        assert stored(url) == LATER and len(files(url)) == FILES, f"{what}: {sorted(files(url))}"
+        assert stored(url) == LATER and NOT_OURS in files(url) and len(files(url)) == FILES + 1, f"{what}: {sorted(files(url))}"
 
 
 ERROR_AT = ["error before", "error after", "no_space before", "no_space after", "short_write before"]

@@ -185,7 +185,8 @@ class Capture:
         replicas: Replicas | None = None,
         filled: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``filled`` hears of each range of a file that was captured in the background, right after the copy, as long as nobody waits."""
+        """``filled`` hears of each range of a file that was captured, right after the copy, from any thread; in the background only as
+        long as nobody waits."""
         self.plan = source.plan
         self.shard_table = shard_table
         self.source = source
@@ -271,7 +272,8 @@ class Capture:
             nbytes = sum(self.source.nbytes(n) for _, inside in few for n in inside)
             with self.spans.span("capture", nbytes), self._aside():
                 for batch, inside in few:
-                    self.source.fill_batch(batch, self.stage.opened(batch), 0, skipped={*batch.numbers}.difference(inside))
+                    others = {*batch.numbers}.difference(inside)
+                    self.source.fill_batch(batch, self.stage.opened(batch), 0, self._on_filled, others)
             for batch, inside in few:
                 if len(inside) == len(batch.numbers):
                     self.stage.arrived(batch)
@@ -342,11 +344,14 @@ class Capture:
         kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
         with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
             with self._aside():
-                on_tensor = None if self._filled is None or self._streams else self._tell_filled
-                self.source.fill_batch(batch, room, 0, on_tensor, self._kept)
+                self.source.fill_batch(batch, room, 0, self._on_filled, self._kept)
             with self._aside():
                 _refuse(self._samples.changed(batch, room))
         self.meter.add(captured=batch.length - kept)
+
+    @property
+    def _on_filled(self) -> Callable[[int, int], None] | None:
+        return None if self._filled is None or self._streams else self._tell_filled
 
     def _tell_filled(self, start: int, stop: int) -> None:
         if self._filled is not None and not self.stage.throttle.hurried:
