@@ -285,7 +285,6 @@ class Members:
     """Connections that notice who dies, where the ranks have made them."""
     tree: BroadcastTree | None = field(default=None, init=False)
     """Hands on what the leader has for all ranks; None for a single process."""
-
     leader: int = field(init=False)
     size: int = field(init=False)
 

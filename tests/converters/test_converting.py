@@ -458,7 +458,7 @@ def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gon
 
 FINISHING = """
 import os, signal, sys
-from ckpt.formats.journal import CheckpointJournal
+from ckpt.formats.native.writer import CheckpointJournal
 from ckpt import convert
 
 CheckpointJournal.commit = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
