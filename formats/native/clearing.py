@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckpt.catalog import DataFile, SourceFile
 from ckpt.concurrency import map_tasks
@@ -29,15 +29,12 @@ from .paths import (
     id_of,
     index_path,
     is_reference,
+    is_there,
     others_files,
     owner_of,
     split_url,
 )
 from .virtual import decode_sources
-
-if TYPE_CHECKING:
-    from ckpt.io_backends.protocol import Backend
-
 
 log = logging.getLogger("ckpt")
 
@@ -128,7 +125,10 @@ def confirm(
         if CommitRecord.from_bytes(record, backend.url).id != id:
             return None
         try:
-            _take_back(backend, record, previous)
+            if previous is not None:
+                backend.put_if(COMMIT_PATH, previous, expected=record)
+            else:
+                backend.delete(COMMIT_PATH)
             break
         except ConflictError:  # another save is committed by now, or this one was tagged
             record = read_record(backend)
@@ -194,13 +194,6 @@ def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None
     return ConflictError(message, where=backend.url, hint=hint)
 
 
-def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
-    if previous is not None:
-        backend.put_if(COMMIT_PATH, previous, expected=record)
-    else:
-        backend.delete(COMMIT_PATH)
-
-
 def claim(backend: Backend, id: str) -> None:
     """Mark save ``id``, whose files are about to be removed and copied again: another copy of it cannot be committed before ``resume``."""
     mark = index_path(id, CLEARING)
@@ -256,15 +249,6 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     if mine or went:  # while the save is there, somebody else's mark says that they may be about to remove a file
         backend.delete(mark)
     return went
-
-
-def is_there(backend: Backend, path: str) -> bool:
-    """Whether there is such an object."""
-    try:
-        backend.size(path)
-    except NotFoundError:
-        return False
-    return True
 
 
 # Who refers to the data files of a checkpoint, or points into them as a virtual one does: they have to stay, whether or not their own
