@@ -137,7 +137,9 @@ class _ItemTensors:
         """The extents of chunks; looks into items that were not looked into before."""
         boxes = [self._boxes[entry.name][number] if self._boxes[entry.name] else None for entry, number in wanted]
         with self._lock:
-            self._look([(entry, box) for (entry, _), box in zip(wanted, boxes, strict=True) if box is not None])
+            there = [(entry, box) for (entry, _), box in zip(wanted, boxes, strict=True) if box is not None]
+            new = {box.item[:2]: (entry.name, entry.dtype.name, box) for entry, box in there if box.item[:2] not in self._places}
+            self._places |= zip(new, self._looks.find(list(new.values())), strict=True)
         return [
             Extent(self._first, 0, 0, None) if box is None else self._extent(entry, box)
             for (entry, _), box in zip(wanted, boxes, strict=True)
@@ -146,10 +148,6 @@ class _ItemTensors:
     def _extent(self, entry: TensorEntry, box: DcpBox) -> Extent:
         start, crc = self._places[box.item[:2]]
         return Extent(box.item.path, start, math.prod(box.shape) * entry.dtype.itemsize, None, crc32=crc)
-
-    def _look(self, wanted: Sequence[tuple[TensorEntry, DcpBox]]) -> None:
-        new = {box.item[:2]: (entry.name, entry.dtype.name, box) for entry, box in wanted if box.item[:2] not in self._places}
-        self._places |= zip(new, self._looks.find(list(new.values())), strict=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- state

@@ -132,17 +132,14 @@ class _MetadataReader:
                 raise FormatError(f"{key['fqn']} is stored through {through}", where=self.where, hint=hint)
             path = place["relative_path"]
             if path not in self._known_paths:
-                self._check_path(path, key["fqn"])
+                problem = path_problem(path) if type(path) is str else "no path"
+                if problem is not None:
+                    self.damaged(f"{key['fqn']} lies in a file that cannot be: {problem}")
+                self._known_paths.add(path)
             offset, length = counts((place["offset"], place["length"]))
             at = None if key.get("offset") is None else self._counts(key["offset"])  # what is None was not pickled
             items[key["fqn"], at] = DcpItem(path, offset, length)
         return items
-
-    def _check_path(self, path: Any, name: str) -> None:
-        problem = path_problem(path) if type(path) is str else "no path"
-        if problem is not None:
-            self.damaged(f"{name} lies in a file that cannot be: {problem}")
-        self._known_paths.add(path)
 
     def _counts(self, value: Any) -> tuple[int, ...]:
         """``counts``; boxes and items have the same offsets."""

@@ -176,24 +176,21 @@ class ParallelLayout:
         at, last = chunk * self.stages + stage, len(counts) - 1
         outside = [n for n in self._by_layer.get(_NONE, ()) if at == (0 if n.startswith("embedding.") else last)]
         mine = range(sum(counts[:at]), sum(counts[: at + 1]))
-        names = [n for n in (*outside, *(n for i in mine for n in self._by_layer.get(i, ()))) if self._is_of(n, owner)]
+        candidates = [*outside, *(n for i in mine for n in self._by_layer.get(i, ()))]
+        numbers = self._expert_numbers if self.apart else {}
+        each = self.experts // self.expert_parallel
+        names = [n for n in candidates if owner == (numbers[n] // each if n in numbers else None)]
         if self.tied and last and at == last and owner is None:
             names.append(OUTPUT)
         return names
 
-    def _is_of(self, name: str, owner: int | None) -> bool:
-        number = self._expert_numbers.get(name) if self.apart else None
-        return owner is None if number is None else owner == number // (self.experts // self.expert_parallel)
-
-    def _key(self, name: str, order: tuple[str, bool]) -> tuple[int, ...]:
-        try:
-            return order_key(name, order)
-        except KeyError:
-            self.refuse(f"nobody knows where {name} comes in the model's order")
-
     def ordered(self, group: GroupOf, names: Sequence[str], order: tuple[str, bool]) -> list[LocalParam]:
         """The parameters of these names as the ranks of a group have them, in an order of the model."""
-        return [self._param(group, name) for name in sorted(names, key=lambda n: self._key(n, order))]
+        try:
+            in_order = sorted(names, key=lambda n: order_key(n, order))
+        except KeyError as err:
+            self.refuse(f"nobody knows where {err.args[0]} comes in the model's order")
+        return [self._param(group, name) for name in in_order]
 
     def _param(self, group: GroupOf, name: str) -> LocalParam:
         entry, expert = self._weight(name), is_expert(name)

@@ -15,7 +15,7 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.dcp.container import DcpBox, DcpItem, Places
 from ckpt.formats.external.base import ChunkRequests, ExternalFile, Range, grid_of, one_chunk_grid, read_ranges
 from ckpt.formats.external.elements import reach, read_extent, strided
-from ckpt.formats.pickles.stand_ins import StoredView
+from ckpt.formats.pickles.stand_ins import StoredStorage, StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.catalog import rows_of
 from ckpt.plan.layout.geometry import Box
@@ -181,8 +181,14 @@ class PieceTable:
     def _extents(self, named: Sequence[tuple[str, SourcePiece]]) -> list[Extent]:
         sources = [piece.source for _, piece in named if math.prod(piece.shape)]
         with self._lock:
-            self._look([s for s in sources if isinstance(s, InItem)])
-        self._look_at_headers([s for s in sources if isinstance(s, InArchive)])
+            items = {s.box.item: s for s in sources if isinstance(s, InItem) and s.box.item not in self._places}
+            self._places |= zip(items, self._looks.find([(s.name, s.dtype, s.box) for s in items.values()]), strict=True)
+        by_archive: dict[int, list[StoredStorage]] = {}
+        for source in sources:
+            if isinstance(source, InArchive):
+                by_archive.setdefault(source.archive, []).append(source.view.storage)
+        for number, storages in by_archive.items():
+            self.archives[number].starts(storages)
         return [self._extent(name, piece) for name, piece in named]
 
     def _extent(self, name: str, piece: SourcePiece) -> Extent:
@@ -219,18 +225,6 @@ class PieceTable:
                 f"a part of tensor {name} is not stored row by row: its strides are {list(view.strides)}", where=archive.where, hint=hint
             )
         return archive.starts([view.storage])[0] + rows[0].start * view.itemsize
-
-    def _look(self, sources: Sequence[InItem]) -> None:
-        new = {source.box.item: source for source in sources if source.box.item not in self._places}
-        places = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
-        self._places |= zip(new, places, strict=True)
-
-    def _look_at_headers(self, sources: Sequence[InArchive]) -> None:
-        by_archive: dict[int, list[InArchive]] = {}
-        for source in sources:
-            by_archive.setdefault(source.archive, []).append(source)
-        for number, members in by_archive.items():
-            self.archives[number].starts([s.view.storage for s in members])
 
 
 def whole_piece(source: Source, shape: tuple[int, ...]) -> SourcePiece:

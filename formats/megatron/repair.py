@@ -212,15 +212,12 @@ class _Repair:
                 hint="give bucket size and data-parallel size as the job had them",
             )
         if len(fitting) > 1:
-            fitting = [laid for laid in fitting if laid.order == self._stated_order()]
+            fused = self.arguments.get("transformer_impl") == "transformer_engine"
+            stated = ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))
+            fitting = [laid for laid in fitting if laid.order == stated]
         if len(fitting) != 1:
             raise FormatError("several orders of the model's parameters fit what is stored", where=self.catalog.url)
         return fitting[0]
-
-    def _stated_order(self) -> tuple[str, bool]:
-        """The order that the arguments speak of."""
-        fused = self.arguments.get("transformer_impl") == "transformer_engine"
-        return ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))
 
     def _fits(self, laid: _Laid, others: Sequence[_Laid]) -> bool:
         """Whether masters are weights, in a sample of the parameters that orders place differently, or of all if there is one order."""

@@ -3,17 +3,15 @@ the readers of both formats share."""
 
 from __future__ import annotations
 
-import base64
 import math
 import re
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from ckpt.catalog import TensorEntry
 from ckpt.errors import FormatError
 from ckpt.formats.external.base import ExternalCatalog, ExternalContents
-from ckpt.formats.pickles.nodes import NodeMaker, Place
+from ckpt.formats.pickles.nodes import NodeMaker, Place, step_node
 from ckpt.formats.pickles.stand_ins import Made, StoredPart, StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.plan import tree
@@ -159,7 +157,7 @@ def optimizer_node(
         by_parameter[name] = {**by_parameter.get(name, {}), **own}
     state: dict[str, Any] = {"": {"$tensors": "optimizer.state"}}
     state |= {
-        f"{MODEL}{n}": {k: number(v) if k == "step" and _is_number(v) else v for k, v in own.items()} for n, own in by_parameter.items()
+        f"{MODEL}{n}": {k: step_node(v) if k == "step" and _is_number(v) else v for k, v in own.items()} for n, own in by_parameter.items()
     }
     notes = _without_steps(owned, by_parameter, entries)
     if shared is None:
@@ -201,11 +199,6 @@ def _is_number(step: object) -> TypeGuard[float]:
     return isinstance(step, (int, float)) and not isinstance(step, bool)
 
 
-def number(step: float) -> tree.Node:
-    """A step as torch's optimizers keep it: a number in a tensor."""
-    return {"$inline": ["float32", [], base64.b64encode(struct.pack("<f", step)).decode()]}
-
-
 def no_tensor(value: object, path: str) -> tree.Node:
     """Refuses a tensor where only values are read."""
     raise FormatError(f"{path} has a tensor of several numbers, which is not read there", hint="load it with Megatron-LM")
@@ -241,16 +234,9 @@ class MegatronCatalog(ExternalCatalog):
         )
         super().__init__(contents, backend=table.backend, format=format, locate=table.locate, replicas=table.replicas)
         self.arguments = arguments
-        self._suspect = suspect
+        self.suspect = suspect
+        self.about_storage = ABOUT_STORAGE
         self.table = table
-
-    @property
-    def suspect(self) -> str | None:
-        return self._suspect
-
-    @property
-    def about_storage(self) -> tuple[str, ...]:
-        return ABOUT_STORAGE
 
 
 def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:

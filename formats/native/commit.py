@@ -52,12 +52,8 @@ def branches_of(rows: Iterable[Any]) -> Branches:
 
 def begun_last(several: Iterable[Branches]) -> Branches:
     """Of the branches of some checkpoints those of the branch that was begun last."""
-    return max(several, key=_last_id, default=())
-
-
-def _last_id(branches: Branches) -> str:
-    """A run that never went back comes before all others."""
-    return branches[-1].id if branches else ""
+    # a run that never went back comes before all others
+    return max(several, key=lambda branches: branches[-1].id if branches else "", default=())
 
 
 def left_at(branches: Branches, step: int, live: Branches, tip: int) -> int | None:

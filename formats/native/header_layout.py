@@ -225,7 +225,9 @@ def read_layout(text: bytes, data: int) -> HeaderLayout | None:
         known
     ) < len(kind):
         return None
-    if (np.array([_bits(*k) for k in known], dtype=np.int64)[kinds] != 8 * (stops - starts)).any():
+    bits = [BITS[dtype] * math.prod(shape) for dtype, shape in known]
+    addressable = [n if n < 1 << 62 else -1 for n in bits]
+    if (np.array(addressable, dtype=np.int64)[kinds] != 8 * (stops - starts)).any():
         return None
     names = _names([stem + box[:1] for stem, box in zip(stems, boxes, strict=True)])
     columns = Columns(
@@ -249,12 +251,6 @@ def _kind(dtype: bytes, shape: bytes) -> tuple[str, tuple[int, ...]] | None:
     if dtype.decode() not in BITS or _SHAPE.fullmatch(shape) is None:
         return None
     return dtype.decode(), tuple(map(int, shape.split(b","))) if shape else ()
-
-
-def _bits(dtype: str, shape: tuple[int, ...]) -> int:
-    """Of a chunk; -1 for more than there can be."""
-    bits = BITS[dtype] * math.prod(shape)
-    return bits if bits < 1 << 62 else -1
 
 
 def _names(bare: Sequence[bytes]) -> Names | None:

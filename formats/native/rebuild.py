@@ -121,7 +121,12 @@ def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _Rebui
     for key, chunk in header.chunks.items():
         try:
             name, ranges, codec = parse_key(key)
-            dtype, box, shape = _place(chunk, ranges) if codec is None else _coded_place(chunk, ranges, coded.get(name))
+            shape: tuple[int, ...] | None = None
+            if codec is None:
+                dtype, inner = _elements(chunk, ranges)
+                box = _box(ranges, inner)
+            else:
+                dtype, box, shape = _coded_place(chunk, ranges, coded.get(name))
         except ValueError as err:
             raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
         if codec is not None and not is_known(codec):
@@ -142,11 +147,6 @@ def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _Rebui
         tensor.codecs.append(codec)
         tensor.boxes.append(box)
         tensor.files.append(file)
-
-
-def _place(chunk: StoredChunk, ranges: Ranges | None) -> tuple[DType, Box, None]:
-    dtype, shape = _elements(chunk, ranges)
-    return dtype, _box(ranges, shape), None
 
 
 def _coded_place(

@@ -336,7 +336,11 @@ def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], SpanGroups]:
     # Of many ranks, the single spans of few are looked at: the leader does this while its call goes on.
     columns = SpanGroups(groups=[], seconds={})
     if len(rows) > MANY:
-        with_sums = {rank: row if "sums" in row else _summed(row, rank) for rank, row in rows.items()}
+        with_sums = dict(rows)
+        for rank, row in rows.items():
+            if "sums" not in row:
+                summed = SpanTable.from_row(row, f"rank {rank}").summed().to_row()
+                with_sums[rank] = {**summed, "sums": summed["folded"]}
         columns = _columns(with_sums)
         detailed = {*sorted(columns.seconds, key=lambda rank: (-columns.seconds[rank], rank))[:SLOWEST], next(iter(rows))}
     else:
@@ -359,11 +363,6 @@ def _columns(rows: Mapping[int, Row]) -> SpanGroups:
         for rank, row in rows.items() if len(rows) > 1 else ():
             _columns({rank: row})
         raise CorruptError(f"these are not the spans of a rank: {err}", where=f"rank {next(iter(rows))}", hint=UNNEEDED) from err
-
-
-def _summed(row: Row, rank: int) -> Row:
-    summed = SpanTable.from_row(row, f"rank {rank}").summed().to_row()
-    return {**summed, "sums": summed["folded"]}
 
 
 def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTable]:

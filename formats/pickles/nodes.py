@@ -10,6 +10,8 @@ class, arguments and attributes, and is told: ``opaque``.
 
 from __future__ import annotations
 
+import struct
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +139,11 @@ class NodeMaker:
         """Note that what lies at ``path`` has no known meaning."""
         self._charge(len(path) + len(of) >> 4)
         self.opaque[path] = of
+
+
+def step_node(step: float) -> Node:
+    """A step as torch's optimizers keep it: a number in a tensor."""
+    return {"$inline": ["float32", [], b64encode(struct.pack("<f", step)).decode()]}
 
 
 def _no_tensor(tensor: object, path: str) -> Node:
