@@ -28,7 +28,7 @@ from ckpt.formats.torchzip.catalog import TensorTable, node_maker
 from ckpt.plan import tree
 from ckpt.units import plural
 
-from .container import METADATA, DcpBox, DcpTensor, Metadata, Places, open_items, read_metadata
+from .container import DATA_FILE, METADATA, DcpBox, DcpTensor, Metadata, Places, open_items, rank_of, read_metadata
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 FORMAT_NAME = "torch.distributed.checkpoint"
 _MODULE = b"torch.distributed.checkpoint"
 _OWN = re.compile(r"__\d+\.metadata")
-_DATA = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def recognises(backend: Backend, names: Sequence[str]) -> bool:
@@ -59,7 +58,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     """The catalog of metadata that were read."""
     items = [box.item for stored in metadata.tensors.values() for box in stored.boxes]
     paths = sorted({item.path for item in (*items, *metadata.values.values())})
-    files = [ExternalFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    files = [ExternalFile(path, size, rank_of(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     rows = {file.path: row for row, file in enumerate(files)}
     tensors = _ItemTensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
     archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes))
@@ -106,11 +105,6 @@ def _unread(metadata: Metadata, tensors: _ItemTensors) -> list[str]:
     except (CorruptError, FormatError) as err:
         what = err.message
     return [f"{plural(len(short), 'tensor')} cannot be read, such as {short[0]}: {what}"]
-
-
-def _rank(path: str) -> int | None:
-    match = _DATA.fullmatch(path)
-    return int(match[1]) if match and len(match[1]) < 9 else None
 
 
 def _grid(name: str, stored: DcpTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[DcpBox]]:
@@ -195,7 +189,7 @@ FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_dcp)
 
 def _is_unfinished(backend: Backend, names: Sequence[str]) -> bool:
     """``.metadata`` is written last."""
-    return METADATA not in names and any(_DATA.fullmatch(name) for name in names)
+    return METADATA not in names and any(DATA_FILE.fullmatch(name) for name in names)
 
 
 def _open_unfinished(backend: Backend) -> NoReturn:

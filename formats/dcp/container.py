@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,16 @@ if TYPE_CHECKING:
 
 
 METADATA = ".metadata"
+DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _MODULE = "torch.distributed.checkpoint.metadata"
 _PARTS = ("state_dict_metadata", "storage_data")
 _TENSOR_PARTS = frozenset({"properties", "size", "chunks"})
+
+
+def rank_of(path: str) -> int | None:
+    """The rank that wrote a data file, as its name says."""
+    match = DATA_FILE.fullmatch(path)
+    return int(match[1]) if match and len(match[1]) < 9 else None
 
 
 class DcpItem(NamedTuple):

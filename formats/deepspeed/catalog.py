@@ -32,7 +32,7 @@ from .files import (
     resolve,
 )
 from .partitions import Partitioned, StateTable, find_parameters
-from .weights import MODEL, OPTIMIZER, STATE, Universal, Weights, by_parameter, node_maker, parameter_files
+from .weights import MODEL, OPTIMIZER, STATE, Universal, Weights, node_maker, parameter_files
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -91,7 +91,8 @@ class _Opened:
         states = [] if directory.universal else [path for stage in stages for path in directory.ranks(stage)]
         further = [OPTIMIZER] if directory.universal else []
         models = [directory.models[key] for key in sorted(directory.models)]
-        paths = [*models, *directory.layers.values(), *directory.experts, *states, *self.universal.values(), *further]
+        whole_states = [path for states_of in self.universal.values() for path in states_of.values()]
+        paths = [*models, *directory.layers.values(), *directory.experts, *states, *whole_states, *further]
         files = open_files(backend, paths)
         self.by_path = {file.path: file for file in files}
         rank_of = {path: rank for (_, rank), path in directory.states.items()}
@@ -162,7 +163,7 @@ class _Opened:
         # Slices of them are left alone: a universal directory has the whole parameters.
         files = self.models(stage)
         if self.sliced:
-            lacking = [n for n in files[0].optional(files[0].root.get("module"), "'module'") if n not in {p for p, _ in self.universal}]
+            lacking = [n for n in files[0].optional(files[0].root.get("module"), "'module'") if n not in self.universal]
             if lacking:
                 files[0].unknown(f"{lacking[0]} is cut for tensor parallelism, or not, and is in no file of its own")
             return
@@ -224,8 +225,8 @@ class _Opened:
         shapes = {n: s for stage in self.directory.stages for group in self._shapes(stage) for n, s in group.items()}
         self.weights.tied_layers(shapes)
         universal = Universal(self.weights, shapes)
-        for name, states in by_parameter({key: self.by_path[path] for key, path in self.universal.items()}).items():
-            universal.add(name, states)
+        for name, states in self.universal.items():
+            universal.add(name, {key: self.by_path[path] for key, path in states.items()})
         self.weights.check(shapes, self.backend.url)
         self._values(universal.values)
         self._universal_optimizer(self.by_path[OPTIMIZER])

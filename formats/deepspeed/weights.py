@@ -245,14 +245,14 @@ OPTIMIZER = "zero/optimizer_state.pt"
 _FULL = "fp32"
 
 
-def parameter_files(backend: Backend) -> dict[tuple[str, str], str]:
+def parameter_files(backend: Backend) -> dict[str, dict[str, str]]:
     """Paths by parameter and state."""
-    files = {}
+    files: dict[str, dict[str, str]] = {}
     for entry in backend.list_prefix(FOLDER):
-        parts = entry.path.removeprefix(FOLDER).split("/")
-        if len(parts) == 2 and parts[1].endswith(".pt"):
-            files[parts[0], parts[1].removesuffix(".pt")] = entry.path
-    return dict(sorted(files.items()))
+        name, _, file = entry.path.removeprefix(FOLDER).partition("/")
+        if file.endswith(".pt") and "/" not in file:
+            files.setdefault(name, {})[file.removesuffix(".pt")] = entry.path
+    return {name: dict(sorted(files[name].items())) for name in sorted(files)}
 
 
 class Universal:
@@ -299,11 +299,3 @@ class Universal:
                 hint="files are of different saves, or were not copied",
             )
         return StoredView(storage=flat.storage, dtype=flat.dtype, offset=flat.offset, shape=shape, strides=row_major_strides(shape))
-
-
-def by_parameter(files: Mapping[tuple[str, str], PickledFile]) -> dict[str, dict[str, PickledFile]]:
-    """Files of states, by parameter."""
-    by_name: dict[str, dict[str, PickledFile]] = {}
-    for (name, key), file in files.items():
-        by_name.setdefault(name, {})[key] = file
-    return by_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from ckpt.catalog import TensorEntry
@@ -102,24 +102,21 @@ def _no_tensor_here(value: object, path: str) -> tree.Node:
 def groups_in(table: PieceTable, number: int, value: Any) -> list[Group]:
     """The parameter groups of all optimizers in a value of the archive of this number, in order. Tensors of one number among their options
     are that number. One step for all parameters of an optimizer, which Megatron keeps beside its groups, is that of each of its groups."""
-    return list(_groups(table, number, value))
-
-
-def _groups(table: PieceTable, number: int, value: Any) -> Iterator[Group]:
     meaning = table.archives[number].values.meaning
     content = meaning(value)
+    if isinstance(content, (list, tuple)):
+        return [group for below in content for group in groups_in(table, number, below)]
+    own: list[Group] = []
     if isinstance(content, dict):
         state = meaning(content.get("state"))
         common = {"step": state[COMMON_STEP]} if isinstance(state, dict) and COMMON_STEP in state else {}
         for key, below in content.items():
             if key == "param_groups":
-                groups = (g for g in map(meaning, meaning(below)) if isinstance(g, dict))
-                yield from ({k: _plain(table, number, v) for k, v in (common | g).items()} for g in groups)
+                groups = [g for g in map(meaning, meaning(below)) if isinstance(g, dict)]
+                own += [{k: _plain(table, number, v) for k, v in (common | g).items()} for g in groups]
             else:
-                yield from _groups(table, number, below)
-    elif isinstance(content, (list, tuple)):
-        for below in content:
-            yield from _groups(table, number, below)
+                own += groups_in(table, number, below)
+    return own
 
 
 def _plain(table: PieceTable, number: int, value: Any) -> Any:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +33,7 @@ from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.plan.layout.geometry import IntArray
 
 from .datafile import METADATA
+from .index import Recent
 
 BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
 """Of an element. One element of our F4 dtype is two of safetensors' 4-bit ones."""
@@ -256,21 +256,16 @@ def _kind(dtype: bytes, shape: bytes) -> tuple[str, tuple[int, ...]] | None:
 def _names(bare: Sequence[bytes]) -> Names | None:
     """What keys are called without what follows the bracket of a box; None if keys are alike up to their boxes, or cannot be names."""
     joined = b"\n".join(bare)  # no key has a control character
-    with _lock:
-        names = _known_names.get(joined)
-        if names is not None:
-            _known_names.move_to_end(joined)
-            return names
+    names = _known_names.get(joined)
+    if names is not None:
+        return names
     order, places = _sorted(bare)
     # What begins others comes right before one of these.
     if METADATA.encode() in bare or any(bare[b].startswith(bare[a]) for a, b in pairwise(order)):
         return None
     names = Names(joined, places)
     if len(joined) <= _TEXT_BYTES:
-        with _lock:
-            _known_names[joined] = names
-            while len(_known_names) > _MOST_NAMES:
-                _known_names.popitem(last=False)
+        _known_names.put(joined, names)
     return names
 
 
@@ -299,7 +294,7 @@ _MOST = 32
 _MOST_NAMES = 8
 _known: list[tuple[int, HeaderLayout]] = []
 """Layouts with the bytes of data that they cover, those that were used last first."""
-_known_names: OrderedDict[bytes, Names] = OrderedDict()
+_known_names: Recent[bytes, Names] = Recent(_MOST_NAMES)
 _lock = threading.Lock()
 
 
@@ -335,4 +330,4 @@ def forget() -> None:
     """Know no layout any more."""
     with _lock:
         _known.clear()
-        _known_names.clear()
+    _known_names.clear()

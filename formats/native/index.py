@@ -62,6 +62,10 @@ class Recent(Generic[K, V]):
             self._values.move_to_end(key)
             return self._values[key]
 
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+
     def put(self, key: K, value: V) -> None:
         with self._lock:
             self._values[key] = value
