@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -123,24 +122,19 @@ class _ItemTensors:
         self.sizes = {f.path: f.size for f in files}
         self._first = files[0].path if files else ""
         self._boxes = {name: boxes for name, (_, boxes) in described.items()}
-        self._looks = Places(backend, self.sizes)
-        self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
-        self._lock = threading.Lock()
+        self._places = Places(backend, self.sizes)
 
     def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks; looks into items that were not looked into before."""
         boxes = [self._boxes[entry.name][number] if self._boxes[entry.name] else None for entry, number in wanted]
-        with self._lock:
-            there = [(entry, box) for (entry, _), box in zip(wanted, boxes, strict=True) if box is not None]
-            new = {box.item[:2]: (entry.name, entry.dtype.name, box) for entry, box in there if box.item[:2] not in self._places}
-            self._places |= zip(new, self._looks.find(list(new.values())), strict=True)
+        self._places.look((e.name, e.dtype.name, box) for (e, _), box in zip(wanted, boxes, strict=True) if box is not None)
         return [
             Extent(self._first, 0, 0, None) if box is None else self._extent(entry, box)
             for (entry, _), box in zip(wanted, boxes, strict=True)
         ]
 
     def _extent(self, entry: TensorEntry, box: DcpBox) -> Extent:
-        start, crc = self._places[box.item[:2]]
+        start, crc = self._places.of(box.item)
         return Extent(box.item.path, start, math.prod(box.shape) * entry.dtype.itemsize, None, crc32=crc)
 
 

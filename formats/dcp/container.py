@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -324,26 +325,32 @@ class _ItemTemplate:
 
 
 class Places:
-    """Looks into items, and remembers what kinds of them there are."""
+    """Looks into items, each once, and remembers what kinds of them there are. Thread-safe."""
 
     def __init__(self, backend: Backend, sizes: Mapping[str, int]) -> None:
         self._backend = backend
         self._sizes = sizes
         self._kinds: dict[int, list[_ItemTemplate]] = {}
+        self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
+        self._lock = threading.Lock()
 
-    def find(self, wanted: Sequence[Described]) -> list[tuple[int, int | None]]:
-        """Where in their files the bytes of boxes begin, and their CRC-32 if the items say it."""
-        places: list[tuple[int, int | None]] = []
-        for first in range(0, len(wanted), AT_ONCE):
-            batch = wanted[first : first + AT_ONCE]
-            ranges = [ranges_of(box.item, self._sizes, 0, self._backend.url) for _, _, box in batch]
-            data = iter(read_ranges(self._backend, [r for of_item in ranges for r in of_item]))
-            for described, of_item in zip(batch, ranges, strict=True):
-                start = described[2].item.offset
-                parts = [(r.offset - start, next(data)) for r in of_item]
-                place, crc = self._place(described, (parts[0], parts[-1]))
-                places.append((start + place, crc))
-        return places
+    def of(self, item: DcpItem) -> tuple[int, int | None]:
+        """Where in its file the bytes of a box begin, and their CRC-32 if the item says it. It was looked into before."""
+        return self._places[item[:2]]
+
+    def look(self, wanted: Iterable[Described]) -> None:
+        """Look into the items of these boxes that were not looked into before, many at once."""
+        with self._lock:
+            new = [*{d[2].item[:2]: d for d in wanted if d[2].item[:2] not in self._places}.values()]
+            for first in range(0, len(new), AT_ONCE):
+                batch = new[first : first + AT_ONCE]
+                ranges = [ranges_of(box.item, self._sizes, 0, self._backend.url) for _, _, box in batch]
+                data = iter(read_ranges(self._backend, [r for of_item in ranges for r in of_item]))
+                for described, of_item in zip(batch, ranges, strict=True):
+                    item = described[2].item
+                    parts = [(r.offset - item.offset, next(data)) for r in of_item]
+                    place, crc = self._place(described, (parts[0], parts[-1]))
+                    self._places[item[:2]] = (item.offset + place, crc)
 
     def _place(self, described: Described, cached: Held) -> tuple[int, int | None]:
         name, dtype, box = described

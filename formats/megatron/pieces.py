@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from ckpt.catalog import Extent, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.container import DcpBox, DcpItem, Places
+from ckpt.formats.dcp.container import DcpBox, Places
 from ckpt.formats.external.base import ChunkRequests, ExternalFile, Range, grid_of, one_chunk_grid, read_ranges
 from ckpt.formats.external.elements import reach, read_extent, strided
 from ckpt.formats.pickles.stand_ins import StoredStorage, StoredView
@@ -88,11 +87,9 @@ class PieceTable:
         self.archives = archives
         self._rows = rows
         self._row_of = {file.path: row for row, file in enumerate(files)}
-        self._looks = Places(backend, {file.path: file.size for file in files})
+        self._places = Places(backend, {file.path: file.size for file in files})
         self._pieces: dict[str, list[SourcePiece]] = {}
         self._copies: dict[str, list[SourcePiece]] = {}
-        self._places: dict[DcpItem, tuple[int, int | None]] = {}
-        self._lock = threading.Lock()
 
     def add(
         self, name: str, kind: str, shape: tuple[int, ...], pieces: Iterable[SourcePiece], logical: tuple[int, ...] | None = None
@@ -180,9 +177,7 @@ class PieceTable:
 
     def _extents(self, named: Sequence[tuple[str, SourcePiece]]) -> list[Extent]:
         sources = [piece.source for _, piece in named if math.prod(piece.shape)]
-        with self._lock:
-            items = {s.box.item: s for s in sources if isinstance(s, InItem) and s.box.item not in self._places}
-            self._places |= zip(items, self._looks.find([(s.name, s.dtype, s.box) for s in items.values()]), strict=True)
+        self._places.look((s.name, s.dtype, s.box) for s in sources if isinstance(s, InItem))
         by_archive: dict[int, list[StoredStorage]] = {}
         for source in sources:
             if isinstance(source, InArchive):
@@ -207,14 +202,14 @@ class PieceTable:
         source, length = piece.source, math.prod(piece.shape) * size
         if isinstance(source, InItem):
             is_whole = piece.start == 0 and length == math.prod(source.box.shape) * size
-            return self._places[source.box.item][1] if is_whole else None
+            return self._places.of(source.box.item)[1] if is_whole else None
         if isinstance(source, InFile):
             return None
         return self.archives[source.archive].crc32(source.view.storage, (source.view.offset + piece.start) * size, length)
 
     def _start(self, name: str, source: Source) -> int:
         if isinstance(source, InItem):
-            return self._places[source.box.item][0]
+            return self._places.of(source.box.item)[0]
         if isinstance(source, InFile):
             return source.offset
         archive, view = self.archives[source.archive], source.view
