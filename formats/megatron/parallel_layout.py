@@ -114,12 +114,12 @@ class ParallelLayout:
             self.refuse(f"{len(chains)} optimizers in a chain")
         self.apart = len(chains) == 2  # experts have buffers of their own
         dense = sum(g.chain == chains[0] for g in groups)
-        self.tensor_parallel = self._parts(EMBEDDING, 0)
+        self.tensor_parallel = table.parts(f"{MODEL}{EMBEDDING}", 0)
         self.stages = dense // self.tensor_parallel
         if not self.stages or dense % self.tensor_parallel:
             self.refuse(f"{dense} groups of ranks of {self.tensor_parallel} each")
         second = next((n for n in entries if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
-        self.expert_tensor_parallel = 1 if second is None else self._parts(second, 1)
+        self.expert_tensor_parallel = table.parts(f"{MODEL}{second}", 1)
         owners = sum(g.chain == chains[-1] for g in groups) if self.apart else self.stages * self.expert_tensor_parallel
         self.expert_parallel = owners // (self.stages * self.expert_tensor_parallel)
         if owners % (self.stages * self.expert_tensor_parallel):
@@ -139,10 +139,6 @@ class ParallelLayout:
 
     def refuse(self, what: str) -> NoReturn:
         raise FormatError(f"the flat buffers of the optimizer cannot be told apart: {what}", where=self.table.backend.url, hint=HINT)
-
-    def _parts(self, name: str, axis: int) -> int:
-        entry = self.entries.get(name)
-        return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
 
     # ---- parameters of a group
 
@@ -198,7 +194,7 @@ class ParallelLayout:
         rank = group.rank % ranks
         shared = self.tied and self.stages > 1 and name in (EMBEDDING, OUTPUT)
         target = EMBEDDING if name == OUTPUT and self.tied else name
-        cut_latent = depends_on_specification(name) and self._parts(name, 0) > 1  # each rank stored its own rows
+        cut_latent = depends_on_specification(name) and self.table.parts(f"{MODEL}{name}", 0) > 1  # each rank stored its own rows
         try:
             local = local_shape(target, entry.shape, ranks, cut_latent=cut_latent)
             if local is None:

@@ -131,6 +131,11 @@ class PieceTable:
             return self._rows[source.archive]
         return self._row_of[source.path if isinstance(source, InFile) else source.box.item.path]
 
+    def parts(self, name: str, axis: int) -> int:
+        """In how many parts of an axis a tensor was stored; 1 of a tensor that is not there."""
+        entry = self.entries.get(name)
+        return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
+
     def pieces(self, name: str) -> Sequence[SourcePiece]:
         """What a tensor of the table is made of, in the order of its chunks."""
         return self._pieces[name]

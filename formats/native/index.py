@@ -62,6 +62,9 @@ class Recent(Generic[K, V]):
             self._values.move_to_end(key)
             return self._values[key]
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def clear(self) -> None:
         with self._lock:
             self._values.clear()
