@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import read_index, read_record
-from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
+from ckpt.formats.native.clearing import BaseFiles, check_committed, check_no_link, check_there, referred_files
 from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, CommitRecord
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SPANS, data_prefix, index_path, is_reference
@@ -136,7 +136,7 @@ class CheckpointJournal(WriteJournal):
                     self.discard()
                 raise
         try:
-            return confirm(self.backend, self.id, sizes, self.previous, self.base, based)
+            return check_committed(self.backend, self.id, sizes, self.previous, self.base, based)
         except StorageError:
             if self._holds(record) is False:
                 self.discard()

@@ -208,7 +208,7 @@ WHOLE = 16 << 10
 AT_ONCE = 2048
 """Items that are read before the next ones."""
 
-Held = tuple[tuple[int, bytes], tuple[int, bytes]]
+ItemEnds = tuple[tuple[int, bytes], tuple[int, bytes]]
 """Where in an item its first bytes begin, and its last ones, and these bytes; twice the same of a short item."""
 
 
@@ -223,10 +223,10 @@ def open_items(backend: Backend, items: Sequence[DcpItem], sizes: Mapping[str, i
             yield archive_of(backend, item, (parts[0], parts[-1]))
 
 
-def archive_of(backend: Backend, item: DcpItem, cached: Held) -> Archive:
+def archive_of(backend: Backend, item: DcpItem, cached: ItemEnds) -> Archive:
     """The archive that an item is, some of whose bytes were read. Errors as for :func:`open_items`."""
     window = FileRange(backend, item.path, item.offset, item.length, tail=TAIL)
-    window.hold(cached)
+    window.preload(cached)
     if not cached[0][1].startswith(MAGIC):
         raise FormatError(
             "an item is no archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
@@ -310,12 +310,12 @@ class _ItemTemplate:
     tail: bytes
     crc: int | None
 
-    def crc_in(self, cached: Held) -> int | None:
+    def crc_in(self, cached: ItemEnds) -> int | None:
         """The checksum of the elements of an item of this kind, if it says one."""
         at, data = cached[1]
         return None if self.crc is None else _SUM.unpack_from(data, self.directory - at + self.crc)[0] or None
 
-    def fits(self, cached: Held, dtype: str, shape: tuple[int, ...]) -> bool:
+    def fits(self, cached: ItemEnds, dtype: str, shape: tuple[int, ...]) -> bool:
         """Whether what was read of an item is of this kind, and the elements are as described."""
         if (self.dtype, self.shape) != (dtype, shape):
             return False
@@ -352,7 +352,7 @@ class Places:
                     place, crc = self._place(described, (parts[0], parts[-1]))
                     self._places[item[:2]] = (item.offset + place, crc)
 
-    def _place(self, described: Described, cached: Held) -> tuple[int, int | None]:
+    def _place(self, described: Described, cached: ItemEnds) -> tuple[int, int | None]:
         name, dtype, box = described
         kinds = self._kinds.setdefault(box.item.length, [])
         for kind in kinds:
@@ -361,13 +361,13 @@ class Places:
         archive = archive_of(self._backend, box.item, cached)
         place, crc = box_place(archive, name, dtype, box)
         start = place - box.item.offset
-        kind_found = _kind(archive, cached, box.item, dtype, box.shape, start)
-        if kind_found is not None and len(kinds) < _MOST:
-            kinds.append(kind_found)
+        new_kind = _kind(archive, cached, box.item, dtype, box.shape, start)
+        if new_kind is not None and len(kinds) < _MOST:
+            kinds.append(new_kind)
         return start, crc
 
 
-def _kind(archive: Archive, cached: Held, item: DcpItem, dtype: str, shape: tuple[int, ...], start: int) -> _ItemTemplate | None:
+def _kind(archive: Archive, cached: ItemEnds, item: DcpItem, dtype: str, shape: tuple[int, ...], start: int) -> _ItemTemplate | None:
     """What items like this one have in common; None if its beginning or its directory were not read whole."""
     first, last = cached
     records = archive.records

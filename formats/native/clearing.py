@@ -18,7 +18,7 @@ from ckpt.io_backends.registry import join_url, open_backend, real_url
 
 from .catalog import read_index, read_record
 from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours
-from .index import Recent, decode_files
+from .index import LruCache, decode_files
 from .paths import (
     CLEARING,
     FILES,
@@ -99,7 +99,7 @@ def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseF
     return record
 
 
-def confirm(
+def check_committed(
     backend: Backend,
     id: str,
     sizes: Mapping[str, int],
@@ -274,7 +274,7 @@ class _Uses(NamedTuple):
     lasts: bool
 
 
-_known: Recent[str, KnownRecords[_Uses]] = Recent(_RUNS)
+_known: LruCache[str, KnownRecords[_Uses]] = LruCache(_RUNS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

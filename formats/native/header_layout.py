@@ -33,7 +33,7 @@ from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.plan.layout.geometry import IntArray
 
 from .datafile import METADATA
-from .index import Recent
+from .index import LruCache
 
 BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
 """Of an element. One element of our F4 dtype is two of safetensors' 4-bit ones."""
@@ -294,7 +294,7 @@ _MOST = 32
 _MOST_NAMES = 8
 _known: list[tuple[int, HeaderLayout]] = []
 """Layouts with the bytes of data that they cover, those that were used last first."""
-_known_names: Recent[bytes, Names] = Recent(_MOST_NAMES)
+_known_names: LruCache[bytes, Names] = LruCache(_MOST_NAMES)
 _lock = threading.Lock()
 
 
