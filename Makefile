@@ -21,7 +21,7 @@ QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tes
 # most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
 WORKERS ?= 4
 
-.PHONY: venv demo test quick matrix oldest newest incidents trainers coverage lint format bench pictures site peers release-check clean s3-server machines
+.PHONY: venv demo test quick matrix oldest newest incidents dlio trainers coverage lint format bench pictures site peers release-check clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -109,6 +109,18 @@ peers: venv
 # public reports of lost or wrong checkpoints, played with the packages that they are about, then with ckpt: make incidents ARGS=overwritten
 incidents: venv
 	$(BIN)/python examples/incidents.py $(ARGS)
+
+# DLIO's checkpoint workload with torch.save, DCP and ckpt, of a clone of github.com/argonne-lcf/dlio_benchmark: make dlio DLIO=/path/to/clone
+dlio: venv .dlio/.installed
+	@test -d "$(DLIO)/dlio_benchmark" || { echo "error: say DLIO=/path/to/a/clone of github.com/argonne-lcf/dlio_benchmark" >&2; exit 1; }
+	PYTHONPATH=$(CURDIR):$(DLIO) .dlio/bin/python -m benchmarks.dlio $(ARGS)
+
+.dlio/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear .dlio
+	.dlio/bin/python -m pip install --quiet --disable-pip-version-check \
+	  hydra-core==1.3.2 omegaconf pandas psutil h5py mpi4py mpich pydftracer pyyaml packaging pillow
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.dlio/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	@touch $@
 
 # jobs of other trainers on ckpt, in environments below .trainers: saved, killed, resumed. make trainers TRAINERS_ARGS='--only trl'
 trainers: venv

@@ -1,8 +1,7 @@
 """The scenario ``scale``, the job's store: what one collective call costs its leader and its server, by the number of ranks.
 
 *played*: a leader over a TCPStore of another process; the rows of all other ranks are put there as they put them. *clients*: ranks that all
-have a connection of their own and run the whole protocol, as threads of a few processes. *ranks*: real gloo processes that save and load,
-beside torch.distributed.checkpoint.
+have a connection of their own and run the whole protocol, as threads of a few processes.
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckpt.concurrency import gc_paused
 from ckpt.net.call import Call
@@ -40,15 +36,6 @@ MACHINE = 8
 MOST_CALLS = 3
 """Calls of the leader for each machine and save."""
 SPANS = 64
-GLOO, TENSORS = 64, 200
-PRELOAD = (
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint",
-    "ckpt.api",
-    "ckpt.engine.save.save",
-    "ckpt.engine.load.load",
-    "benchmarks.scale_store",
-)
 
 
 class Served:
@@ -225,58 +212,6 @@ def clients(ranks: int, processes: int) -> dict[str, float]:
         return found
 
 
-# ------------------------------------------------------------------------------------------------------------ real ranks
-
-
-def gloo(ranks: int, folder: str) -> dict[str, dict[str, tuple[float, float]]]:
-    """By contestant and call, CPU seconds of all ranks and the wall seconds of the slowest. Each contestant has new processes: what comes
-    first is the first."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD])
-    found = {}
-    for contestant in ("ckpt", "DCP"):
-        with served() as server:
-            pipes = []
-            for rank in range(ranks):
-                ours, theirs = context.Pipe()
-                arguments = (rank, ranks, server.port, contestant, f"{folder}/{contestant}", theirs)
-                context.Process(target=_gloo, args=arguments, daemon=True).start()
-                pipes.append(ours)
-            answers = [pipe.recv() for pipe in pipes]
-        found[contestant] = {call: (sum(a[call][0] for a in answers), max(a[call][1] for a in answers)) for call in answers[0]}
-    return found
-
-
-def _gloo(rank: int, ranks: int, port: int, contestant: str, folder: str, pipe: Any) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
-    import ckpt
-    from ckpt.formats.registry import open_catalog  # noqa: F401  what a program imports long before
-
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    state = {f"layers.{i}.weight": DTensor.from_local(torch.full((2, 64), float(i)), mesh, [Shard(0)]) for i in range(TENSORS)}
-    calls: dict[str, Callable[[str], object]] = {
-        "save": lambda url: ckpt.save(url, state) if contestant == "ckpt" else dcp_save(state, checkpoint_id=url),
-        "load": lambda url: ckpt.load(url, state) if contestant == "ckpt" else dcp_load(state, checkpoint_id=url),
-    }
-    found = {}
-    for n, call in enumerate(("save", "save", "load", "load")):
-        dist.barrier()
-        began, before = time.perf_counter(), time.process_time()
-        calls[call](f"{folder}/{n % 2}")
-        found[f"{('first', 'later')[n % 2]} {call}"] = time.process_time() - before, time.perf_counter() - began
-    dist.barrier()
-    pipe.send(found)
-    time.sleep(1e6 if rank == 0 else 1.0)
-    os._exit(0)
-
-
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
     """At most ``settings.scale_ranks`` ranks. ``pool`` and ``place`` are not used: the ranks are played, or threads."""
     sizes = tuple(dict.fromkeys(min(ranks, settings.scale_ranks) for ranks in PLAYED))
@@ -314,28 +249,4 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
             figures=real,
             checks=(at_most("leader's calls for each machine and save", real["leader's calls"] / (real_ranks / MACHINE), MOST_CALLS),),
         ),
-    ]
-
-
-def run_ranks(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
-    """``GLOO`` real ranks, beside DCP. Takes minutes on few cores."""
-    del settings, pool
-    found = gloo(GLOO, place.fresh("scale"))
-    place.fresh("scale")
-    ours, theirs = found["ckpt"], found["DCP"]
-    rows = [
-        (call, *(f"{cpu:.2f}, {wall:.2f}" for cpu, wall in (ours[call], theirs[call])), f"{ours[call][0] / theirs[call][0]:.2f}")
-        for call in ours
-    ]
-    for row in rows:
-        tell(f"scale, store: {GLOO} ranks: " + ", ".join(row))
-    return [
-        Finding(
-            scenario="scale",
-            title=f"{GLOO} gloo ranks, {TENSORS} sharded tensors",
-            columns=("CPU s of all ranks, wall s", "ckpt", "DCP", "CPU, ckpt / DCP"),
-            rows=rows,
-            figures=found,
-            checks=[at_most(f"CPU of the {call} / DCP's", ours[call][0] / theirs[call][0], 1.0) for call in ours],
-        )
     ]

@@ -261,6 +261,11 @@ class RankFailedError(GroupError):
         """The first of :attr:`causes`, if there is one."""
         return self.causes[0] if self.causes else None
 
+    def cause_class(self) -> type[CkptError]:
+        """The class of the first cause, so that its name and exit code can be given here; this one's own where that is no error of ours."""
+        kind = globals().get(self.cause or "")
+        return kind if isinstance(kind, type) and issubclass(kind, CkptError) else type(self)
+
 
 class ExchangeError(GroupError):
     """What another rank sent was damaged on the way. That says nothing about what is stored."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
+from ckpt.cli.console.options import time_option
 from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import NotFoundError, UsageError
 
@@ -35,11 +36,11 @@ _REMOVED = {False: style("would remove", "red"), True: style("remove", "red")}
 @click.argument("root", type=URL)
 @click.option("--keep", "rules", multiple=True, metavar="RULE", help="Keep the checkpoints that RULE selects. Repeatable.")
 @click.option("--abandoned", is_flag=True, help="Remove what the run has abandoned, whatever the rules say.")
-@click.option("--older-than", default="1d", metavar="TIME", show_default=True, help="Age at which orphaned files are removed, e.g. 36h.")
+@time_option("--older-than", default="1d", help="Age at which orphaned files are removed, e.g. 36h.")
 @click.option("--yes", is_flag=True, help="Remove. Without it, only list what would be removed.")
 @click.option("--dry-run", is_flag=True, help="Only list; the default.")
 @options
-def gc(root: str, rules: tuple[str, ...], *, abandoned: bool, older_than: str, yes: bool, dry_run: bool, output: Output) -> None:
+def gc(root: str, rules: tuple[str, ...], *, abandoned: bool, older_than: float, yes: bool, dry_run: bool, output: Output) -> None:
     """List which checkpoints of the run at ROOT the rules keep or remove, and why; with --yes, remove them.
 
     Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. A checkpoint stays if any rule selects it. The newest
@@ -58,10 +59,7 @@ def gc(root: str, rules: tuple[str, ...], *, abandoned: bool, older_than: str, y
     """
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other")
-    least_age = units.seconds(older_than)
-    if least_age is None:
-        raise UsageError(f"{older_than!r} is not a time with a unit", where="--older-than", hint="30s, 90min, 36h, 1d12h, or 0")
-    collection = _collect(root, rules, least_age, abandoned=abandoned)
+    collection = _collect(root, rules, older_than, abandoned=abandoned)
     if not output.json:
         collection.show(output, acts=yes)
     removed, freed = collection.remove() if yes else (0, 0)

@@ -197,7 +197,8 @@ def inspect(url: str, glob: str | None, show: str | None, *, depth: int | None, 
         elif show == "files":
             _print_files(catalog, entries, output)
         elif glob is not None:
-            _print_tensors(catalog, entries, output)
+            output.table(("NAME", "DTYPE", "SHAPE", ">BYTES", ">CHUNKS", "~NOTE"), [_row(entry) for entry in entries])
+            _print_totals(catalog, entries, output)
         else:
             output.table(("", "~"), [(style(label, "bold"), text) for label, text in head_rows(catalog, summary(catalog, entries))])
             output.line()
@@ -217,11 +218,6 @@ def _matching(things: Mapping[str, Any], glob: str | None, what: str) -> dict[st
 
 
 # ---------------------------------------------------------------------------------------------------------------- people
-
-
-def _print_tensors(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:
-    output.table(("NAME", "DTYPE", "SHAPE", ">BYTES", ">CHUNKS", "~NOTE"), [_row(entry) for entry in entries])
-    _print_totals(catalog, entries, output)
 
 
 def _print_totals(catalog: Catalog, entries: Sequence[TensorEntry], output: Output) -> None:

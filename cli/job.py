@@ -11,6 +11,7 @@ import click
 
 from ckpt import units
 from ckpt.cli.console.interrupts import when_interrupted
+from ckpt.cli.console.options import parse_mesh
 from ckpt.cli.console.output import URL, OneOf, Output, options, require_torch, style
 from ckpt.errors import NotFoundError, UsageError
 
@@ -22,17 +23,9 @@ if TYPE_CHECKING:
 _VERIFY = ("full", "partial", "off")
 
 
-def _parse_layout(context: click.Context, parameter: click.Parameter, text: str) -> Mapping[str, int]:
-    """``fsdp=8,tp=4``, or a number of ranks."""
-    if text.isdecimal():
-        return {"fsdp": int(text)}
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if not name or not size.isdecimal() or name in sizes:
-            raise click.BadParameter(f"{text!r} is no layout such as fsdp=8,tp=4 or 32")
-        sizes[name] = int(size)
-    return sizes
+def _parse_layout(context: click.Context, parameter: click.Parameter, text: str) -> Mapping[str, int] | None:
+    """A mesh, or a number of ranks."""
+    return {"fsdp": int(text)} if text.isdecimal() else parse_mesh(context, parameter, text)
 
 
 def _parse_cuts(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
@@ -201,12 +194,8 @@ def _print_proof(report: ResumeReport, output: Output) -> None:
     for line in str(report).splitlines():
         output.line(line)
     if report.unrepeatable:
-        names = ", ".join(report.unrepeatable[:3])
-        output.talk(f"not compared, since two runs from the start differ in it: {names}{_more(len(report.unrepeatable) - 3)}")
-
-
-def _more(count: int) -> str:
-    return f" and {units.plural(count, 'other')}" if count > 0 else ""
+        more = f" and {units.plural(len(report.unrepeatable) - 3, 'other')}" if len(report.unrepeatable) > 3 else ""
+        output.talk(f"not compared, since two runs from the start differ in it: {', '.join(report.unrepeatable[:3])}{more}")
 
 
 _RECENT = 20

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.groups import CommandGroup
+from ckpt.cli.console.options import CommandGroup, time_option
 from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.text import printable
@@ -34,11 +34,9 @@ _LEAST = 0.05
 @click.argument("url", type=URL)
 @click.option("--once", is_flag=True, help="Report the current state and exit.")
 @click.option("--interval", type=float, metavar="SECONDS", help="Polling interval. [default: 1, on object stores 5]")
-@click.option(
-    "--timeout", default="10min", metavar="TIME", show_default=True, help="Exit if no save starts, or one makes no progress, for TIME."
-)
+@time_option("--timeout", default="10min", help="Exit if no save starts, or one makes no progress, for TIME.")
 @options
-def watch(url: str, *, once: bool, interval: float | None, timeout: str, output: Output) -> None:
+def watch(url: str, *, once: bool, interval: float | None, timeout: float, output: Output) -> None:
     """Show the progress of the save at URL, a run or a checkpoint: phase, bytes, and the ranks that it waits for. Exits with its result.
 
     Without a save in progress, wait for the next. A save becomes visible after one second, on object stores after five. With --json, each
@@ -52,9 +50,6 @@ def watch(url: str, *, once: bool, interval: float | None, timeout: str, output:
     """
     from ckpt.runs.report.watching import SaveWatcher
 
-    patience = units.seconds(timeout)
-    if patience is None:
-        raise UsageError(f"{timeout!r} is not a time with a unit", where="--timeout", hint="30s, 90min, 36h, 1d12h, or 0")
     if interval is not None and not _LEAST <= interval < 1e6:
         raise UsageError(f"the interval must be at least {_LEAST:g} seconds, not {interval:g}", where="--interval")
     watcher = SaveWatcher(url)
@@ -64,7 +59,7 @@ def watch(url: str, *, once: bool, interval: float | None, timeout: str, output:
         seen = (watcher.newest() or seen) if seen.state == "idle" else seen
         screen.show(seen, last=True)
     else:
-        seen = _follow(watcher, screen, interval or (5.0 if watcher.backend.io_hints.coalesce_gap else 1.0), patience)
+        seen = _follow(watcher, screen, interval or (5.0 if watcher.backend.io_hints.coalesce_gap else 1.0), timeout)
     if seen.state == "idle":
         raise NotFoundError(
             "no save is in progress here", where=url, hint="saves shorter than a second are not visible; CKPT_PROGRESS=off hides all"
@@ -195,9 +190,9 @@ def live() -> None:
 
 @live.command("status", short_help="Show the versions of a source, and which sink has which.")
 @click.argument("address", metavar="ADDRESS")
-@click.option("--timeout", default="10s", metavar="TIME", show_default=True, help="Give up if nothing answers for TIME.")
+@time_option("--timeout", default="10s", help="Give up if nothing answers for TIME.")
 @options
-def status(address: str, *, timeout: str, output: Output) -> None:
+def status(address: str, *, timeout: float, output: Output) -> None:
     """Show which versions the source at ADDRESS keeps, which sink has which, from whom it took it, and who is late.
 
     The source's secret is CKPT_LIVE_SECRET, or is found by itself on the machine of its leader, in its account. With -q, print the step of
@@ -212,10 +207,9 @@ def status(address: str, *, timeout: str, output: Output) -> None:
     from ckpt.live.control import SinkSecret, ask_status
     from ckpt.plan.tables import ranks_text
 
-    patience = units.seconds(timeout)
-    if not patience:
-        raise UsageError(f"{timeout!r} is not a time with a unit", where="--timeout", hint="10s, 2min")
-    answer = ask_status(address, SinkSecret(None, address)(), patience)
+    if not timeout:
+        raise UsageError("nothing answers within no time", where="--timeout", hint="10s, 2min")
+    answer = ask_status(address, SinkSecret(None, address)(), timeout)
     if output.json:
         output.document(asdict(answer))
         return

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.groups import CommandGroup
-from ckpt.cli.console.options import parse_size
+from ckpt.cli.console.options import CommandGroup, parse_size
 from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import address_text

@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
+from ckpt.cli.console.options import parse_mesh
 from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
     from ckpt.formats.native.runlog import LogEntry
-    from ckpt.plan.layout.mesh import Mesh
     from ckpt.runs.report.history import History, SavedSpans
     from ckpt.runs.report.summary import PhaseSummary, SaveSummary
     from ckpt.telemetry.spans import SpanTable
@@ -70,29 +70,28 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
         raise saved.error
     assert record is not None and save is not None  # else there is an error
     if trace is not None:
-        _write_trace(trace, tables)
+        from ckpt.telemetry.trace_events import trace_lines
+
+        _write("trace", trace, (line.encode() for line in trace_lines(tables)))
     if output.json:
         output.document(_document(url, record, save, tables, by_rank=by_rank))
     elif output.quiet:
         for name in save.slowest if by_rank else [phase.phase for phase in save.phases]:
             output.line(str(name))
     else:
-        _print_heatmap(save, tables, output) if heatmap else _print_ranks(save, tables, output) if by_rank else _print_phases(save, output)
+        if heatmap:
+            from ckpt.runs.report.heat import terminal_lines
+
+            for line in terminal_lines(save, tables, encoding=getattr(sys.stdout, "encoding", None) or "ascii"):
+                output.line(line)
+        elif by_rank:
+            _print_ranks(save, tables, output)
+        else:
+            _print_phases(save, output)
         _print_totals(record, save, output)
     if trace is not None:
         spans = sum(len(table.spans) for table in tables.values())
         output.talk(f"{trace}: {units.plural(spans, 'span')} of {units.plural(len(tables), 'rank')}; open it in ui.perfetto.dev")
-
-
-def _write_trace(path: str, tables: Mapping[int, SpanTable]) -> None:
-    from ckpt.telemetry.trace_events import trace_lines
-
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(trace_lines(tables))
-    except OSError as err:
-        hint = "name a file in an existing directory"
-        raise StorageError(f"the trace cannot be written: {err.strerror or err}", where=path, hint=hint) from err
 
 
 # ---------------------------------------------------------------------------------------------------------------- people
@@ -129,13 +128,6 @@ def _print_ranks(save: SaveSummary, tables: Mapping[int, SpanTable], output: Out
         again = f"{table.retries:,}" if table.retries else ""
         rows.append((str(rank), table.host or "", _seconds(table.seconds), *phases, again, note))
     output.table((">RANK", "HOST", ">SECONDS", *(f">{name}" for name in names), ">RETRIES", "NOTE"), rows)
-
-
-def _print_heatmap(save: SaveSummary, tables: Mapping[int, SpanTable], output: Output) -> None:
-    from ckpt.runs.report.heat import terminal_lines
-
-    for line in terminal_lines(save, tables, encoding=getattr(sys.stdout, "encoding", None) or "ascii"):
-        output.line(line)
 
 
 def _print_totals(record: CommitRecord, save: SaveSummary, output: Output) -> None:
@@ -225,8 +217,10 @@ def _show_run(history: History, output: Output) -> None:
             if saved.summary is not None:
                 output.line(saved.url)
     else:
-        heads = (">STEP", "CREATED", ">SECONDS", ">BLOCKED", ">TENSORS", ">RATE", ">RANKS", "STRAGGLERS", "VERDICT")
-        output.table(heads, [_run_row(saved) for saved in history.saves])
+        members = any(saved.member for saved in history.saves)
+        job = ("MEMBER",) if members else ()
+        heads = (">STEP", *job, "CREATED", ">SECONDS", ">BLOCKED", ">TENSORS", ">RATE", ">RANKS", "STRAGGLERS", "VERDICT")
+        output.table(heads, [_run_row(saved, members=members) for saved in history.saves])
         if history.left_out:
             output.line(f"{units.plural(history.left_out, 'step')} of {history.candidates:,} were left out, evenly")
         _print_log(history, output)
@@ -265,6 +259,7 @@ def _of_run(saved: SavedSpans) -> dict[str, Any]:
     return {
         "url": saved.url,
         "step": saved.step,
+        "member": saved.member,
         "created": record.created if record else None,
         "world_size": record.world_size if record else None,
         "tensor_bytes": record.tensor_bytes if record else None,
@@ -279,18 +274,18 @@ def _of_run(saved: SavedSpans) -> dict[str, Any]:
     }
 
 
-def _run_row(saved: SavedSpans) -> tuple[str, ...]:
+def _run_row(saved: SavedSpans, *, members: bool) -> tuple[str, ...]:
     record, save = saved.record, saved.summary
-    step = "" if saved.step is None else str(saved.step)
+    step = ("" if saved.step is None else str(saved.step), *([saved.member or ""] if members else []))
     if record is None:
-        return (step, "", "", "", "", "", "", "", saved.problem or "")
+        return (*step, "", "", "", "", "", "", "", saved.problem or "")
     known = (record.created[:19].replace("T", " "), units.size(record.tensor_bytes), str(record.world_size))
     if save is None:
-        return (step, known[0], "", "", known[1], "", known[2], "", saved.problem or "")
+        return (*step, known[0], "", "", known[1], "", known[2], "", saved.problem or "")
     blocked = "" if save.blocked is None else f"{'≥ ' if save.background and not save.measured else ''}{_seconds(save.blocked)}"
     rate = _rate(record.tensor_bytes / save.seconds if save.seconds > 0 else None)
     slow = f"{len(save.stragglers):,}" if save.stragglers else "none"
-    return (step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)
+    return (*step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)
 
 
 @click.command("report", short_help="Draw saves as one HTML file.")
@@ -298,9 +293,13 @@ def _run_row(saved: SavedSpans) -> tuple[str, ...]:
 @click.option("-o", "--out", metavar="FILE", default="report.html", show_default=True, help="File to write; - is stdout.")
 @click.option("--price", metavar="NUMBER", help="Price of one rank for an hour, e.g. 2.50 or €2.50.")
 @click.option("--ranks-per-host", type=click.IntRange(1), metavar="N", help="Consecutive ranks that share a host.")
-@click.option("--mesh", metavar="NAME=SIZE,...", help="Parallel dimensions, the fastest-varying last, e.g. pp=4,dp=8,tp=8.")
+@click.option(
+    "--mesh", callback=parse_mesh, metavar="NAME=SIZE,...", help="Parallel dimensions, the fastest-varying last, e.g. pp=4,dp=8,tp=8."
+)
 @options
-def report(urls: tuple[str, ...], *, out: str, price: str | None, ranks_per_host: int | None, mesh: str | None, output: Output) -> None:
+def report(
+    urls: tuple[str, ...], *, out: str, price: str | None, ranks_per_host: int | None, mesh: dict[str, int] | None, output: Output
+) -> None:
     """Draw where the time of saves went. URL is a run, or one or more checkpoints to compare.
 
     The report is one HTML file that needs no network and no scripts: figures, advice, a heat map of ranks and phases, threads over time,
@@ -312,19 +311,20 @@ def report(urls: tuple[str, ...], *, out: str, price: str | None, ranks_per_host
       ckpt report runs/a/step-1000 -o step.html --price 2.50
       ckpt report runs/a/step-1000 runs/b/step-1000 -o both.html
     """
+    from ckpt.plan.layout.mesh import Mesh
     from ckpt.runs.report.content import Setting, build_report
     from ckpt.runs.report.html import render
 
     if out == "-" and output.json:
         raise UsageError("the report and the JSON document cannot both go to stdout", hint="name a file with -o")
     currency, number = _price(price)
-    setting = Setting(price=number, currency=currency, ranks_per_host=ranks_per_host, mesh=_mesh(mesh))
+    setting = Setting(price=number, currency=currency, ranks_per_host=ranks_per_host, mesh=None if mesh is None else Mesh.of(mesh))
     report = build_report(urls, setting)
     page = render(report).encode()
     if out == "-":
         sys.stdout.buffer.write(page)
         return
-    _write(out, page)
+    _write("report", out, [page])
     saves = len([s for s in report.saves if s.summary is not None])
     if output.json:
         notes = list(report.notes)
@@ -349,33 +349,17 @@ def _price(text: str | None) -> tuple[str, float | None]:
     raise UsageError(f"{text!r} is not a price such as 2.50 or €2.50", where="--price")
 
 
-def _mesh(text: str | None) -> Mesh | None:
-    from ckpt.plan.layout.mesh import Mesh
-
-    if text is None:
-        return None
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if not name or name in sizes or not (size.isascii() and size.isdecimal() and 0 < int(size) < 1 << 24):
-            raise UsageError(f"{text!r} is not a mesh such as pp=4,dp=8,tp=8", where="--mesh")
-        sizes[name] = int(size)
-    if math.prod(sizes.values()) >= 1 << 24:
-        raise UsageError("a mesh has fewer than 16,777,216 ranks", where="--mesh")
-    return Mesh.of(sizes)
-
-
-def _write(path: str, page: bytes) -> None:
+def _write(what: str, path: str, parts: Iterable[bytes]) -> None:
     """Write the whole file or nothing."""
     # An earlier file stays if the disk is full.
     part = f"{path}.{secrets.token_hex(4)}.part"
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, a pipe
             with open(path, "wb") as file:
-                file.write(page)
+                file.writelines(parts)
             return
         with open(part, "wb") as file:
-            file.write(page)
+            file.writelines(parts)
         os.replace(part, path)
     except OSError as err:
         with suppress(OSError):
@@ -383,5 +367,5 @@ def _write(path: str, page: bytes) -> None:
         if isinstance(err, BrokenPipeError):
             raise
         raise StorageError(
-            f"the report cannot be written: {err.strerror or err}", where=path, hint="name a file in an existing directory"
+            f"the {what} cannot be written: {err.strerror or err}", where=path, hint="name a file in an existing directory"
         ) from err

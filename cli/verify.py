@@ -21,7 +21,7 @@ from ckpt.text import parse_json
 if TYPE_CHECKING:
     from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
     from ckpt.converters.compare.semantic import SemanticReport
-    from ckpt.engine.verify.verify import Problem, VerifyReport
+    from ckpt.engine.verify.verify import VerifyReport
     from ckpt.net.divided_work import DividedWork
 
 
@@ -62,11 +62,9 @@ def verify(url: str, *, threads: int | None, semantic: bool, output: Output) -> 
             report = verify(url, threads=threads, progress=update, work=work)
         meaning = _check_semantic(url, threads, work) if semantic and report.ok else None
         if output.json:
-            output.document(
-                _fields(url, report)
-                | ({} if part is None else {"part": list(part)})
-                | {"remedy": remedy_of(url, report), "semantic": None if meaning is None else _semantic_fields(meaning)}
-            )
+            fields = {"url": url, "ok": report.ok, **asdict(report), **({} if part is None else {"part": list(part)})}
+            semantics = None if meaning is None else {"ok": not meaning.problems, **asdict(meaning)}
+            output.document({**fields, "remedy": remedy_of(url, report), "semantic": semantics})
         else:
             _print(url, report, output, part)
             if meaning is not None:
@@ -116,11 +114,6 @@ def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> 
     return reports[0] if reports else None
 
 
-def _semantic_fields(report: SemanticReport) -> dict[str, Any]:
-    counts = {"masters": report.masters, "moments": report.moments, "steps": report.steps, "replicas": report.replicas}
-    return {"ok": not report.problems, **counts, "problems": [_problem(p) for p in report.problems], "remedy": report.remedy}
-
-
 def _print(url: str, report: VerifyReport, output: Output, part: tuple[int, int] | None) -> None:
     for problem in report.problems:
         output.line(str(problem))
@@ -159,24 +152,6 @@ def remedy_of(url: str, report: VerifyReport) -> str | None:
 
 def _kinds(report: VerifyReport) -> set[str]:
     return {problem.kind for problem in report.problems}
-
-
-def _fields(url: str, report: VerifyReport) -> dict[str, Any]:
-    return {
-        "url": url,
-        "ok": report.ok,
-        "files": report.files,
-        "chunks": report.chunks,
-        "undigested": report.undigested,
-        "bytes": report.bytes,
-        "seconds": report.seconds,
-        "problems": [_problem(problem) for problem in report.problems],
-    }
-
-
-def _problem(problem: Problem) -> dict[str, Any]:
-    box = None if problem.box is None else {"offset": problem.box.offset, "shape": problem.box.shape}
-    return {"kind": problem.kind, "file": problem.file, "tensor": problem.tensor, "box": box, "message": problem.message}
 
 
 DIFFERENT = 3
@@ -360,11 +335,7 @@ def _short(text: str | None) -> str:
 def _diff_fields(report: DiffReport) -> dict[str, Any]:
     document = {"same": report.same} | asdict(report)
     for row in document["differences"]:
-        row |= {key: _number(row[key]) for key in ("max_abs", "max_rel")}
+        row |= {key: "inf" for key in ("max_abs", "max_rel") if not math.isfinite(row[key])}
     for row, difference in zip(document["value_differences"], report.value_differences, strict=True):
         row["changes"] = [{"path": path, "left": left, "right": right} for path, left, right in _changes(difference)]
     return document
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else "inf"

@@ -29,7 +29,6 @@ from ckpt.formats.native.writer import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
-from ckpt.plan import tree
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.settings import __version__
 from ckpt.telemetry.callbacks import ProgressCallback
@@ -52,18 +51,11 @@ Part = tuple[int, int] | DividedWork
 """Number of this process and how many there are, which do not communicate; or the work of processes that do."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenFiles:
-    """What was written of a plan: files, bytes of them, bytes read of the sources; ``finished`` says whether the checkpoint exists."""
-
-    plan: OutputPlan
-    files: int
-    bytes: int
-    read: int
-    finished: bool
+Counts = dict[str, int]
+"""Files that were written, their bytes, bytes read of the sources, and whether the checkpoint exists (``finished``)."""
 
 
-def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressCallback | None) -> WrittenFiles:
+def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressCallback | None) -> tuple[OutputPlan, Counts]:
     """Write the conversion, together with the other processes of ``work``. Every process gives the counts of all."""
     if conversion.name is not None:
         text = f"{conversion.format.name} writes one file, and a file is written by one process"
@@ -100,9 +92,10 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
 
     try:
         with work.shown(bytes_of(sizes, shares), progress) as report:
-            return WrittenFiles(plan=plan, **work.agree("write", write, finish))
+            return plan, work.agree("write", write, finish)
     except CkptError as err:
-        if isinstance(err, MismatchError) or (isinstance(err, RankFailedError) and err.cause in _mismatches()):
+        kind = err.cause_class() if isinstance(err, RankFailedError) else type(err)
+        if issubclass(kind, MismatchError):
             work.agree("discard", dict, lambda rows: conversion.discard(plan))
         raise
 
@@ -115,16 +108,6 @@ def _check_same(rows: dict[int, Row]) -> None:
                 f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
                 hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
             )
-
-
-def _mismatches() -> set[str]:
-    """Names of the class and those below it."""
-    names, rest = set[str](), [MismatchError]
-    while rest:
-        one = rest.pop()
-        names.add(one.__name__)
-        rest += one.__subclasses__()
-    return names
 
 
 @contextmanager
@@ -206,7 +189,10 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
                 divisor=buckets.divisor,
                 tensors=tuple(t for t in tensors if t.tensor in taken),
             )
-            return replace(chosen, catalog=mended, state=_marked(chosen.state)), mending
+            state = chosen.state
+            if isinstance(state, dict) and CONTENT in state:  # in which form Megatron-Core wrote it; it is ours now, so nobody suspects it
+                state = {**state, MARK: __version__}
+            return replace(chosen, catalog=mended, state=state), mending
     attempts = " or ".join(
         f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried
     )
@@ -226,11 +212,6 @@ def _hint(catalog: MegatronCatalog, arguments: Mapping[str, object]) -> str:
     if stages > 1 and not rest and arguments.get("pipeline_model_parallel_size") in (None, 1):
         advice += f". {len(writers)} ranks wrote the state, so it may be that --job pipeline_model_parallel_size={stages} is missing"
     return HINT + advice
-
-
-def _marked(state: tree.Node) -> tree.Node:
-    """The state, where it says in which form Megatron-Core wrote the optimizer's: from now on it is ours, and nobody need suspect it."""
-    return {**state, MARK: __version__} if isinstance(state, dict) and CONTENT in state else state
 
 
 def _mended(
@@ -331,7 +312,7 @@ def convert(
     asked = ConvertOptions(**options)
     format, catalog = target(to), open_catalog(source)
     beside = files_beside(format, url, asked)
-    chosen, repair = format.choose(catalog, asked.selection), None
+    chosen, repair = format.choose(catalog, asked), None
     if asked.repair:
         chosen, repair = repaired(chosen, asked.job, threads=asked.threads)
     elif asked.job:
@@ -364,8 +345,21 @@ def run(
 ) -> ConvertReport:
     """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
-    written = _write(conversion, part, progress, dry_run=dry_run)
-    plan = written.plan
+    if not dry_run and not isinstance(part, tuple):
+        plan, counts = write_divided(conversion, part, progress)
+    else:
+        plan = conversion.look() if dry_run or not isinstance(part, tuple) else conversion.begin(part)
+        missing, read, finished = conversion.missing(plan), 0, False
+        if not dry_run:
+            try:
+                with replacements_noticed(chosen):
+                    read = conversion.write(plan, missing, progress=progress)
+            except MismatchError:
+                conversion.discard(plan)
+                raise
+            finished = conversion.finish(plan, again=not missing)
+        size = sum(plan.files[i].size for i in missing)
+        counts = {"files": len(missing), "bytes": size, "read": read, "finished": finished}
     return ConvertReport(
         source=source,
         target=conversion.url,
@@ -376,29 +370,12 @@ def run(
         files=tuple(f.path for f in plan.files),
         file_bytes=sum(f.size for f in plan.files),
         id=conversion.id,
-        written_files=written.files,
-        written_bytes=written.bytes,
-        read_bytes=written.read,
+        written_files=counts["files"],
+        written_bytes=counts["bytes"],
+        read_bytes=counts["read"],
         left_out=tuple(sorted({*chosen.catalog.tensors} - chosen.taken() - chosen.united | {*chosen.left_out})),
-        finished=written.finished,
+        finished=bool(counts["finished"]),
         seconds=time.monotonic() - began,
         repair=repair,
         notes=conversion.format.notes(chosen) if conversion.name is None and conversion.options.config is None else (),
     )
-
-
-def _write(conversion: Conversion, part: Part, progress: ProgressCallback | None, *, dry_run: bool) -> WrittenFiles:
-    if not dry_run and not isinstance(part, tuple):
-        return write_divided(conversion, part, progress)
-    plan = conversion.look() if dry_run or not isinstance(part, tuple) else conversion.begin(part)
-    missing, read, finished = conversion.missing(plan), 0, False
-    if not dry_run:
-        try:
-            with replacements_noticed(conversion.chosen):
-                read = conversion.write(plan, missing, progress=progress)
-        except MismatchError:
-            conversion.discard(plan)
-            raise
-        finished = conversion.finish(plan, again=not missing)
-    size = sum(plan.files[i].size for i in missing)
-    return WrittenFiles(plan=plan, files=len(missing), bytes=size, read=read, finished=finished)

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt import settings
-from ckpt import settings as limits
 from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.buffered import ViewBox, read_views
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
-from ckpt.formats.journal import WriteJournal
+from ckpt.formats.native.writer import WriteJournal
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.plan.layout.geometry import Box
@@ -35,7 +34,7 @@ from ckpt.text import parse_json, url_text
 
 from .convert import ConvertReport, Part, files_beside, run
 from .merge import WeightedSum, place
-from .selection import Computed, OutputSet, OutputTensor, is_floating, operand
+from .selection import Computed, OutputSet, OutputTensor, SelectOptions, is_floating, operand
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,14 +133,13 @@ def merge(
     """
     began, base, adapter, url = time.monotonic(), url_text(base), url_text(adapter), url_text(url)
     options.setdefault("optimizer", False)
-    settings = ConvertOptions(**options)
-    format = target(to)
-    beside = files_beside(format, url, settings)
-    chosen = format.choose(open_catalog(base), settings.selection)
+    asked, format = ConvertOptions(**options), target(to)
+    beside = files_beside(format, url, asked)
+    chosen = format.choose(open_catalog(base), asked)
     config, weights = _opened(adapter)
     result, updated, replaced = _updated(chosen, weights, config, (base, adapter), allow_nan=allow_nan)
     written = run(
-        Conversion(format, result, url, settings, beside=beside), source=base, part=part, progress=progress, dry_run=dry_run, began=began
+        Conversion(format, result, url, asked, beside=beside), source=base, part=part, progress=progress, dry_run=dry_run, began=began
     )
     return LoraReport(base=base, adapter=adapter, updated=updated, replaced=replaced, written=written)
 
@@ -156,7 +154,7 @@ def _opened(adapter: str) -> tuple[Mapping[str, Any], Catalog]:
         message = f"there is no {lacking}, so this is no adapter of PEFT"
         raise NotFoundError(message, where=adapter, hint="give the directory of the adapter")
     try:
-        config = parse_json(backend.read_whole(CONFIG, limits.SIDE_FILE))
+        config = parse_json(backend.read_whole(CONFIG, settings.SIDE_FILE))
     except ValueError as err:
         raise FormatError(f"{CONFIG} is no JSON: {err}", where=adapter) from err
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -330,8 +328,8 @@ def extract(
     base, tuned, url = url_text(base), url_text(tuned), url_text(url)
     if rank < 1:
         raise UsageError(f"a rank of {rank}", hint="give a positive number, such as 16")
-    options = ConvertOptions(optimizer=False, root=root)
-    chosen = [target("hf").choose(open_catalog(one), options.selection) for one in (base, tuned)]
+    options = SelectOptions(optimizer=False, root=root)
+    chosen = [target("hf").choose(open_catalog(one), options) for one in (base, tuned)]
     _check_fit(chosen[0], chosen[1], (base, tuned))
     readers = [Reader(catalog=one.catalog, verify="full", threads=settings.threads(threads)) for one in chosen]
     tensors: dict[str, torch.Tensor] = {}

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from ckpt import units
-from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
 from ckpt.errors import MismatchError, NamesError, NotFoundError, ShapeError, UsageError
@@ -34,7 +33,7 @@ from ckpt.text import url_text
 
 from .convert import ConvertReport, Part, files_beside, run
 from .selected_state import optimizer_tensors
-from .selection import FLOATING, Computed, Operand, OutputSet, OutputTensor, check_globs, is_floating, operand
+from .selection import FLOATING, Computed, OutputSet, OutputTensor, check_globs, is_floating, operand
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -311,14 +310,13 @@ def merge(
         _check_order(urls)
     shares = checked_weights(weights, schedule, len(urls), any_sum=any_sum)
     options.setdefault("optimizer", False)
-    settings = ConvertOptions(**options)
-    format = target(to)
-    beside = files_beside(format, url, settings)
-    chosen = [format.choose(open_catalog(source), settings.selection) for source in urls]
+    asked, format = ConvertOptions(**options), target(to)
+    beside = files_beside(format, url, asked)
+    chosen = [format.choose(open_catalog(source), asked) for source in urls]
     averaging = WeightedSum(weights=shares, sources=urls, allow_nan=allow_nan)
     result, counts = merged(chosen, averaging, values_from=values_from, copy=several(copy))
     written = run(
-        Conversion(format, result, url, settings, beside=beside),
+        Conversion(format, result, url, asked, beside=beside),
         source=urls[values_from],
         part=part,
         progress=progress,
@@ -370,20 +368,14 @@ def merged(
             continue
         alike = [one.tensors[name] for one in chosen]
         floating = wanted.dtype.name in FLOATING and all(is_floating(o.catalog, w.view) for o, w in zip(chosen, alike, strict=True))
-        operands = tuple(
-            _operand(one.catalog, numbers[i], w, floating=floating) for i, (one, w) in enumerate(zip(chosen, alike, strict=True))
-        )
+        operands = tuple(operand(one.catalog, numbers[i], w.view) for i, (one, w) in enumerate(zip(chosen, alike, strict=True)))
+        if not floating:  # compared as it is written, not as it is stored
+            operands = tuple(replace(one, dtype=w.dtype) for one, w in zip(operands, alike, strict=True))
         alias = wanted.alias if wanted.alias not in own and all(w.alias == wanted.alias for w in alike) else None
         tensors[name] = replace(wanted, alias=alias, computed=Computed(formula=averaging if floating else same, operands=operands))
         averaged, compared = averaged + floating, compared + (not floating)
     result = replace(base, tensors=tensors, others=tuple(chosen[i].catalog for i in order[1:]))
     return result, {"averaged": averaged, "compared": compared, "copied": len(own)}
-
-
-def _operand(catalog: Catalog, number: int, wanted: OutputTensor, *, floating: bool) -> Operand:
-    """What a checkpoint has of a tensor: as it is stored where it is averaged, otherwise as it is written."""
-    one = operand(catalog, number, wanted.view)
-    return one if floating else replace(one, dtype=wanted.dtype)
 
 
 def _is_value(wanted: OutputTensor, states: frozenset[str], copy: Sequence[str]) -> bool:

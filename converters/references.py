@@ -210,13 +210,8 @@ def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
     # axis would leave each part as long as before.
     axis = max(axes, key=strides.__getitem__)
     count = max(1, settings.CHUNK // max(strides[axis], 1))
-    boxes = []
-    for at in range(0, box.shape[axis], count):
-        offset, shape = list(box.offset), list(box.shape)
-        offset[axis] += at
-        shape[axis] = min(count, box.shape[axis] - at)
-        boxes.append(Box(tuple(offset), tuple(shape)))
-    return boxes
+    first, end = box.offset[axis], box.end[axis]
+    return [box.narrowed(axis, at, min(at + count, end)) for at in range(first, end, count)]
 
 
 def _grid(shape: tuple[int, ...], boxes: Sequence[Box], files: np.ndarray[Any, np.dtype[np.int32]]) -> Grid:

@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ckpt import settings
+from ckpt.concurrency import ProcessLock
 from ckpt.errors import UsageError
 from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.needs import plugin, plugin_names
@@ -58,7 +58,7 @@ class Configured:
 
 NOTHING = Configured()
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 _table: dict[str, Configured] = {}
 _file: tuple[Any, dict[str, Configured]] = (None, {})
 """What ``CKPT_STORAGE_OPTIONS`` said, and which state of which file that was."""
@@ -169,14 +169,6 @@ def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
     return {str(k): _copied(v) if isinstance(v, Mapping) else v for k, v in options.items()}
 
 
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # a thread that held it is not in the child
-
-
-os.register_at_fork(after_in_child=_forget_lock)
-
-
 log = logging.getLogger("ckpt")
 
 _GROUP = "ckpt.storage"
@@ -198,19 +190,13 @@ def _s3(url: str, options: Mapping[str, Any]) -> Backend:
     return S3Backend(url, options=s3_options(options))
 
 
-def _memory(url: str) -> Backend:
-    # By its name, as an entry point is: few need it, and the daemon of a machine lies above this room.
-    factory: Callable[[str], Backend] = resolve_name("ckpt.nodes.memory.backend:open_memory")
-    return factory(url)
-
-
-_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "inprocess": InProcessBackend, "memory": _memory}
-OWN = (*_BUILT_IN, "s3")
+_BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "inprocess": InProcessBackend}
+_BY_NAME = {"memory": "ckpt.nodes.memory.backend:open_memory", "spread": "ckpt.nodes.backend:open_spread"}
+"""By their names, as entry points are: few need them, and what they open lies above this room."""
+OWN = (*_BUILT_IN, *_BY_NAME, "s3")
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
 _MEMORIES = "write memory:// for the memory of this machine, which a daemon keeps, or inprocess:// for that of this process alone"
 _wrappers: list[Callable[[Backend], Backend]] = []
-_in_process: dict[str, Callable[[str], Backend]] = {}
-"""Schemes whose URLs mean something in this process alone."""
 _URLS_ALONE = frozenset({"inprocess", "mem", "memory", "s3", "gs"})
 """Schemes of which nobody means a directory, ``s3:bucket``."""
 _through_s3fs: set[str] = set()
@@ -233,7 +219,7 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
     check_no_password(url)
     url = scheme + url[len(scheme) :]
     configured = configured_for(url)
-    own = _BUILT_IN.get(scheme) or _in_process.get(scheme)
+    own = _BUILT_IN.get(scheme) or (resolve_name(_BY_NAME[scheme]) if scheme in _BY_NAME else None)
     backend = own(url) if own is not None and configured.filesystem is None else _of_packages(scheme, url, configured)
     for wrapper in tuple(_wrappers):
         backend = wrapper(backend)
@@ -259,6 +245,11 @@ def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
     known = ", ".join(sorted({*OWN, *plugin_names(_GROUP)} - {""}))
     hint = _MEMORIES if scheme == "mem" else _EXTRAS
     raise UsageError(f"no storage backend for {scheme}:// (known: {known})", hint=hint)
+
+
+def open_below(root: str, prefix: str) -> Backend:
+    """The place ``prefix`` below ``root``: empty, or ending in a slash."""
+    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)
 
 
 def absolute_url(url: str) -> str:
@@ -295,11 +286,6 @@ def wrap_backends(wrapper: Callable[[Backend], Backend]) -> Iterator[None]:
         yield
     finally:
         _wrappers.remove(wrapper)
-
-
-def serve_scheme(scheme: str, opened: Callable[[str], Backend]) -> None:
-    """From now on ``open_backend`` gives what ``opened`` makes of URLs of this scheme, in this process."""
-    _in_process[scheme] = opened
 
 
 def _no_text(url: object) -> UsageError:

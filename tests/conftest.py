@@ -36,6 +36,9 @@ __all__ = [
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Workers share the cores: a second thread of torch would take them from the others while it waits for work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 older_torch.adapt()
 
 # No time limit per example: the machines that run this are shared. Few examples: each run draws others.

@@ -76,7 +76,7 @@ CONVERTERS = (
 TWICE = {"CheckpointManager", "Config"}
 """Class names that two modules may share: torchtitan asks for these, and ``titan`` has the same for training loops written after it."""
 
-WIDEST = 25
+WIDEST = 21
 """Files of one folder at most."""
 LOOSE = 12
 """Files beside the rooms at most."""

@@ -22,12 +22,10 @@ from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.text import url_text
 from ckpt.training import Generators, LoaderState
 
-from .reading import NamedRun
+from .reading import NamedRun, refuse, replace_methods
 
 with needed("accelerate", "accelerate"):
     from accelerate import Accelerator
-
-_REPLACED = ("save_state", "load_state", "end_training")
 
 
 class AcceleratorCheckpoints:
@@ -35,9 +33,7 @@ class AcceleratorCheckpoints:
 
     def __init__(self, accelerator: Accelerator, run: NamedRun, *, background: bool) -> None:
         self.accelerator, self.checkpointer, self.background = accelerator, run, background
-        self._own = {name: getattr(accelerator, name) for name in _REPLACED}
-        for name in _REPLACED:
-            setattr(accelerator, name, getattr(self, name))
+        self._own = replace_methods(accelerator, self, ("save_state", "load_state", "end_training"))
 
     def state(self) -> dict[str, Any]:
         """The state as ``ckpt.load`` takes it. Several objects of a kind are ``model``, ``model_1``…"""
@@ -142,9 +138,7 @@ def use(
         f"{kind}, which saves by itself": kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"),
         "save_on_each_node: root and directories are seen by all nodes": naming.save_on_each_node,
     }
-    for what, is_so in problems.items():
-        if is_so:
-            raise UsageError(f"ckpt.integrations.accelerate does not go with {what}")
+    refuse("accelerate", problems)
     if root is None:
         root = join_url(url_text(accelerator.project_dir or "."), "checkpoints")
     keep = keep or (All() if naming.total_limit is None else Latest(naming.total_limit))

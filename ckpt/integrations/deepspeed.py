@@ -20,14 +20,13 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy
+from ckpt.state.walk import ReceivedState
 from ckpt.text import url_text
 
-from .reading import NamedRun, ReceivedState
+from .reading import NamedRun, replace_methods
 
 with needed("deepspeed", "deepspeed"):
     from deepspeed.runtime.engine import DeepSpeedEngine
-
-_REPLACED = ("save_checkpoint", "load_checkpoint")
 
 
 class EngineCheckpoints:
@@ -36,9 +35,7 @@ class EngineCheckpoints:
     def __init__(self, engine: DeepSpeedEngine, checkpointer: NamedRun) -> None:
         self.engine = engine
         self.checkpointer = checkpointer
-        self._own = {name: getattr(engine, name) for name in _REPLACED}
-        for name in _REPLACED:
-            setattr(engine, name, getattr(self, name))
+        self._own = replace_methods(engine, self, ("save_checkpoint", "load_checkpoint"))
 
     def state(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """The state as ``ckpt.load`` takes it."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ckpt.engine.save.background import SaveHandle, start_save
+from ckpt.engine.save.background import start_save
 from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.errors import UsageError
@@ -27,7 +27,7 @@ from ckpt.needs import needed
 from ckpt.net.group import Group
 from ckpt.runs.removal import remove_at
 
-from .reading import read_state
+from .reading import BackgroundSave, read_state
 
 with needed("lightning", "lightning"):
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -63,22 +63,6 @@ def load_from_checkpoint(
     return loaded
 
 
-class BackgroundSave:
-    """What saves in the background, and waits for it."""
-
-    _handle: SaveHandle | None = None
-
-    def wait(self) -> None:
-        """Wait for the save in the background.
-
-        Raises:
-            CkptError: it failed.
-        """
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            handle.result()
-
-
 class CkptIO(BackgroundSave, CheckpointIO):
     """A ``CheckpointIO`` for strategies that hold the whole state on each rank: one device, DDP. Values that are not tensors must be plain.
 
@@ -101,7 +85,7 @@ class CkptIO(BackgroundSave, CheckpointIO):
             configure_storage(os.fspath(path), storage_options)
         self.wait()
         if self.background:
-            self._handle = start_save(os.fspath(path), dict(checkpoint), self._group, self._options, "eager")
+            self._saving = start_save(os.fspath(path), dict(checkpoint), self._group, self._options, "eager")
         else:
             save_state(os.fspath(path), dict(checkpoint), self._group, self._options)
 

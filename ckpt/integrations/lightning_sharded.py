@@ -17,8 +17,7 @@ from ckpt.api import load, save, save_async
 from ckpt.needs import needed
 from ckpt.runs.removal import remove_at
 
-from .lightning import BackgroundSave
-from .reading import read_state
+from .reading import BackgroundSave, read_state
 
 with needed("lightning", "lightning"):
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -69,7 +68,7 @@ class _ShardedCheckpoints(BackgroundSave):
         rest = self.broadcast({name: value for name, value in checkpoint.items() if name not in _LIVE})
         state = {**self._live(optimizers="optimizer_states" in checkpoint), "trainer": rest}
         if self.background:
-            self._handle = save_async(url, state)
+            self._saving = save_async(url, state)
         else:
             save(url, state)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from ckpt import settings
 from ckpt.api import load, save_async
 from ckpt.api import open as open_view
 from ckpt.catalog import TensorEntry
+from ckpt.concurrency import Pending
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.save.background import SaveHandle
 from ckpt.engine.save.options import SaveArguments
@@ -70,7 +71,7 @@ def read_state(url: str, *, threads: int | None = None, key: str | None = None) 
     return state
 
 
-# What the integrations of live states share: a rank by itself, a state that takes whatever a source has, and waiting for a step.
+# What the integrations of live states share: a rank by itself, and waiting for a step.
 
 
 class Taker(Protocol):
@@ -100,21 +101,6 @@ def take_step(
     return version
 
 
-class ReceivedState:
-    """Takes whatever a source has, in memory of its own."""
-
-    def __init__(self) -> None:
-        self.value: Any = None
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Nothing: all that comes is new."""
-        return {}
-
-    def load_state_dict(self, value: Any) -> None:
-        """Keep it."""
-        self.value = value
-
-
 def group_of_one() -> ProcessGroup | None:
     """A process group of this rank alone, which no other rank has to hear of; None where torch.distributed is not in use."""
     if not dist.is_initialized():
@@ -127,6 +113,40 @@ def own_address(name: str) -> str:
     """Where a source of this machine may listen: any free port of the interface that others reach (``CKPT_SOCKET_IFNAME``)."""
     host = own_addresses(None)[0]
     return f"tcp://{f'[{host}]' if ':' in host else host}:0/{name}"
+
+
+# What integrations share whose library has no hook: methods of its object are replaced.
+
+
+def replace_methods(of: Any, adapter: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Have methods of a library's object be those of ``adapter``, which have no underscore in front. Gives the object's own."""
+    own = {name: getattr(of, name) for name in names}
+    for name in names:
+        setattr(of, name, getattr(adapter, name.removeprefix("_")))
+    return own
+
+
+def refuse(integration: str, problems: Mapping[str, object]) -> None:
+    """Raise UsageError with the first of ``problems`` that there is."""
+    for what, is_so in problems.items():
+        if is_so:
+            raise UsageError(f"ckpt.integrations.{integration} does not go with {what}")
+
+
+class BackgroundSave:
+    """What saves in the background, and waits for it."""
+
+    _saving: SaveHandle | Pending[None] | None = None
+
+    def wait(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            CkptError: it failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
 
 class NamedRun(Checkpointer):

@@ -25,11 +25,12 @@ from ckpt.needs import warn_if_untried
 from ckpt.text import parse_object
 
 from .engines import EngineCheckpoint, EngineSink
+from .engines.loading import OPTIONS
 from .reading import take_step
 
 TAKE = f"{__name__}.take_weights"
 """The ``load_format`` of an update, and the value of ``--custom-weight-loader``."""
-_OPTIONS = ("address", "checkpoint", "only", "rename", "names", "convention", "numbers", "stage", "optional", "timeout")
+_OPTIONS = ("address", "checkpoint", *OPTIONS)
 _UPDATE = ("step", "progress")
 _sinks: WeakKeyDictionary[Any, tuple[Mapping[str, Any], EngineSink]] = WeakKeyDictionary()
 

@@ -15,8 +15,9 @@ from torchft.checkpointing.transport import CheckpointTransport
 from ckpt.errors import ConflictError
 from ckpt.live import Sink, Source
 from ckpt.state.dtensor import is_dtensor
+from ckpt.state.walk import ReceivedState
 
-from .reading import ReceivedState, group_of_one, own_address, take_step
+from .reading import group_of_one, own_address, take_step
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class CkptTransport(CheckpointTransport[T], Generic[T]):
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Serve a copy of the state; returns when it is copied."""
-        self._state["state"] = tree_map(_local, state_dict)
+        self._state["state"] = tree_map(lambda value: value.to_local() if is_dtensor(value) else value, state_dict)
         try:
             # A step that was not committed is sent again.
             self._source.publish(step, capture="eager", again=True).result(timeout.total_seconds())
@@ -71,7 +72,3 @@ class CkptTransport(CheckpointTransport[T], Generic[T]):
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001  torchft's
         """Serve no more."""
         self._source.close()
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if is_dtensor(value) else value

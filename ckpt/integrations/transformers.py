@@ -34,7 +34,7 @@ from ckpt.runs.step_listing import step_name
 from ckpt.text import url_text
 from ckpt.training import Generators
 
-from .reading import agreed_latest
+from .reading import agreed_latest, refuse, replace_methods
 from .sidecars import Sidecars
 
 with needed("transformers", "transformers"):
@@ -84,9 +84,7 @@ class CheckpointCallback(TrainerCallback):
         self._saved: int | None = None
         self._streams: list[tuple[Any, Any]] = []
         """Generators, and the states that they had when the checkpoint was saved."""
-        self._own = {name: getattr(trainer, name) for name in _REPLACED}
-        for name in _REPLACED:
-            setattr(trainer, name, getattr(self, name.removeprefix("_")))
+        self._own = replace_methods(trainer, self, _REPLACED)
 
     # ---- what there is to save
 
@@ -152,12 +150,12 @@ class CheckpointCallback(TrainerCallback):
         if self._sidecars is not None:
             handle = self.running.handle  # None if it was the last one before a stop, which was waited for
             durable = None if handle is None else handle.durable
-            error: BaseException | None = None
+            failed: StorageError | None = None
             try:
                 self._sidecars.put(step_name(step), lambda folder: self._write_pretrained(folder, tensors), durable)
             except StorageError as err:
-                error = err
-            if (error := self._failed.count("files beside a checkpoint are not written", error)) is not None:
+                failed = err
+            if (error := self._failed.count("files beside a checkpoint are not written", failed)) is not None:
                 raise error
 
     def _pretrained_tensors(self) -> dict[str, Any] | None:
@@ -205,7 +203,11 @@ class CheckpointCallback(TrainerCallback):
             self._url = self._from(resume_from_checkpoint)
             self._folder = folder if self._url is not None else None
             if self._url is not None:
-                Path(folder, TRAINER_STATE_NAME).write_text(_trainer_state_of(self._url))
+                trainer_state = open_view(self._url).state().get("trainer")
+                if not isinstance(trainer_state, str):
+                    hint = "ckpt.load(url, {'model': model}) loads a model alone"
+                    raise StateError("this checkpoint was not saved by a Trainer", where=self._url, hint=hint)
+                Path(folder, TRAINER_STATE_NAME).write_text(trainer_state)
             given = self._folder or resume_from_checkpoint or None
             result = self._own["train"](resume_from_checkpoint=None if given is True else given, **kwargs)
             self.running.wait()
@@ -314,21 +316,10 @@ def use(
     return made
 
 
-def _trainer_state_of(url: str) -> str:
-    text = open_view(url).state().get("trainer")
-    if not isinstance(text, str):
-        raise StateError(
-            "this checkpoint was not saved by a Trainer", where=url, hint="ckpt.load(url, {'model': model}) loads a model alone"
-        )
-    return text
-
-
 def _check(trainer: Trainer) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     problems = {
         "DeepSpeed, which has an engine of its own": trainer.is_deepspeed_enabled,
         "FSDP version 1: set fsdp_version to 2": trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2,
     }
-    for what, is_so in problems.items():
-        if is_so:
-            raise UsageError(f"ckpt.integrations.transformers does not go with {what}")
+    refuse("transformers", problems)

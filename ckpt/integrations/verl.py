@@ -15,8 +15,9 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from ckpt.errors import UsageError
 from ckpt.live import Sink, Source, Version
+from ckpt.state.walk import ReceivedState
 
-from .reading import ReceivedState, group_of_one, own_address, take_step
+from .reading import group_of_one, own_address, take_step
 
 
 @CheckpointEngineRegistry.register("ckpt")

@@ -31,6 +31,8 @@ from ckpt.needs import warn_if_untried
 from ckpt.runs.removal import remove_at
 from ckpt.training import Generators
 
+from .reading import BackgroundSave
+
 if TYPE_CHECKING:
     from ckpt.engine.save.background import SaveHandle
 
@@ -42,7 +44,7 @@ _RNG = "extra_state.rng"
 _PARTS = {"model": ["model.*"], "optimizer": ["optim.*"], "extra": ["extra_state.lr_scheduler.*", _RNG]}
 
 
-class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
+class CkptCheckpointManager(BackgroundSave, _OWN):  # type: ignore[misc, valid-type]
     """In place of verl's manager for FSDP versions 1 and 2. Configuration and tokenizer, and with ``hf_model`` the weights, are written to
     ``huggingface/`` as verl does.
 
@@ -52,10 +54,6 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
     checkpoint_save_contents: Any
     root: ClassVar[str | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._pending: Pending[None] | None = None
 
     def url(self, local_path: str) -> str:
         """Where the checkpoint lies that verl calls ``local_path``."""
@@ -96,7 +94,7 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
         handle = save_async(self.url(local_path), self.state(), **{"capture": "eager", **self._part(contents), **self.options})
         background = bool(self.checkpoint_config and self.checkpoint_config.get("async_save", False))
         tracked = global_step if background else None
-        self._pending = Pending(partial(self._finish, handle, local_path, max_ckpt_to_keep, tracked), "ckpt-verl")
+        self._saving = Pending(partial(self._finish, handle, local_path, max_ckpt_to_keep, tracked), "ckpt-verl")
         if not background:
             self.wait()
 
@@ -120,16 +118,6 @@ class CkptCheckpointManager(_OWN):  # type: ignore[misc, valid-type]
         for each in [path] if isinstance(path, str) else path:
             remove_at(self.url(each))
         super().remove_previous_save_local_path(path)
-
-    def wait(self) -> None:
-        """Until the last save is committed, and older checkpoints are removed.
-
-        Raises:
-            CkptError: it failed.
-        """
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
 
     def load_checkpoint(self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:  # noqa: FBT001
         """As verl calls it. Files that verl has written are read as well, on any number of ranks, without the random numbers."""

@@ -289,6 +289,8 @@ class Offers:
     """The same of the last rows alone."""
 
     def share(self, data: bytes) -> str:
+        """Have bytes ready for the leader, which asks for them if it needs them, and one rank only if several share equal ones. Gives
+        their digest."""
         digest = xxhash.xxh3_128_hexdigest(data)
         if digest not in self._blobs:
             self._blobs[digest] = data

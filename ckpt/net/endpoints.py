@@ -85,47 +85,31 @@ class InterfaceAddress:
     host: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class InterfaceFilter:
-    """Interfaces by name, written as for NCCL: ``eth,ib`` are prefixes, ``=eth0,eth1`` names, and ``^`` before either excludes them."""
-
-    names: tuple[str, ...]
-    exact: bool
-    exclude: bool
-
-    @classmethod
-    def parse(cls, text: str, *, exact: bool = False) -> InterfaceFilter:
-        """``exact``: names without ``=`` are whole names, too."""
-        rest = text.strip()
-        exclude = rest.startswith("^")
-        rest = rest.removeprefix("^")
-        exact = exact or rest.startswith("=")
-        names = tuple(name.strip() for name in rest.removeprefix("=").split(",") if name.strip())
-        return cls(names=names, exact=exact, exclude=exclude)
-
-    def of(self, addresses: list[InterfaceAddress]) -> list[InterfaceAddress]:
-        """Those that are chosen; in the order of the names, or their own where names exclude."""
-        if self.exclude:
-            return [a for a in addresses if self._place(a.interface) is None]
-        places = [(place, a) for a in addresses if (place := self._place(a.interface)) is not None]
-        return [a for _, a in sorted(places, key=lambda pair: pair[0])]
-
-    def _place(self, interface: str) -> int | None:
-        for i, name in enumerate(self.names):
-            if interface == name or (not self.exact and interface.startswith(name)):
-                return i
-        return None
-
-
 def choose(variable: str, text: str, addresses: list[InterfaceAddress]) -> list[InterfaceAddress]:
-    """What the setting chooses of ``addresses``. The names of ``GLOO_SOCKET_IFNAME`` are whole ones, as Gloo reads it."""
-    chosen = InterfaceFilter.parse(text, exact=variable == "GLOO_SOCKET_IFNAME").of(addresses)
+    """What the setting chooses of ``addresses``, in the order of the names in it, or their own where these exclude.
+
+    It is written as for NCCL: ``eth,ib`` are prefixes, ``=eth0,eth1`` names, and ``^`` before either excludes them. The names of
+    ``GLOO_SOCKET_IFNAME`` are whole ones without ``=``, too, as Gloo reads it.
+    """
+    listed = text.strip().removeprefix("^")
+    exact = variable == "GLOO_SOCKET_IFNAME" or listed.startswith("=")
+    names = [name.strip() for name in listed.removeprefix("=").split(",") if name.strip()]
+
+    def place(address: InterfaceAddress) -> int | None:
+        fits = (i for i, name in enumerate(names) if address.interface == name or (not exact and address.interface.startswith(name)))
+        return next(fits, None)
+
+    if text.strip().startswith("^"):
+        chosen = [a for a in addresses if place(a) is None]
+    else:
+        places = [(at, a) for a in addresses if (at := place(a)) is not None]
+        chosen = [a for _, a in sorted(places, key=lambda pair: pair[0])]
     if not chosen:
         known: dict[str, list[str]] = {}
         for a in addresses:
             known.setdefault(a.interface, []).append(a.host)
-        listed = ", ".join(f"{name} ({' '.join(hosts)})" for name, hosts in known.items()) or "none that can be listed on this system"
-        message = f"{text!r} names no network interface that has an address; there are {listed}"
+        there = ", ".join(f"{name} ({' '.join(hosts)})" for name, hosts in known.items()) or "none that can be listed on this system"
+        message = f"{text!r} names no network interface that has an address; there are {there}"
         raise UsageError(message, where=variable, hint="name one of these: eth for all names that begin so, =eth0 for one whole name")
     return chosen
 
@@ -232,7 +216,7 @@ def own_addresses(store: str | None) -> list[str]:
     of this machine."""
     known = interface_addresses()
     likely = [address for host in [store, _NOWHERE] if host and (address := _way_to(host))]
-    known.sort(key=lambda a: _place(a.host, likely))
+    known.sort(key=lambda a: likely.index(a.host) if a.host in likely else len(likely))
     if (chosen := _chosen(known)) is not None:
         return _in_order(a.host for a in chosen)
     hosts = [*likely, *(a.host for a in known)]
@@ -264,22 +248,13 @@ def _chosen(known: list[InterfaceAddress]) -> list[InterfaceAddress] | None:
         except UsageError as err:
             if variable.startswith("CKPT_"):
                 raise
-            _warn(f"{variable} is not followed: {err.message}")  # whoever it is for complains himself, if he is in use
+            if err.message not in _warned:  # whoever it is for complains himself, if he is in use
+                _warned.add(err.message)
+                log.warning("%s is not followed: %s", variable, err.message)
     return None
 
 
 _warned: set[str] = set()
-
-
-def _warn(text: str) -> None:
-    """Once in a process."""
-    if text not in _warned:
-        _warned.add(text)
-        log.warning(text)
-
-
-def _place(host: str, likely: list[str]) -> int:
-    return likely.index(host) if host in likely else len(likely)
 
 
 def _in_order(hosts: Iterable[str]) -> list[str]:

@@ -224,23 +224,20 @@ def _tell(channel: Channel, what: int, position: int) -> None:
 # Finding ranks that died or hang.
 
 Heard = Callable[[Collection[int]], dict[int, int]]
-"""Counts the signs of life of ranks, by their positions in the group."""
+"""Counts the signs of life of ranks, by their positions in ``ranks``."""
 
 
+@dataclass(eq=False)
 class FailureDetector:
     """Finds ranks of which nothing was heard for the call's timeout."""
 
-    def __init__(
-        self, kind: str, url: str, timeout: float, ranks: Sequence[int], heard: Callable[[Collection[int]], dict[int, int]]
-    ) -> None:
-        """``heard`` counts the signs of life of ranks, by their positions in ``ranks``."""
-        self.kind = kind
-        self.url = url
-        self.timeout = timeout
-        self.ranks = ranks
-        self.heard = heard
-        self.last: dict[int, tuple[int, float]] = {}
-        self.began = time.monotonic()
+    kind: str
+    url: str
+    timeout: float
+    ranks: Sequence[int]
+    heard: Heard
+    last: dict[int, tuple[int, float]] = field(default_factory=dict, init=False)
+    began: float = field(default_factory=time.monotonic, init=False)
 
     def check(self, waiting_for: Collection[int], phase: str) -> None:
         """Raises:
@@ -288,15 +285,10 @@ class Members:
     """Connections that notice who dies, where the ranks have made them."""
     tree: BroadcastTree | None = field(default=None, init=False)
     """Hands on what the leader has for all ranks; None for a single process."""
+    leader: int = field(init=False)
+    size: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.leader, self.size = self.ranks[0], len(self.ranks)
         if self.store is not None:
             self.tree = BroadcastTree(self.store, self.ranks.index(self.rank), self.ranks)
-
-    @property
-    def leader(self) -> int:
-        return self.ranks[0]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)

@@ -27,6 +27,9 @@ import numpy.typing as npt
 from ckpt.errors import DeadlineError
 from ckpt.plan.tables import ranks_text
 
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""MADV_POPULATE_READ and MADV_POPULATE_WRITE."""
+
 
 def make_file(name: str, size: int) -> int:
     """A descriptor of a new file of shared memory, open for writing. What it is called tells others that it is one of ours."""
@@ -47,6 +50,13 @@ def is_ours(path: str, name: str) -> bool:
 def whole_pages(size: int) -> int:
     """The bytes of the pages that so many bytes take."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def populate(memory: mmap.mmap, start: int, length: int, *, write: bool) -> None:
+    """Map these pages now, by one call in place of a fault for each few of them; ``start`` is that of a page. A kernel before Linux 5.14
+    brings them one by one when they are touched."""
+    with suppress(OSError):
+        memory.madvise(_POPULATE_WRITE if write else _POPULATE_READ, start, length)
 
 
 def try_lease(file: int) -> bool:
@@ -258,7 +268,6 @@ class AttachedPool:
         return data
 
     def generation(self, slot: int) -> int:
-        """See :meth:`SlotPool.lend`."""
         return int(self._generations[slot])
 
     def done(self, slot: int, which: int) -> None:

@@ -108,7 +108,6 @@ class Views:
         """See :class:`Outgoing`."""
 
     def open(self, announcement: bytes) -> bool:
-        """See :class:`Incoming`."""
         return False
 
     def send(self, sock: socket.socket) -> bool:
@@ -362,7 +361,6 @@ class Inlet:
         self._done = False
 
     def open(self, announcement: bytes) -> bool:
-        """See ``streams.Incoming``."""
         return self._taker.open(announcement)
 
     def receive(self, sock: socket.socket) -> bool:

@@ -20,7 +20,6 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, Not
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, put_conflict
 from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
-from ckpt.io_backends.registry import serve_scheme
 from ckpt.io_backends.writer_base import WriterBase
 
 from .nodes import FilePlace, NodeReader, NodeSet
@@ -53,7 +52,6 @@ class SpreadBackend(Backend):
     # ---- reading
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         check_path(path)
         check_read(offset, length)
         if path.rpartition("/")[2] == COMMIT_PATH:
@@ -68,7 +66,6 @@ class SpreadBackend(Backend):
         return got[0]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         check_path(path)
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
@@ -80,7 +77,6 @@ class SpreadBackend(Backend):
         self.reader.read(path, offset, view.nbytes, read)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Backend.read_hashed``."""
         view, hashed = byte_view(buffer, writable=True), 0
 
         def count(part: memoryview) -> None:
@@ -107,11 +103,9 @@ class SpreadBackend(Backend):
                 self.reader.evict(path, offset, offset + length if length is not None else 1 << 63)
 
     def nearby(self, paths: Collection[str]) -> Collection[str]:
-        """See ``Backend.nearby``."""
         return self.reader.nearby(paths)
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         got: list[int] = []
 
         def size(place: FilePlace) -> int:
@@ -147,7 +141,6 @@ class SpreadBackend(Backend):
         return iter(sorted(ObjectMeta(path, max(sizes.values())) for path, sizes in self.holders(prefix).items()))
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         check_prefix(prefix)
         listed = self._nodes.ask_all(lambda node: self.node(node).list_dir(prefix), reachable=True)
         return sorted({name for names in listed.values() for name in names})
@@ -283,7 +276,6 @@ def is_spread(url: str) -> bool:
 def know(nodes: NodeSet) -> None:
     """From now on URLs below that of ``nodes`` lead to them."""
     _runs[nodes.url] = nodes
-    serve_scheme(SCHEME, open_spread)
 
 
 def forget(nodes: NodeSet) -> None:

@@ -20,12 +20,11 @@ from ckpt.catalog import DataFile
 from ckpt.engine.copy.files import FileCheck, FileCopy
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError
-from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.datafile import box_text
 from ckpt.formats.native.paths import COPIES, data_prefix, index_path, parity_prefix
 from ckpt.formats.native.spans import read_spans
-from ckpt.formats.native.writer import committed_id
+from ckpt.formats.native.writer import WriteJournal, committed_id
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -82,25 +82,12 @@ class OpenRange(NamedTuple):
     length: int
 
 
-class RangedFiles(Backend):
+class RangedFiles(ABC):
     """Files whose bytes the kernel moves into the connection."""
 
     @abstractmethod
     def open_range(self, path: str, offset: int, length: int | None) -> OpenRange:
         """So many bytes of a file, or all from ``offset`` on; raises as ``Backend.read``."""
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
-        buffer = bytearray(max(0, self.size(path) - offset) if length is None else length)
-        self.read_into(path, offset, memoryview(buffer))
-        return bytes(buffer)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
-        span, filled = self.open_range(path, offset, buffer.nbytes), 0
-        with os.fdopen(span.file, "rb") as file:
-            while filled < span.length:  # the system reads 2 GiB at once at most
-                filled += os.preadv(file.fileno(), [buffer[filled:]], offset + filled)
 
 
 _STRETCH = 4 << 20
@@ -371,7 +358,6 @@ class RemoteNode(Backend):
         return self._prefix + check_path(path)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         check_read(offset, length)
         key = self._key(path)
         if length is None:  # one question, so that what comes is of one moment
@@ -380,7 +366,6 @@ class RemoteNode(Backend):
         return b"".join(self._connections.ask({"op": "read", "path": key, "offset": offset + at, "length": n})[1] for at, n in pieces)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         check_read(offset, None)
         view, key = byte_view(buffer, writable=True), self._key(path)
         for at in range(0, max(view.nbytes, 1), PIECE):
@@ -390,7 +375,6 @@ class RemoteNode(Backend):
                 raise StorageError(f"{self._connections.who} gave {len(data)} bytes for {len(part)}", where=key, hint="read again")
 
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         size: int = self._connections.answer({"op": "size", "path": self._key(path)}, {"size": is_count})["size"]
         return size
 
@@ -401,7 +385,6 @@ class RemoteNode(Backend):
         return iter([ObjectMeta(path.removeprefix(self._prefix), size) for path, size in files])
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         question = {"op": "list_dir", "prefix": self._prefix + check_prefix(prefix)}
         names: list[str] = self._connections.answer(question, {"names": [str]})["names"]
         return names
@@ -413,12 +396,10 @@ class RemoteNode(Backend):
         return RemoteWriter(self._connections, key, size)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """See ``Backend.put_if``."""
         head = {"op": "put_if", "path": self._key(path), "expected": None if expected is None else len(expected)}
         self._connections.ask(head, (expected or b"") + data)
 
     def delete(self, path: str) -> None:
-        """See ``Backend.delete``."""
         self._connections.ask({"op": "delete", "path": self._key(path)})
 
     def delete_many(self, paths: Collection[str]) -> None:
@@ -428,7 +409,6 @@ class RemoteNode(Backend):
             self._connections.ask({"op": "delete_many", "paths": keys[at : at + _DELETES]})
 
     def prepare(self) -> None:
-        """See ``Backend.prepare``."""
         self._connections.ask({"op": "prepare"})
 
 

@@ -196,19 +196,16 @@ class ParitySource:
         return size
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         size = self.size(path) - offset if length is None else length
         buffer = bytearray(max(0, size))
         self.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Backend.read_hashed``."""
         self.read_into(path, offset, buffer)
         update(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
         view = byte_view(buffer, writable=True)
         save = self._of_save(path)
         size = save.table.size(path) if save is not None else None

@@ -17,14 +17,12 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ckpt import settings
 from ckpt.concurrency import map_tasks
 from ckpt.errors import AccessError, CkptError, FormatError, UsageError
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import join_url, open_backend, real_url
-from ckpt.net.call import Call
+from ckpt.io_backends.registry import open_below, real_url
 from ckpt.net.channel import Row
 from ckpt.net.endpoints import network
 from ckpt.net.group import Group
@@ -55,7 +53,12 @@ def surviving_nodes(directory: str, known: Collection[str]) -> Sequence[StorageN
     greeted = map_tasks(_greet, addresses, _THREADS, "ckpt-survivors")
     met = {address: who for address, who in zip(addresses, greeted, strict=True) if who is not None}
     there = {id: (address, host) for address, (id, host) in met.items() if id not in known}
-    return [_node(address, host, directory) for address, host in there.values()]
+    nodes = []
+    for address, host in there.values():
+        root = f"memory://{address}/{directory.removeprefix('memory://')}"
+        node = StorageNode(name=f"{host}:{root}", domain=host, below=partial(open_below, root), host=host, in_memory=True)
+        nodes.append(node)
+    return nodes
 
 
 def _greet(address: str) -> tuple[str, str] | None:
@@ -69,15 +72,6 @@ def _greet(address: str) -> tuple[str, str] | None:
         return None
     finally:
         memory.close()
-
-
-def _node(address: str, host: str, directory: str) -> StorageNode:
-    root = f"memory://{address}/{directory.removeprefix('memory://')}"
-    return StorageNode(name=f"{host}:{root}", domain=host, below=partial(_below, root), host=host, in_memory=True)
-
-
-def _below(root: str, prefix: str) -> Backend:
-    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)
 
 
 SCHEME = "memory://"
@@ -113,14 +107,11 @@ def is_memory(url: str) -> bool:
 def own_node(directory: str, ranks: tuple[int, ...] = ()) -> StorageNode:
     """The node of this process alone, which is all it knows of before the ranks have met."""
     host = socket.gethostname()
-
-    def below(prefix: str) -> Backend:
-        return open_backend(join_url(directory, prefix.rstrip("/")) if prefix else directory)
-
     # What tells nodes apart: a directory of a machine, or one of its memory daemons.
     place = f"{memory_place.folder()}:{directory}" if is_memory(directory) else real_url(directory)
     domain = settings.domain() or host
-    return StorageNode(name=f"{host}:{place}", domain=domain, below=below, ranks=ranks, host=host, in_memory=is_memory(directory))
+    below, in_memory = partial(open_below, directory), is_memory(directory)
+    return StorageNode(name=f"{host}:{place}", domain=domain, below=below, ranks=ranks, host=host, in_memory=in_memory)
 
 
 def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
@@ -148,7 +139,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
             failed.callback(server.close)
             return {"addresses": server.addresses, "network": server.network, "secret": secret.hex(), "token": token}
 
-        reached = _agreed(call, "serve", serve, rows)
+        reached = call.map_reduce("serve", serve, lambda served: [served[node["ranks"][0]] for node in rows])
         mine = reached[own]["token"]
         others = [one["token"] for n, one in enumerate(reached) if n != own] if first else []
         survivors: list[StorageNode] = []
@@ -168,27 +159,13 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
         if n == own:
             nodes.append(own_node(directory, tuple(row["ranks"])))
         else:
-            connections.append(_connections(row, where, min(timeout, _PATIENCE)))
-            nodes.append(_node_behind(connections[-1], row, in_memory=me.in_memory))
+            addresses = [(host, port) for host, port in where["addresses"]]
+            secret, near = bytes.fromhex(where["secret"]), where["network"] == network()
+            there = NodeConnections(row["name"], addresses, secret, min(timeout, _PATIENCE), same_network=near)
+            connections.append(there)
+            node = {name: row[name] for name in ("name", "domain", "host")}
+            nodes.append(StorageNode(**node, below=partial(RemoteNode, there), ranks=tuple(row["ranks"]), in_memory=me.in_memory))
     return JobNodes(nodes=nodes, own=own, server=server, connections=connections, survivors=survivors)
-
-
-def _connections(node: Row, where: Row, timeout: float) -> NodeConnections:
-    """To another node, whose first rank says where its server is."""
-    addresses = [(host, port) for host, port in where["addresses"]]
-    secret = bytes.fromhex(where["secret"])
-    return NodeConnections(node["name"], addresses, secret, timeout, same_network=where["network"] == network())
-
-
-def _node_behind(connections: NodeConnections, node: Row, *, in_memory: bool) -> StorageNode:
-    return StorageNode(
-        name=node["name"],
-        domain=node["domain"],
-        below=partial(RemoteNode, connections),
-        ranks=tuple(node["ranks"]),
-        host=node["host"],
-        in_memory=in_memory,
-    )
 
 
 def _describe(me: StorageNode, directory: str) -> Row:
@@ -202,12 +179,6 @@ def _daemon_id(directory: str) -> str | None:
 
 def _survivors(directory: str, own: Sequence[str | None]) -> Sequence[StorageNode]:
     return surviving_nodes(directory, [id for id in own if id is not None]) if is_memory(directory) else ()
-
-
-def _agreed(call: Call, phase: str, local: Any, nodes: Sequence[Row]) -> list[Row]:
-    """What the first rank of each node says, in the order of nodes."""
-    agreed: list[Row] = call.map_reduce(phase, local, lambda rows: [rows[node["ranks"][0]] for node in nodes])
-    return agreed
 
 
 def _nodes(rows: dict[int, Row]) -> list[Row]:

@@ -310,26 +310,34 @@ def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime, *, aba
     judged = committed if abandoned else live
     last_written = {max(some, key=lambda s: (s.created, s.step)).step for some in (judged, live) if some}
     newest = {s.step for s in (*live[-1:], *judged[-1:])}
-    reasons = {s.step: _lasting(s, newest=s.step in newest, last_written=s.step in last_written) for s in committed}
+    reasons: dict[int, list[str]] = {s.step: [] for s in committed}
+    for s in committed:  # why no policy can remove it, references apart
+        if s.step in newest:
+            reasons[s.step].append("highest" if s.abandoned else "newest")
+        elif s.step in last_written:
+            reasons[s.step].append("written last")
+        if s.tags:
+            reasons[s.step].append(f"tagged {', '.join(map(repr, sorted(s.tags)))}")
     for s in judged:
         reason = explained[s.step]
         if reason is not None:
             reasons[s.step].append(reason)
     kept = _with_what_they_use(committed, {step for step, why in reasons.items() if why})
     for s in committed:
-        reasons[s.step] += _references([r for r in s.referred_by if r != s.step and (r in kept or r not in reasons)])
-        reasons[s.step] += _parts([r for r in s.base_of if r != s.step and (r in kept or r not in reasons)])
+        referrers, parts = ([r for r in users if r != s.step and (r in kept or r not in reasons)] for users in (s.referred_by, s.base_of))
+        reasons[s.step] += _of_steps(referrers, "refers to it", "refer to it")
+        reasons[s.step] += _of_steps(parts, "is a part, and may lie over it", "are parts, and may lie over it")
     left_behind = {s.step for s in committed if s.abandoned}
-    verdicts = tuple(_verdict(step, reasons.get(step), abandoned=step in left_behind) for step in explained)
-    return Verdicts(verdicts, _users_first([s for s in committed if s.step not in kept]))
-
-
-def _lasting(step: StepInfo, *, newest: bool, last_written: bool) -> list[str]:
-    """Why no policy can remove ``step``, references apart."""
-    reasons = ["highest"] if newest and step.abandoned else ["newest"] if newest else ["written last"] if last_written else []
-    if step.tags:
-        reasons.append(f"tagged {', '.join(map(repr, sorted(step.tags)))}")
-    return reasons
+    verdicts = []
+    for step in explained:
+        if step not in reasons:
+            verdicts.append(Verdict(step=step, outcome="left", reasons=("not committed",)))
+        elif reasons[step]:
+            verdicts.append(Verdict(step=step, outcome="kept", reasons=tuple(reasons[step])))
+        else:
+            why = (*(["abandoned"] if step in left_behind else []), "no rule keeps it")
+            verdicts.append(Verdict(step=step, outcome="removed", reasons=why))
+    return Verdicts(tuple(verdicts), _users_first([s for s in committed if s.step not in kept]))
 
 
 def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[int]:
@@ -350,14 +358,6 @@ def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[in
     return needed
 
 
-def _references(referrers: Iterable[int]) -> list[str]:
-    return _of_steps(referrers, "refers to it", "refer to it")
-
-
-def _parts(parts: Iterable[int]) -> list[str]:
-    return _of_steps(parts, "is a part, and may lie over it", "are parts, and may lie over it")
-
-
 def _of_steps(users: Iterable[int], one: str, several: str) -> list[str]:
     steps = sorted(set(users))
     if len(steps) < 2:
@@ -365,14 +365,6 @@ def _of_steps(users: Iterable[int], one: str, several: str) -> list[str]:
     named = ", ".join(map(str, steps[:_NAMED]))
     more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
     return [f"steps {named}{more} {several}"]
-
-
-def _verdict(step: int, reasons: list[str] | None, *, abandoned: bool) -> Verdict:
-    if reasons is None:
-        return Verdict(step=step, outcome="left", reasons=("not committed",))
-    if reasons:
-        return Verdict(step=step, outcome="kept", reasons=tuple(reasons))
-    return Verdict(step=step, outcome="removed", reasons=(*(["abandoned"] if abandoned else []), "no rule keeps it"))
 
 
 def _users_first(steps: Sequence[StepInfo]) -> tuple[int, ...]:

@@ -69,10 +69,10 @@ def flat(policies: Iterable[P]) -> tuple[P, ...]:
     return tuple(distinct)
 
 
-def check_whole(value: object, what: str, least: int) -> None:
+def check_whole(value: object, what: str, least: int, hint: str | None = None) -> None:
     """Raise UsageError unless ``value`` is an int of at least ``least``; ``what`` names it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{what} is a whole number of at least {least}, not {value!r}")
+        raise UsageError(f"{what} is a whole number of at least {least}, not {value!r}", hint=hint)
 
 
 def check_positive(value: object, what: str, *, zero: bool = False) -> None:
@@ -92,8 +92,7 @@ class Anchor:
     every: int = 10
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise UsageError(f"Anchor(every=) is a number of saves, at least 1, not {self.every!r}", hint="Anchor(every=10)")
+        check_whole(self.every, "Anchor(every)", 1, "Anchor(every=10)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +117,7 @@ class TrustFrozen:
         globs = [self.names] if isinstance(self.names, str) else list(self.names) if isinstance(self.names, Iterable) else []
         if not globs or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"TrustFrozen(names=) is a glob of names, or several, not {self.names!r}", hint='TrustFrozen(names="model.*")')
-        if not isinstance(self.hash_every, int) or isinstance(self.hash_every, bool) or self.hash_every < 1:
-            raise UsageError(
-                f"TrustFrozen(hash_every=) is a number of saves, at least 1, not {self.hash_every!r}", hint="TrustFrozen(hash_every=10)"
-            )
+        check_whole(self.hash_every, "TrustFrozen(hash_every)", 1, "TrustFrozen(hash_every=10)")
 
     def covers(self, name: str) -> bool:
         """Whether a tensor may be trusted."""

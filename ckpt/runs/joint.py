@@ -32,15 +32,15 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
-from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
     JOINT,
+    WRITER,
     CommitRecord,
     MemberCheckpoint,
     new_id,
     now,
-    writer_name,
+    read_record,
 )
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
@@ -98,9 +98,7 @@ class JointRun:
             if seen is None or (before is not None and before.life != self._life):
                 if self._joined is not None and seen is not None and seen.id >= self._joined:
                     raise ConflictError(f"another process restores as member {self.member}", where=self.root, hint="end one of the two")
-                begun = Generation(
-                    id=new_id(later_than=None if seen is None else seen.id), members=self.members, joined=self._here("joined")
-                )
+                begun = Generation(id=new_id(None if seen is None else seen.id), members=self.members, joined=self._here("joined"))
                 if self._swap(data, begun):
                     log.info("%s: %s begins generation %s", self.root, self.member, begun.id)
                     self._joined = begun.id
@@ -111,7 +109,7 @@ class JointRun:
             if set(seen.members) != set(self.members):
                 if len(seen.joined) < len(seen.members):
                     continue  # those who began it may be gone, and begin another one
-                self._swap(data, Generation(id=new_id(later_than=seen.id), members=self.members, joined=self._here("joined")))
+                self._swap(data, Generation(id=new_id(seen.id), members=self.members, joined=self._here("joined")))
             elif self.member not in seen.joined:
                 self._swap(data, replace(seen, joined={**seen.joined, **self._here("joined")}))
             elif not seen.decided:
@@ -125,7 +123,13 @@ class JointRun:
                     )
                 self.generation = seen
                 return seen
-        raise self._disagreement(asked)
+        others = ", ".join(asked.members) if asked is not None else "nobody"
+        raise ConflictError(
+            f"the members of this run do not agree within {self.timeout:g} s: here they are {', '.join(self.members)}, "
+            f"in {GENERATION_PATH} {others}",
+            where=self.root,
+            hint="give every job the same members=, and start all of them",
+        )
 
     def loaded(self) -> bool:
         """Say that this member has loaded what was decided, and wait until all have. False: something else is decided now."""
@@ -169,7 +173,11 @@ class JointRun:
 
     def _decide(self, seen: Generation, step: int | None, changes: MemberChanges) -> Generation:
         """What the members of this generation go on from, by what the run has."""
-        self._give_up_unfinished(seen)
+        for s in list_steps(self.root):
+            if s.prepared and not s.committed and s.number is not None:
+                for old in self._backend.list_dir(f"{step_name(s.number)}/{MARKS}"):
+                    if (id := old.rstrip("/")) < seen.id:
+                        self._give_up(s.number, replace(seen, id=id), "the members restarted before all had saved it")
         steps = [s for s in list_steps(self.root) if s.committed and s.members]
         failed: list[str] = []
         for s in sorted((s for s in steps if s.abandoned is None or step is not None), key=lambda s: s.number or 0, reverse=True):
@@ -190,13 +198,6 @@ class JointRun:
         if step is not None:
             raise NotFoundError(f"there is no joint step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return replace(seen, decided=True, step=None, checkpoints={})
-
-    def _give_up_unfinished(self, seen: Generation) -> None:
-        for s in list_steps(self.root):
-            if s.prepared and not s.committed and s.number is not None:
-                for old in self._backend.list_dir(f"{step_name(s.number)}/{MARKS}"):
-                    if (id := old.rstrip("/")) < seen.id:
-                        self._give_up(s.number, replace(seen, id=id), "the members restarted before all had saved it")
 
     def _problem(self, members: Mapping[str, MemberCheckpoint]) -> str | None:
         """Why a joint step cannot be loaded, as far as the records of its members say."""
@@ -227,15 +228,6 @@ class JointRun:
 
     def _here(self, state: State) -> dict[str, Attendance]:
         return {self.member: Attendance(life=self._life, state=state)}
-
-    def _disagreement(self, seen: Generation | None) -> ConflictError:
-        others = ", ".join(seen.members) if seen is not None else "nobody"
-        return ConflictError(
-            f"the members of this run do not agree within {self.timeout:g} s: here they are {', '.join(self.members)}, "
-            f"in {GENERATION_PATH} {others}",
-            where=self.root,
-            hint="give every job the same members=, and start all of them",
-        )
 
     # ---- saving
 
@@ -338,7 +330,9 @@ class JointRun:
             try:
                 there = self._marks(marks)
                 if set(there) == set(generation.members):
-                    self._commit(n, there, generation)
+                    if (seen := self._read()[1]) is None or seen.id != generation.id:
+                        raise self._restarted(seen)
+                    self._put(n, self._new_record(generation, there, n))
                 record = self._record(n)
                 if record is not None and record.generation == generation.id:
                     self._newest = max(self._newest, n if record.given_up is None else -1)
@@ -359,20 +353,14 @@ class JointRun:
         record = self._record(n)
         return JointOutcome(step=n, url=url, given_up=record.given_up if record is not None else "it was removed")
 
-    def _commit(self, n: int, marks: Mapping[str, Mark], generation: Generation) -> None:
-        seen = self._read()[1]
-        if seen is None or seen.id != generation.id:
-            raise self._restarted(seen)
-        self._put(n, self._new_record(generation, marks, n))
-
     def _give_up(self, n: int, generation: Generation, reason: str) -> None:
         self._put(n, self._new_record(generation, {}, n, reason))
 
     def _new_record(self, generation: Generation, marks: Mapping[str, Mark], n: int, given_up: str | None = None) -> CommitRecord:
         return CommitRecord(
-            id=new_id(later_than=max([generation.id, *(mark.id for mark in marks.values())])),
+            id=new_id(generation.id, *(mark.id for mark in marks.values())),
             created=now(),
-            writer=writer_name(),
+            writer=WRITER,
             world_size=sum(mark.ranks for mark in marks.values()),
             features=(JOINT,),
             index={},

@@ -15,7 +15,7 @@ from ckpt.net.group import Group
 from ckpt.policies import KeepPolicy
 
 from .joint import JointRun
-from .members import Generation, JointOutcome, MemberChanges, check_members
+from .members import JointOutcome, MemberChanges, check_members
 from .reporter import Reporter
 from .step_listing import Step, list_steps
 
@@ -69,7 +69,7 @@ class Membership:
         loaded: tuple[int | None, str | None] | None = None
         result: int | None = None
         while True:
-            decided: dict[str, Any] = self._call("join", lambda: _words(self._run.join(step, changes), self.member))
+            decided: dict[str, Any] = self._call("join", partial(self._join, step, changes))
             number, path, id = decided["step"], decided["path"], decided["id"]
             if loaded != (number, id):
                 try:
@@ -87,6 +87,11 @@ class Membership:
                     self._tidy(None)
                 return result if path is not None or number is None else number
 
+    def _join(self, step: int | None, changes: MemberChanges | None) -> dict[str, Any]:
+        generation = self._run.join(step, changes)
+        checkpoint = generation.checkpoints.get(self.member)
+        return {"step": generation.step, "path": checkpoint and checkpoint.path, "id": checkpoint and checkpoint.id}
+
     # ---- saving
 
     def begin(self, n: int) -> None:
@@ -95,14 +100,15 @@ class Membership:
         if not self._on_leader:
             return
         self._run.begin(n)
-        if self.leads:  # training does not wait for it
-            threading.Thread(target=self._ask, args=(n,), name="ckpt-joint", daemon=True).start()
 
-    def _ask(self, n: int) -> None:
-        try:
-            self._run.request(n)
-        except CkptError as err:
-            log.warning("the other members of %s are not asked to save step %d: %s", self.root, n, err)
+        def ask() -> None:
+            try:
+                self._run.request(n)
+            except CkptError as err:
+                log.warning("the other members of %s are not asked to save step %d: %s", self.root, n, err)
+
+        if self.leads:  # training does not wait for it
+            threading.Thread(target=ask, name="ckpt-joint", daemon=True).start()
 
     def failed(self) -> None:
         """The save that was begun last has failed."""
@@ -167,8 +173,3 @@ class Membership:
     def _agree(self, mine: bool) -> bool:  # noqa: FBT001
         call = self._group.call("joint", self.root, self._timeout)
         return bool(call.map_reduce("damaged", lambda: {"mine": mine}, lambda rows: any(row["mine"] for row in rows.values())))
-
-
-def _words(generation: Generation, member: str) -> dict[str, Any]:
-    checkpoint = generation.checkpoints.get(member)
-    return {"step": generation.step, "path": checkpoint and checkpoint.path, "id": checkpoint and checkpoint.id}

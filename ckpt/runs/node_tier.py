@@ -15,8 +15,7 @@ from typing import Any
 import xxhash
 
 from ckpt.errors import CkptError, UsageError
-from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
+from ckpt.io_backends.registry import is_file_system, open_below, real_url
 from ckpt.net.group import Group
 from ckpt.nodes.backend import forget, know, run_url
 from ckpt.nodes.copies import Completed, NodeCopier, loss, note_copies
@@ -25,6 +24,7 @@ from ckpt.nodes.rendezvous import JobNodes, is_memory, meet, own_node
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.policies import EverySteps, SavePolicy
 from ckpt.policies.both import check_arguments
+from ckpt.policies.save import check_whole
 from ckpt.text import show_as, url_text
 
 from .step_listing import Step
@@ -60,10 +60,10 @@ class NodeLocal:
         if not is_file_system(url_text(self.directory)) and not is_memory(url_text(self.directory)):
             hint = 'give a path or "memory://name"; root= takes the URL of an object store'
             raise UsageError(f"NodeLocal takes a directory or this machine's memory, not {self.directory!r}", hint=hint)
-        if self.copies is not None and (type(self.copies) is not int or self.copies < 0):
-            raise UsageError(f"copies is a number of other nodes, not {self.copies!r}", hint="1 survives the loss of any one node")
-        if self.parity is not None and (type(self.parity) is not int or self.parity < 3):
-            raise UsageError(f"parity is how many nodes form a group, not {self.parity!r}", hint="at least 3; of 2 nodes it is copies=1")
+        if self.copies is not None:
+            check_whole(self.copies, "copies", 0, "1 survives the loss of any one node")
+        if self.parity is not None:
+            check_whole(self.parity, "parity, how many nodes form a group,", 3, "of 2 nodes it is copies=1")
         if self.parity is not None and self.copies:
             raise UsageError("copies= and parity= do not go together", hint="parity=4 takes less memory, copies=2 survives more losses")
         if self.pace is not None and (not isinstance(self.pace, int | float) or not self.pace > 0):
@@ -95,11 +95,7 @@ class Memory:
         if self.every.leader_part is not None or self.every.watches_preemption:
             hint = "every=EverySteps(1); save= takes all policies"
             raise UsageError(f"saves into memory follow from step numbers alone, and not from {self.every}", hint=hint)
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 2:
-            raise UsageError(
-                f"keep is how many steps stay in memory, at least 2, not {self.keep!r}",
-                hint="while one is saved, the one before must be whole",
-            )
+        check_whole(self.keep, "keep, how many steps stay in memory,", 2, "while one is saved, the one before must be whole")
         self.on_nodes("run")
 
     def on_nodes(self, root: str) -> NodeLocal:
@@ -257,8 +253,3 @@ def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
         merged.update(places)
     last = {place: merged.pop(place) for place in ("parity", "root") if place in merged}
     return {**merged, **last}
-
-
-def open_below(root: str, prefix: str) -> Backend:
-    """The place ``prefix`` below ``root``: empty, or ending in a slash."""
-    return open_backend(join_url(root, prefix.rstrip("/")) if prefix else root)

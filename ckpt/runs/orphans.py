@@ -12,10 +12,10 @@ from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.clearing import BATCH, FileReferrers, RunReferrers, clear, referrers_in
-from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, CommitRecord, began
+from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, began
 from ckpt.formats.native.paths import id_of, is_there
+from ckpt.formats.native.writer import committed_id
 from ckpt.formats.registry import CLAIM, MARK_PATH, RECORD_PATH, ConversionRecord, ExportRecord, mark_name, record_path
 from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload
 
@@ -257,7 +257,13 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
             directories.setdefault(directory, _Directory()).saves.setdefault(save, []).append(entry)
         else:
             intents.look(entry)
-    uploads = [_upload(upload, older_than, now) for upload in backend.pending_uploads()]
+    uploads = []
+    for upload in backend.pending_uploads():
+        removable = older_than == 0 or now - upload.started >= older_than
+        reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if removable else " and may go on")
+        directory, inner = _split(upload.path)
+        place = Place(directory)
+        uploads.append(Orphan(what="upload", place=place, id=id_of(inner), upload=upload, removable=removable, reason=reason))
     busy = {d.path for d in uploads if not d.removable}
 
     def taken(directory: str, id: str) -> list[ObjectMeta]:
@@ -267,11 +273,8 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
     referrers = cache(partial(referrers_in, backend))  # all records of the run are read for it: only if there are any saves left
     for name, directory_left in directories.items():
         orphans += _kept_for_others(_saves(backend, name, directory_left, age, settled), referrers)
-    return _on_this_side(backend, orphans + uploads)
-
-
-def _on_this_side(backend: Backend, orphans: list[Orphan]) -> list[Orphan]:
-    """What is beyond a link stays: a root that is one and has a checkpoint's files itself is no run."""
+    orphans += uploads
+    # What is beyond a link stays: a root that is one and has a checkpoint's files itself is no run.
     target = backend.link()
     if target is None or all(o.place.directory or o.what in ("temporary", "upload") for o in orphans):
         return orphans
@@ -328,9 +331,7 @@ def _kept_for_others(orphans: Iterable[Orphan], run: Callable[[], RunReferrers])
 
 
 def _committed(backend: Backend, directory: str) -> str | None:
-    data = read_record(backend, f"{directory}/".lstrip("/"))
-    path = f"{directory}/{COMMIT_PATH}".lstrip("/")
-    return None if data is None else CommitRecord.from_bytes(data, f"{backend.url}/{path}").id
+    return committed_id(backend, f"{directory}/".lstrip("/"))
 
 
 def _judge(backend: Backend, entries: Iterable[ObjectMeta], id: str | None, *, older_than: float, now: float) -> tuple[bool, str]:
@@ -357,13 +358,6 @@ def _judge(backend: Backend, entries: Iterable[ObjectMeta], id: str | None, *, o
     if touched is None:
         return False, "nobody can say how old it is: only an age of 0 removes it"
     return True, f"nobody touched it for {_ago(now - touched)}"
-
-
-def _upload(upload: PendingUpload, older_than: float, now: float) -> Orphan:
-    removable = older_than == 0 or now - upload.started >= older_than
-    reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if removable else " and may go on")
-    directory, inner = _split(upload.path)
-    return Orphan(what="upload", place=Place(directory), id=id_of(inner), upload=upload, removable=removable, reason=reason)
 
 
 def _ago(seconds: float) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckpt.catalog import Contents
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.journal import CheckpointJournal
-from ckpt.formats.native.catalog import read_index_file, read_record
+from ckpt.formats.native.catalog import read_index_file
 from ckpt.formats.native.commit import (
     ALIASES,
     ANCHORS,
@@ -21,11 +20,12 @@ from ckpt.formats.native.commit import (
     VIRTUAL,
     CommitRecord,
     is_ours,
+    read_record,
 )
 from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path, is_reference, split_url
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 
@@ -90,9 +90,14 @@ def rebuild_checkpoint(url: str, *, id: str | None = None, dry_run: bool = False
             where=url,
             hint="restore the index from a copy; the checkpoints that it refers to are whole by themselves",
         )
-    rebuilt, lost = (_kept(index), ()) if index.is_whole else _rebuilt(backend, index, chosen)
-    if not index.is_whole and refers is None and _may_refer(backend):
-        lost = (*lost, ELSEWHERE)
+    lost: tuple[str, ...] = ()
+    if index.is_whole:
+        features = () if index.record is None else index.record.features
+        rebuilt = Rebuilt(contents=decode_index(index.files, "the index", anchored=ANCHORS in features), features=())
+    else:
+        rebuilt, lost = _rebuilt(backend, index, chosen)
+        if refers is None and _may_refer(backend):
+            lost = (*lost, ELSEWHERE)
     if index.record is not None:  # the values of an earlier rebuild are whole, but they are none
         lost = tuple(dict.fromkeys((*lost, *index.record.lost)))
     if not index.is_whole and not dry_run:
@@ -182,13 +187,6 @@ def _may_refer(backend: Backend) -> bool:
     return False
 
 
-def _kept(index: _Index) -> Rebuilt:
-    """What an index says that is whole."""
-    features = () if index.record is None else index.record.features
-    contents = decode_index(index.files, "the index", anchored=ANCHORS in features)
-    return Rebuilt(contents=contents, features=())
-
-
 def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[str, ...]]:
     """The new index, and what it lacks."""
     of_nothing = encode_index(Contents(tensors=(), files=()))
@@ -202,7 +200,14 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     else:
         rebuilt, lost = rebuild(backend, id), (ALIASES, *lost)
     contents = rebuilt.contents
-    _check_bytes(contents, index, backend.url)
+    # The last rows of a tensor, and whole tensors, leave no trace where their data file is gone.
+    nbytes = _tensor_bytes(contents)
+    if index.record is not None and nbytes != index.record.tensor_bytes:
+        raise CorruptError(
+            f"the data files have {nbytes:,} bytes of tensors, the commit record says {index.record.tensor_bytes:,}",
+            where=backend.url,
+            hint=f"restore the missing data files, or move {COMMIT_PATH} away and take what is left: `ckpt rebuild --id {index.record.id}`",
+        )
     if STATE in index.files:
         values = decode_index({**of_nothing, STATE: index.files[STATE]}, where)
         contents = replace(contents, state=values.state, ranks=values.ranks)
@@ -211,29 +216,22 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     return replace(rebuilt, contents=contents), lost
 
 
-def _check_bytes(contents: Contents, index: _Index, url: str) -> None:
-    """Raise CorruptError unless the tensors are as large as the record says: the last rows of a tensor, and whole tensors, leave no trace
-    where their data file is gone."""
-    nbytes = _tensor_bytes(contents)
-    if index.record is not None and nbytes != index.record.tensor_bytes:
-        raise CorruptError(
-            f"the data files have {nbytes:,} bytes of tensors, the commit record says {index.record.tensor_bytes:,}",
-            where=url,
-            hint=f"restore the missing data files, or move {COMMIT_PATH} away and take what is left: `ckpt rebuild --id {index.record.id}`",
-        )
-
-
 def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, lost: tuple[str, ...], id: str) -> None:
     backend.prepare()
     record = index.record
     ranks = len({file.rank for file in rebuilt.contents.files})
     journal = CheckpointJournal(backend, id=id, previous=index.record_bytes, resumable=True)
+    # Index files that stay, stay byte for byte: only so does the record confirm them for the next attempt, if this one is killed.
+    cache = IndexCache(state=index.files.get(STATE))
+    if _has_tables(index):
+        cache.tables = {name: index.files[name] for name in (TENSORS, GRIDS)}
+        cache.tensor_bytes = _tensor_bytes(rebuilt.contents)
     write_index(
         journal,
         rebuilt.contents,
         world_size=ranks if record is None else record.world_size,
         features=rebuilt.features,
-        cache=_as_they_are(index, rebuilt),
+        cache=cache,
         metrics=None if record is None else record.metrics,
         tags=() if record is None else record.tags,
         lost=lost,
@@ -244,15 +242,6 @@ def _write(backend: Backend, index: _Index, rebuilt: Rebuilt, lost: tuple[str, .
 def _has_tables(index: _Index) -> bool:
     """Whether the tables that are left say all: with ``APART``, tensors of ranks are in files of their own."""
     return {*_TABLES} <= index.files.keys() and (index.record is None or APART not in index.record.features)
-
-
-def _as_they_are(index: _Index, rebuilt: Rebuilt) -> IndexCache:
-    """Index files that stay byte for byte: only so does the record confirm them for the next attempt, if this one is killed."""
-    cache = IndexCache(state=index.files.get(STATE))
-    if _has_tables(index):
-        cache.tables = {name: index.files[name] for name in (TENSORS, GRIDS)}
-        cache.tensor_bytes = _tensor_bytes(rebuilt.contents)
-    return cache
 
 
 def _tensor_bytes(contents: Contents) -> int:

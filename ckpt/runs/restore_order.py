@@ -194,7 +194,10 @@ def load_nearest(
             kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
             if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
                 raise
-            log.warning("%s is passed over: %s; what the run has beside it is tried next", url, _reason(err))
+            # A load says what has become of the state, for callers that stop there. Here another copy or step is loaded into
+            # all of it next; if that fails too, the error that is raised still says it.
+            reason = str(err).replace(f"; {PARTLY_WRITTEN}", "").replace(f"; {UNCHANGED}", "")
+            log.warning("%s is passed over: %s; what the run has beside it is tried next", url, reason)
             tiers.nearest.damaged.add(copy_id)
             failed = err
             continue
@@ -206,13 +209,6 @@ def load_nearest(
     if failed is not None:
         raise failed
     return None
-
-
-def _reason(err: CkptError) -> str:
-    """What was wrong with a checkpoint that is passed over."""
-    # A load says what has become of the state, for callers that stop there. Here another copy or step is loaded into
-    # all of it next; if that fails too, the error that is raised still says it.
-    return str(err).replace(f"; {PARTLY_WRITTEN}", "").replace(f"; {UNCHANGED}", "")
 
 
 def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[..., object]) -> LoadedCopy:

@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import UsageError, storage_failed
 from ckpt.net.group import Due, Group, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
 from ckpt.policies.save import check_whole
 from ckpt.state.walk import check_state
-from ckpt.telemetry.callbacks import Stall
+
+if TYPE_CHECKING:
+    from ckpt.engine.save.background import SaveHandle
 
 # What saves cost training, measured in the training loop: how long they block it, and how much slower they make it.
 #
@@ -45,22 +47,6 @@ _MOST = 2.0
 """Usual steps that one step beside a save counts as at most."""
 
 
-class Handle(Protocol):
-    """What has to be known of a save: a ``SaveHandle``."""
-
-    stall: Stall
-    called: float
-    """Seconds of ``stall`` that the call took which began it."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-        ...
-
-    def took(self) -> float | None:
-        """Seconds to the commit; None if it failed or is going on."""
-        ...
-
-
 class CostMeter:
     """One rank's end. It asks no clock: ``now`` are seconds since the job began."""
 
@@ -72,7 +58,7 @@ class CostMeter:
         self._left: float | None = None
         self._stood = 0.0
         """What the save in flight had blocked when this call was entered, or the last one left."""
-        self._save: Handle | None = None
+        self._save: SaveHandle | None = None
         self._began = 0.0
         self._step: float | None = None
         """What is usual, as it was known when the save in flight was begun."""
@@ -116,7 +102,7 @@ class CostMeter:
             self._left += now - self._entered
         self._stood = self._save.stall.seconds if self._save is not None else 0.0
 
-    def begun(self, save: Handle, now: float) -> None:
+    def begun(self, save: SaveHandle, now: float) -> None:
         """A save was begun in this call. What the call waited for the one before is that one's."""
         waited = 0.0
         if self._save is not None:
@@ -127,7 +113,7 @@ class CostMeter:
         self._step = median(self._usual) if len(self._usual) >= _FEWEST else None
         self._stood = save.stall.seconds
 
-    def _end(self, save: Handle) -> None:
+    def _end(self, save: SaveHandle) -> None:
         self._save = None
         cost = SaveCost(began=self._began, blocked=save.stall.seconds, slowed=self._excess, durable=save.took())
         self.saves = (*self.saves, cost)[-KEPT:]
@@ -225,14 +211,18 @@ class SaveSchedule:
         """Why the state after step ``n`` is to be saved, the same on all ranks; None if it is not. May wait for other ranks."""
         if self._started_step is None:
             self._started_step = n - 1
-        preempted = self._preempted() and not self.answered
+        noticed = self._preemption.noticed.is_set()
+        if self._agreement is not None:
+            if noticed:
+                self._agreement.ask()
+            noticed = noticed or self._agreement.asked.is_set()
         moment = Moment(
             step=n,
             started_step=self._started_step,
             last_saved_step=self._last_step,
             seconds=self.now,
             last_saved_at=self._last_at,
-            preempted=preempted,
+            preempted=noticed and not self.answered,
             measuring=self.costs.measuring,
             time=time.time(),
             step_seconds=self.costs.step_seconds if self._leader_part is not None else 0.0,
@@ -251,14 +241,6 @@ class SaveSchedule:
                 self._agreement.propose(n, Due(reason=of_leader, final=self._leader_part.ends(moment)))
         # Whether it is the last save follows from what was agreed, not from what this rank has heard of meanwhile.
         return self._agreement.due(n) or (Due(reason=reason) if reason is not None else None)
-
-    def _preempted(self) -> bool:
-        here = self._preemption.noticed.is_set()
-        if self._agreement is None:
-            return here
-        if here:
-            self._agreement.ask()
-        return here or self._agreement.asked.is_set()
 
     def begun(self, n: int) -> None:
         """Step ``n`` is being saved."""
@@ -314,8 +296,7 @@ def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
 
 def check_step(n: object) -> None:
     """Raise UsageError unless ``n`` is the number of a training step."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise UsageError(f"a step is a whole number of at least 0, not {n!r}", hint="give the number of the step as an int")
+    check_whole(n, "a step", 0, "give the number of the step as an int")
 
 
 def state_of(given: State | Callable[[], State]) -> State:

@@ -22,7 +22,7 @@ from typing import Any
 from ckpt.engine.save.options import SaveOptions
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.registry import open_backend
+from ckpt.io_backends.registry import open_backend, open_below
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.nodes.nodes import StorageNode
@@ -31,7 +31,7 @@ from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.text import url_text
 
-from .node_tier import Memory, NodeLocal, SpreadTier, merged_sources, open_below
+from .node_tier import Memory, NodeLocal, SpreadTier, merged_sources
 from .tiers import LOOK, Tiers
 from .uploader import Uploader
 
@@ -108,7 +108,15 @@ class TierChain:
 
     def _check_shared(self, backend: Backend) -> None:
         call = self._group.call("local tier", self.root, self._timeout)
-        path = call.map_reduce("write", dict, lambda rows: _leave_file(backend))
+
+        def leave_file(rows: dict[int, Row]) -> str:
+            path = f".prepare-{secrets.token_hex(8)}.tmp"  # `ckpt gc` knows such names
+            backend.prepare()
+            with backend.create(path, 0) as writer:
+                writer.commit()
+            return path
+
+        path = call.map_reduce("write", dict, leave_file)
 
         def all_see(rows: dict[int, Row]) -> None:
             blind = [rank for rank, row in rows.items() if not row["seen"]]
@@ -169,15 +177,6 @@ def _check_memory(memory: object, local: object) -> None:
         raise UsageError(f"memory= takes a ckpt.Memory, not {memory!r}", hint="memory=ckpt.Memory(keep=2)")
     if memory is not None and isinstance(local, NodeLocal) and is_memory(url_text(local.directory)):
         raise UsageError("local= is in the memory of the machines, and so is memory=", hint="leave one of them out")
-
-
-def _leave_file(backend: Backend) -> str:
-    """Write an empty file, of a name that `ckpt gc` knows; gives its path."""
-    path = f".prepare-{secrets.token_hex(8)}.tmp"
-    backend.prepare()
-    with backend.create(path, 0) as writer:
-        writer.commit()
-    return path
 
 
 def _shows(backend: Backend, path: str) -> bool:

@@ -372,20 +372,20 @@ class _CollectWalk:
         for group, named in zip(optimizer.param_groups, groups, strict=True):
             complete: list[tuple[str, torch.Tensor | FlatPart]] = []
             for name, param in named:
-                whole = True
+                every_key = True
                 if taker is not None:
                     if taker.part.trainable and is_frozen(param):
                         continue
-                    whole = taker.wants(join(path, name)) or taker.wants(f"{prefix}.{name}")  # as a load selects
-                    if whole:
+                    every_key = taker.wants(join(path, name)) or taker.wants(f"{prefix}.{name}")  # as a load selects
+                    if every_key:
                         taker.meet(param)
-                complete += [(name, param)] if whole else []
-                if whole and (group.get("fused") or optimizer.state.get(param.owner if isinstance(param, FlatPart) else param)):
+                complete += [(name, param)] if every_key else []
+                if every_key and (group.get("fused") or optimizer.state.get(param.owner if isinstance(param, FlatPart) else param)):
                     self.shard_table.trainable.add(self.shard_table.stored_name(name, param))
                 if isinstance(param, FlatPart):
-                    rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}", whole=whole)
+                    rest = self.flat_state(optimizer.state.get(param.owner, {}), param, f"{prefix}.{name}", every_key=every_key)
                 else:
-                    rest = self.param_state(optimizer.state.get(param, {}), StateOf(param, name, prefix), whole=whole)
+                    rest = self.param_state(optimizer.state.get(param, {}), StateOf(param, name, prefix), every_key=every_key)
                 if rest:
                     values[self.shard_table.stored_name(name, param)] = rest
             stored = list(dict.fromkeys(self.shard_table.stored_name(name, param) for name, param in complete))
@@ -399,13 +399,13 @@ class _CollectWalk:
         has_params = any(group["params"] for group in param_groups)
         return taker.decided(node) if has_params or has_state or len(values) > 1 else LEFT_OUT
 
-    def param_state(self, state: dict[str, object], param: StateOf, *, whole: bool) -> dict[str, Node]:
-        """Add the tensors of one parameter's state; return the nodes of what is not a tensor. Unless it is wanted ``whole``, each key is
-        asked for."""
+    def param_state(self, state: dict[str, object], param: StateOf, *, every_key: bool) -> dict[str, Node]:
+        """Add the tensors of one parameter's state; return the nodes of what is not a tensor. Unless ``every_key`` is wanted, each is asked
+        for."""
         rest = {}
         for key, value in state.items():
             state_name = f"{param.prefix}.{param.name}.{key}"
-            if not whole and self.taker is not None and not self.taker.wants(state_name):
+            if not every_key and self.taker is not None and not self.taker.wants(state_name):
                 continue
             if isinstance(value, torch.Tensor) and type(value) not in PLAIN and is_wrapper(value):
                 placed = self.shard_table.add_fields(state_name, value, param).values()
@@ -417,12 +417,12 @@ class _CollectWalk:
                 rest[key] = encode(value, state_name, self.leaf)
         return rest
 
-    def flat_state(self, state: dict[str, object], part: FlatPart, state_name: str, *, whole: bool) -> dict[str, Node]:
+    def flat_state(self, state: dict[str, object], part: FlatPart, state_name: str, *, every_key: bool) -> dict[str, Node]:
         """The same for a parameter in a flat one; ranks that have none of its elements have none of its state."""
         rest = {}
         for key, value in state.items() if part.count else ():
             at = f"{state_name}.{key}"
-            if not whole and self.taker is not None and not self.taker.wants(at):
+            if not every_key and self.taker is not None and not self.taker.wants(at):
                 continue
             if isinstance(value, torch.Tensor):
                 self.shard_table.optimizer_updated.add(self.shard_table.add(at, part.state(value, at)).info.name)

@@ -112,14 +112,14 @@ def _check_boxes(shape: tuple[int, ...], parts: Sequence[Part], name: str) -> No
 
 def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: int) -> Sharded | None:
     """The place of what an optimizer keeps for a parameter that states its boxes; None for a single number."""
-    whole, own = holder_of(param), holder_of(tensor)
-    if own.shape != whole.shape and own.numel() == 1:
+    beside, own = holder_of(param), holder_of(tensor)
+    if own.shape != beside.shape and own.numel() == 1:
         return None
     of_param = from_stated(param, name, rank)
-    starts = [(memory.storage_offset() - whole.storage_offset(), memory) for memory in of_param.blocks]
-    inside = all(memory.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for _, memory in starts)
-    if own.shape != whole.shape or not inside or own.stride() != whole.stride():
-        text = f"it has shape {tuple(own.shape)}, its parameter {tuple(whole.shape)} here: which elements are whose cannot be told"
+    starts = [(memory.storage_offset() - beside.storage_offset(), memory) for memory in of_param.blocks]
+    inside = all(memory.untyped_storage().data_ptr() == beside.untyped_storage().data_ptr() for _, memory in starts)
+    if own.shape != beside.shape or not inside or own.stride() != beside.stride():
+        text = f"it has shape {tuple(own.shape)}, its parameter {tuple(beside.shape)} here: which elements are whose cannot be told"
         raise LayoutError(text, where=f"tensor {name}", hint="have it state its boxes, as the parameter does")
     blocks = tuple(own.detach().as_strided(m.shape, m.stride(), own.storage_offset() + start) for start, m in starts)
     return Sharded(_example(own), of_param.shape, of_param.layout, blocks)
@@ -148,12 +148,12 @@ def _by_chunks(tensor: torch.Tensor, local: Any, name: str) -> tuple[tuple[int, 
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local.__create_chunk_list__()]
-    whole = tuple(tensor.shape) if is_dtensor(tensor) else _size_in_items(local, name)
+    shape = tuple(tensor.shape) if is_dtensor(tensor) else _size_in_items(local, name)
     if len(boxes) == 1 and type(local) in _PLAIN and tuple(local.shape) == boxes[0][1]:
-        return whole, [(boxes[0], local.detach())]
+        return shape, [(boxes[0], local.detach())]
     if boxes and not hasattr(local, "__get_tensor_shard__"):
-        return whole, [((None, None), local)] if len(boxes) > 1 else [(boxes[0], local.detach())]
-    return whole, [(box, local.__get_tensor_shard__(MetadataIndex(name, box[0])).detach()) for box in boxes]
+        return shape, [((None, None), local)] if len(boxes) > 1 else [(boxes[0], local.detach())]
+    return shape, [(box, local.__get_tensor_shard__(MetadataIndex(name, box[0])).detach()) for box in boxes]
 
 
 def _size_in_items(local: Any, name: str) -> tuple[int, ...]:

@@ -190,8 +190,8 @@ def inner_layouts(
         if len(cut) > 1 or sliced[field].shape[cut[0]] != rows * length or any(size.denominator > 1 for size in scaled):
             raise _uncut(name, wrapper, f"has {field} of shape {tuple(tensor.shape)}, which does not divide as its rows {sizes}")
         of_parts = tuple(int(size) for size in scaled)
-        whole = tuple(sum(of_parts) if d == cut[0] else n for d, n in enumerate(tensor.shape))
-        placed[field] = tensor, TensorLayout(layout.mesh, (Shard(cut[0], split.over, of_parts),), layout.at), whole
+        inner_shape = tuple(sum(of_parts) if d == cut[0] else n for d, n in enumerate(tensor.shape))
+        placed[field] = tensor, TensorLayout(layout.mesh, (Shard(cut[0], split.over, of_parts),), layout.at), inner_shape
     return placed
 
 
@@ -245,18 +245,18 @@ def created(
     does."""
     at = "meta" if is_dtensor(like) else device
     empty = {field: torch.empty(tuple(shape), dtype=dtype, device=at) for field, (shape, dtype) in fields.items()}
-    whole = rebuilt(node, empty, node["shape"], path)
+    full = rebuilt(node, empty, node["shape"], path)
     if not is_dtensor(like):
-        return whole
-    if tuple(like.shape) != tuple(whole.shape):
-        raise _uncut(path, whole, f"has another shape than its parameter, {tuple(like.shape)}")
+        return full
+    if tuple(like.shape) != tuple(full.shape):
+        raise _uncut(path, full, f"has another shape than its parameter, {tuple(like.shape)}")
     shape = tuple(like._local_tensor.shape)
-    part: Any = whole
+    part: Any = full
     try:
         for dim, size in enumerate(shape):
-            part = part if size == whole.shape[dim] else part.narrow(dim, 0, size)
+            part = part if size == full.shape[dim] else part.narrow(dim, 0, size)
     except Exception as err:
-        raise _uncut(path, whole, f"cannot be sliced ({type(err).__name__}: {err})") from err
+        raise _uncut(path, full, f"cannot be sliced ({type(err).__name__}: {err})") from err
     inner = {f: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for f, tensor in inner_tensors(part).items()}
     local = rebuilt(node, inner, shape, path)
     return _around(local, like)

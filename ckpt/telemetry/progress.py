@@ -13,9 +13,9 @@ import socket
 import struct
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.text import printable
 
@@ -34,6 +34,8 @@ _SIGN = struct.Struct("<IBQQ")
 _MOST = 1 << 63
 _RANKS = 1 << 24
 _SECONDS = 1e10
+
+R = TypeVar("R")
 
 
 def sign_interval(ranks: int) -> float:
@@ -119,50 +121,14 @@ class SaveProgress:
         return sum(p.total for p in self.phases)
 
     def to_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        return {"version": VERSION, **fields, "phases": list(fields["phases"]), "slowest": list(fields["slowest"])}
+        return {"version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_json(cls, fields: object) -> SaveProgress:
+    def from_json(cls, note: object) -> SaveProgress:
         """Read what ``to_json`` gave. Nothing in it is believed."""
-        note = _object(fields, "it")
-        if note.get("version") != VERSION:
+        if isinstance(note, dict) and note.get("version") != VERSION:
             raise ValueError(f"its version is {note.get('version')!r:.40}")
-        phases, slowest = _array(note, "phases", len(PHASES)), _array(note, "slowest", SLOWEST)
-        return cls(
-            id=_text(note, "id", 16),
-            began=_number(note, "began"),
-            at=_number(note, "at"),
-            count=_integer(note, "count"),
-            interval=_number(note, "interval"),
-            ranks=_integer(note, "ranks", _RANKS),
-            phase=_phase(note),
-            leader=_integer(note, "leader", _RANKS),
-            host=_text(note, "host", HOST),
-            phases=tuple(_phase_progress(one) for one in phases),
-            awaited=_integer(note, "awaited", _RANKS),
-            slowest=tuple(_slow_rank(one) for one in slowest),
-        )
-
-
-def _phase_progress(fields: object) -> PhaseProgress:
-    note = _object(fields, "one of its phases")
-    return PhaseProgress(
-        phase=_phase(note), ranks=_integer(note, "ranks", _RANKS), done=_integer(note, "done"), total=_integer(note, "total")
-    )
-
-
-def _slow_rank(fields: object) -> SlowRank:
-    note = _object(fields, "one of its ranks")
-    return SlowRank(
-        rank=_integer(note, "rank", _RANKS),
-        host=_text(note, "host", HOST),
-        phase=_phase(note),
-        done=_integer(note, "done"),
-        total=_integer(note, "total"),
-        quiet=_number(note, "quiet"),
-        still=_number(note, "still"),
-    )
+        return _record(cls, note, "it")
 
 
 @lru_cache(maxsize=16)
@@ -288,51 +254,37 @@ class Standing:
 
 # ------------------------------------------------------------------------------------------------------------------ reading
 
+_COUNTS = {"ranks": _RANKS, "leader": _RANKS, "awaited": _RANKS, "rank": _RANKS, "count": _MOST, "done": _MOST, "total": _MOST}
+_TEXTS = {"id": 16, "host": HOST}
+_LISTS: dict[str, tuple[type[PhaseProgress | SlowRank], int, str]] = {
+    "phases": (PhaseProgress, len(PHASES), "one of its phases"),
+    "slowest": (SlowRank, SLOWEST, "one of its ranks"),
+}
 
-def _object(value: object, what: str) -> dict[str, Any]:
+
+def _record(kind: type[R], value: object, what: str) -> R:
+    """A record of this kind, of JSON that others have written."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is no object")
+    return kind(**{field.name: _value(field.name, value.get(field.name)) for field in fields(kind)})  # type: ignore[arg-type]  # dataclasses
+
+
+def _value(name: str, value: Any) -> Any:
+    """The value of a field, which has one meaning in all records."""
+    if name in _COUNTS:
+        fits = type(value) is int and 0 <= value < _COUNTS[name]
+    elif name in _TEXTS:
+        fits = isinstance(value, str) and len(value) <= _TEXTS[name] and value == printable(value, one_line=True)
+        fits = fits and value == value.encode(errors="replace").decode()  # a lone surrogate is no text
+    elif name == "phase":
+        fits = value in PHASES
+    elif name in _LISTS:
+        kind, most, what = _LISTS[name]
+        fits = isinstance(value, list | tuple) and len(value) <= most
+        value = tuple(_record(kind, one, what) for one in value) if fits else value
+    else:
+        fits = (type(value) is int or type(value) is float) and 0 <= value < _SECONDS  # which no NaN is
+        value = float(value) if fits else value
+    if not fits:
+        raise ValueError(f"its {name} cannot be {value!r:.40}")
     return value
-
-
-def _array(fields: Mapping[str, Any], name: str, most: int) -> list[Any]:
-    value = fields.get(name)
-    if not isinstance(value, list) or len(value) > most:
-        raise ValueError(f"its {name} are no array of at most {most}")
-    return value
-
-
-def _integer(fields: Mapping[str, Any], name: str, most: int = _MOST) -> int:
-    value = fields.get(name)
-    if type(value) is not int or not 0 <= value < most:
-        raise ValueError(f"its {name} is no number from 0 on, or too large")
-    return value
-
-
-def _number(fields: Mapping[str, Any], name: str) -> float:
-    value = fields.get(name)
-    if not (type(value) is int or type(value) is float) or not 0 <= value < _SECONDS:  # which no NaN is
-        raise ValueError(f"its {name} is no number of seconds")
-    return float(value)
-
-
-def _text(fields: Mapping[str, Any], name: str, most: int) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or len(value) > most or printable(value, one_line=True) != value or not _encodes(value):
-        raise ValueError(f"its {name} is no text of at most {most} printable characters")
-    return value
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _phase(fields: Mapping[str, Any]) -> str:
-    value = fields.get("phase")
-    if value not in PHASES:
-        raise ValueError("its phase is not known")
-    return str(value)

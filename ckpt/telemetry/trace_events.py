@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .spans import PhaseSum, Span, SpanTable
+from .spans import Span, SpanTable
 
 Event = dict[str, Any]
 
@@ -29,17 +29,10 @@ def trace_events(tables: Mapping[int, SpanTable]) -> Iterator[Event]:
 
     Ranks are laid side by side by the wall clocks of their machines. Sums stand on tracks of their own, from first start to last end.
     """
-    zero = min((_first(table) for table in tables.values() if table.sums), default=0)
+    began = {rank: round(table.began * 1e6) for rank, table in tables.items()}
+    zero = min((began[rank] + min(s.first for s in t.sums.values()) for rank, t in tables.items() if t.sums), default=0)
     for rank, table in sorted(tables.items()):
-        yield from _rank_events(rank, table, _micros(table) - zero)
-
-
-def _micros(table: SpanTable) -> int:
-    return round(table.began * 1e6)
-
-
-def _first(table: SpanTable) -> int:
-    return _micros(table) + min(s.first for s in table.sums.values())
+        yield from _rank_events(rank, table, began[rank] - zero)
 
 
 def _rank_events(rank: int, table: SpanTable, shift: int) -> Iterator[Event]:
@@ -57,11 +50,8 @@ def _rank_events(rank: int, table: SpanTable, shift: int) -> Iterator[Event]:
     for one in table.folded:
         track += 1
         yield _name(rank, track, "thread_name", name=f"{one.phase}: sum of {one.count:,}")
-        yield _complete(rank, track, one.phase, one.first + shift, one.last - one.first, _sum_args(one))
-
-
-def _sum_args(one: PhaseSum) -> dict[str, Any]:
-    return {"bytes": one.nbytes, "spans": one.count, "busy_seconds": one.seconds}
+        about = {"bytes": one.nbytes, "spans": one.count, "busy_seconds": one.seconds}
+        yield _complete(rank, track, one.phase, one.first + shift, one.last - one.first, about)
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:

@@ -120,14 +120,10 @@ class Reference:
         self.unrepeatable = {
             (d.kind, d.name) for step in again.steps if step in notes.steps for d in _same_ranks(step, notes.steps[step], again.steps[step])
         }
-        self._idle = {name for name in self._names("generator") if len(set(self._values(name))) == 1}
+        generators = {name for ranks in notes.steps.values() for items in ranks.values() for name in items if name[0] == "generator"}
+        later = [items for step, ranks in notes.steps.items() if step >= at for items in ranks.values()]
+        self._idle = {name for name in generators if len({str(items.get(name)) for items in later}) == 1}
         """Generators that nothing draws from: their states do not matter."""
-
-    def _values(self, name: Name) -> Iterator[str]:
-        return (str(items.get(name)) for step, ranks in self.notes.steps.items() if step >= self.at for items in ranks.values())
-
-    def _names(self, kind: str) -> set[Name]:
-        return {name for ranks in self.notes.steps.values() for items in ranks.values() for name in items if name[0] == kind}
 
     def repeats(self, again: Notes) -> RunOutcome:
         """Whether the job does the same if it begins anew. Else nothing can be said of a resume."""
@@ -135,7 +131,12 @@ class Reference:
             differences = list(_same_ranks(step, self.notes.steps.get(step, {}), again.steps[step]))
             if any(d.kind in _TELLING for d in differences):
                 self.unrepeatable = set()
-                return again.outcome("interrupted", differences, _cause_of_no_repetition(differences[0]))
+                if differences[0].kind in ("batch", "observed"):
+                    what = "shuffling, or a worker of the data loader that draws from a generator with no seed, "
+                    what += "such as numpy.random.default_rng()"
+                else:
+                    what = "weights made without a seed, or kernels that are not deterministic (torch.use_deterministic_algorithms(True))"
+                return again.outcome("interrupted", differences, f"two runs from the start differ, so no resume can be exact: {what}")
         return again.outcome("interrupted")
 
     def compare(self, resumed: Notes, tolerance: float) -> RunOutcome:
@@ -160,11 +161,12 @@ class Reference:
         if first.actual is None or first.expected is None:
             return "one of the runs has no such value: what is in the state, or what is observed, depends on how the job began"
         if first.kind == "batch":
-            if first.actual == self._first_batch(first):
+            ranks = self.notes.steps.get(min(self.notes.steps), {})
+            if first.actual == ranks.get(first.rank or 0, {}).get((first.kind, first.name)):
                 return f"the data loader begins again: it is not in the state, or nothing sets its position. {_LOADER}"
             generators = f", or its generator ({', '.join(drawn)}). Put ckpt.training.Generators() into the state" if drawn else ""
             return f"the samples of this step are others: the position of the loader is not restored{generators}. {_LOADER}"
-        scheduler = [name for name in left_out if _like(name, "LR", "Scheduler", "Annealing", "OnPlateau")]
+        scheduler = [name for name in left_out if any(word in name for word in ("LR", "Scheduler", "Annealing", "OnPlateau"))]
         if first.kind == "learning rate":
             what = f"{', '.join(scheduler)} is not in the state" if scheduler else "the scheduler is not in the state"
             return f'{what}, so its schedule begins again. Save it: state["scheduler"] = scheduler'
@@ -187,21 +189,8 @@ class Reference:
             "the state as restored is the same: something that no object of it has, such as gradients that were accumulated over the save"
         )
 
-    def _first_batch(self, difference: Difference) -> Noted | None:
-        ranks = self.notes.steps.get(min(self.notes.steps), {})
-        return ranks.get(difference.rank or 0, {}).get((difference.kind, difference.name))
-
 
 _LOADER = "ckpt.training.ResumableLoader and LoaderState keep it"
-
-
-def _cause_of_no_repetition(first: Difference) -> str:
-    """Two runs from the start differ."""
-    if first.kind in ("batch", "observed"):
-        what = "shuffling, or a worker of the data loader that draws from a generator with no seed, such as numpy.random.default_rng()"
-    else:
-        what = "weights made without a seed, or kernels that are not deterministic (torch.use_deterministic_algorithms(True))"
-    return f"two runs from the start differ, so no resume can be exact: {what}"
 
 
 def _same_ranks(step: int, there: Mapping[int, Mapping[Name, Noted]], here: Mapping[int, Mapping[Name, Noted]]) -> Iterator[Difference]:
@@ -245,10 +234,6 @@ def _near(left: float | list[str], right: float | list[str], tolerance: float) -
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance * 1e-3) or (math.isnan(left) and math.isnan(right))
     return left == right
-
-
-def _like(name: str, *words: str) -> bool:
-    return any(word in name for word in words)
 
 
 def _text(value: Noted | None) -> str:

@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ckpt.errors import GroupError, NotFoundError, UsageError
+from ckpt.policies.save import check_whole
 
 from .comparison import Notes, Reference, ResumeReport
 
@@ -91,27 +92,24 @@ def prove(
         NotFoundError: there is no such script.
         GroupError: a process of a run failed, or a run took longer than ``timeout``.
     """
-    for what, value in (("at", at), ("after", after)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{what}= is a number of steps, at least 1, not {value!r}")
+    check_whole(at, "at=", 1)
+    check_whole(after, "after=", 1)
     sizes = tuple(worlds)
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-        raise UsageError(f"worlds= are numbers of ranks, not {worlds!r}", hint="worlds=(1, 2)")
+    if not sizes:
+        raise UsageError("worlds= names no number of ranks", hint="worlds=(1, 2)")
+    for size in sizes:
+        check_whole(size, "a number of worlds=", 1, "worlds=(1, 2)")
     with _folder(folder) as root:
         runs = _Runs(job, root, timeout, progress)
         uninterrupted = runs.run("uninterrupted", sizes[0], until=at + after)
         if at not in uninterrupted.steps or max(uninterrupted.steps) <= at:
             last = max(uninterrupted.steps, default=None)
             there = "it notes no step" if last is None else f"its steps are {min(uninterrupted.steps)} to {last}"
-            raise UsageError(
-                f"the job has no step after {at}: {there}",
-                hint="call Checkpointer.step(n, state) after each step, or choose an earlier step to resume from",
-            )
+            hint = "call Checkpointer.step(n, state) after each step, or choose an earlier step to resume from"
+            raise UsageError(f"the job has no step after {at}: {there}", hint=hint)
         if set(sizes) != {sizes[0]} and not uninterrupted.has_numbers:
-            raise UsageError(
-                "on other numbers of ranks numbers are compared, and the job notes none",
-                hint='step(n, state, metrics={"loss": loss}), or ckpt.testing.observe("loss", loss)',
-            )
+            hint = 'step(n, state, metrics={"loss": loss}), or ckpt.testing.observe("loss", loss)'
+            raise UsageError("on other numbers of ranks numbers are compared, and the job notes none", hint=hint)
         begun = runs.run("interrupted", sizes[0], until=at, saves=True)
         reference = Reference(uninterrupted, begun, at)
         outcomes = [uninterrupted.outcome("uninterrupted"), reference.repeats(begun)]
@@ -120,11 +118,9 @@ def prove(
                 resumed = runs.run("resumed", size, until=at + after, saved=True)
                 outcomes.append(reference.compare(resumed, tolerance))
                 if at not in resumed.restored or min(resumed.steps, default=0) <= at:
-                    first = min(resumed.steps, default=None)
-                    raise UsageError(
-                        f"the job restores {sorted(resumed.restored) or 'nothing'} and goes on with step {first}, not with {at + 1}",
-                        hint="call Checkpointer.restore(state) before the loop, and begin after the step that it gives",
-                    )
+                    goes_on = f"restores {sorted(resumed.restored) or 'nothing'} and goes on with step {min(resumed.steps, default=None)}"
+                    hint = "call Checkpointer.restore(state) before the loop, and begin after the step that it gives"
+                    raise UsageError(f"the job {goes_on}, not with {at + 1}", hint=hint)
         return ResumeReport(at=at, runs=tuple(outcomes), unrepeatable=tuple(sorted(f"{k} {n}" for k, n in reference.unrepeatable)))
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from ckpt.errors import ShapeError, StateError, UsageError
 from ckpt.plan.tree_decoding import Node
 from ckpt.state.dtensor import MeshLike, StateSharding, holders
-from ckpt.state.walk import Compound, PerRank, RankChoice
+from ckpt.state.walk import Compound, PerRank, RankChoice, ReceivedState
 
 # The global order of samples, cut into steps. A position in it means the same on any number of ranks. Pure.
 
@@ -327,7 +327,8 @@ def resharded(loader: Any) -> Callable[[Sequence[Any], int, int], Any] | None:
         elif known:
             raise StateError("the dataset has a state of its own, which cannot be split", hint="give the dataset a method reshard")
         if isinstance(loader.batch_sampler, Batches):
-            positions = {loader.batch_sampler.position_of(_sampler(state)) for state in states}
+            mains = [state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state for state in states]
+            positions = {loader.batch_sampler.position_of(main["_sampler_iter_state"]) for main in mains}
             if len(positions) > 1:
                 raise StateError(f"ranks had used different numbers of batches: {positions}", hint="save after the same step on all ranks")
             loader.batch_sampler.start = positions.pop()
@@ -338,18 +339,10 @@ def resharded(loader: Any) -> Callable[[Sequence[Any], int, int], Any] | None:
 
 def _datasets(state: Mapping[str, Any]) -> list[Any]:
     """The states of the dataset, or of its iterator, in each worker; None where it has none."""
-    workers = state["_snapshot"]["_worker_snapshots"] if "_snapshot" in state else {"worker_0": state}
-    return [_dataset(workers[f"worker_{i}"]) for i in range(len(workers))]
-
-
-def _dataset(worker: Mapping[str, Any]) -> Any:
-    if worker["dataset_state"] is not None:
-        return worker["dataset_state"]
-    return (worker["fetcher_state"] or {}).get("dataset_iter_state")
-
-
-def _sampler(state: Mapping[str, Any]) -> Any:
-    return (state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state)["_sampler_iter_state"]
+    by_name = state["_snapshot"]["_worker_snapshots"] if "_snapshot" in state else {"worker_0": state}
+    workers = [by_name[f"worker_{i}"] for i in range(len(by_name))]
+    iterators = [(worker["fetcher_state"] or {}).get("dataset_iter_state") for worker in workers]
+    return [w["dataset_state"] if w["dataset_state"] is not None else it for w, it in zip(workers, iterators, strict=True)]
 
 
 # The state of a data loader of which each data-parallel rank has its own.
@@ -421,10 +414,10 @@ class LoaderState(Compound):
         return {"shared": {key: state[key] for key in self.shared}, "own": _Own(self, own)}
 
     def slots(self) -> dict[str, Any]:
-        return {"own": _Own(self), **({"shared": _Shared()} if self.shared else {})}
+        return {"own": _Own(self), **({"shared": ReceivedState()} if self.shared else {})}
 
     def loaded(self, slots: dict[str, Any]) -> None:
-        shared = slots["shared"].state if self.shared else {}
+        shared = slots["shared"].value if self.shared else {}
         own: _Own = slots["own"]
         states = [{**shared, **state} if self.shared else state for state in own.states]
         if own.place is None:
@@ -432,19 +425,6 @@ class LoaderState(Compound):
         else:
             assert self.reshard is not None
             self.loader.load_state_dict(self.reshard(states, *own.place))
-
-
-class _Shared:
-    """Takes the values that all ranks share."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 class _Own(PerRank):
@@ -474,10 +454,11 @@ class _Own(PerRank):
                 f"{count}, give LoaderState(reshard=...), or use ckpt.training.Batches (docs/random-and-data.md)"
             )
         self.place = None if count == seat.count else (seat.number, seat.count)
-        return RankChoice(ranks=[holding[n] for n in wanted], take=self._take)
 
-    def _take(self, values: list[Any]) -> None:
-        self.states = [value["state"] for value in values]
+        def take(values: list[Any]) -> None:
+            self.states = [value["state"] for value in values]
+
+        return RankChoice(ranks=[holding[n] for n in wanted], take=take)
 
 
 __all__ = ["Batches", "LoaderState", "ResumableLoader"]

@@ -56,7 +56,8 @@ class Average(Compound, Fenced):
         self._parameters = {name: p for name, p in tensors_of(model).tensors.items() if isinstance(p, nn.Parameter) and p.requires_grad}
         if not self._parameters:
             raise UsageError("the model has no parameter with requires_grad, so nothing can be averaged")
-        copies = {id(p): p.detach().to(dtype=dtype or _wide(p.dtype), copy=True) for p in self._parameters.values()}
+        wide = {p.dtype: torch.float32 if p.dtype.itemsize < torch.float32.itemsize else p.dtype for p in self._parameters.values()}
+        copies = {id(p): p.detach().to(dtype=dtype or wide[p.dtype], copy=True) for p in self._parameters.values()}
         self._weights = {name: copies[id(p)] for name, p in self._parameters.items()}
         self._updates = 0
         self._swapped = False
@@ -134,10 +135,6 @@ class Average(Compound, Fenced):
     def loaded(self, slots: dict[str, Any]) -> None:
         """Take what the load has filled; the tensors are filled in place."""
         self._updates = slots["updates"]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
 def _checked(decay: float) -> float:

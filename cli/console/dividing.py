@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import errors
 from ckpt.errors import CkptError, RankFailedError, UsageError
 
 from .interrupts import INTERRUPTED
@@ -196,10 +195,9 @@ def _tasked(context: click.Context) -> Iterator[DividedWork]:
 
 def _as_its_cause(err: BaseException) -> BaseException:
     """The error of another process as the class that it was there, so that it has its name and exit code."""
-    kind = getattr(errors, err.cause or "", None) if isinstance(err, RankFailedError) else None
-    if not (isinstance(err, RankFailedError) and isinstance(kind, type) and issubclass(kind, CkptError)):
+    if not isinstance(err, RankFailedError) or err.cause_class() is RankFailedError:
         return err
-    return kind(err.message, where=err.where, hint=err.hint)
+    return err.cause_class()(err.message, where=err.where, hint=err.hint)
 
 
 def _code_of(err: BaseException) -> int:

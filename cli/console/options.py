@@ -1,7 +1,8 @@
-"""What commands that write a checkpoint through the pipeline of conversions have in common."""
+"""Options that several commands have, and groups of commands."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -11,11 +12,12 @@ import click
 
 from ckpt import units
 from ckpt.errors import UsageError
+from ckpt.text import did_you_mean
 
-from .output import URL, Command, GroupedOption, OneOf
+from .output import URL, Command, GroupedOption, OneOf, Output, style
 
 if TYPE_CHECKING:
-    from ckpt.converters.convert import Part
+    from ckpt.converters.convert import ConvertReport, Part
     from ckpt.net.divided_work import DividedWork
     from ckpt.plan.views import LogicalTensor
 
@@ -56,6 +58,31 @@ def parse_size(context: click.Context, parameter: click.Parameter, text: str | N
         return None if text is None else units.parse_size(text)
     except UsageError as err:
         raise click.BadParameter(err.message) from err
+
+
+def time_option(name: str, *, default: str, help: str) -> Callable[[Command], Command]:
+    """A time such as ``36h``, ``90min`` or ``1d12h``, which the command takes in seconds."""
+
+    def parse(context: click.Context, parameter: click.Parameter, text: str) -> float:
+        seconds = units.seconds(text)
+        if seconds is None:
+            raise UsageError(f"{text!r} is not a time with a unit", where=name, hint="30s, 90min, 36h, 1d12h, or 0")
+        return seconds
+
+    return click.option(name, default=default, metavar="TIME", show_default=True, callback=parse, help=help)
+
+
+def parse_mesh(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, int] | None:
+    """Sizes by dimension of ``pp=4,dp=8,tp=8``."""
+    sizes: dict[str, int] = {}
+    for part in () if text is None else text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or name in sizes or not (size.isascii() and size.isdecimal()):
+            raise UsageError(f"{text!r} is not a mesh such as pp=4,dp=8,tp=8", where=parameter.opts[0])
+        sizes[name] = int(size)
+    if math.prod(sizes.values()) >= 1 << 24:
+        raise UsageError("a mesh has fewer than 16,777,216 ranks", where=parameter.opts[0])
+    return None if text is None else sizes
 
 
 def part_of_job(work: DividedWork | None) -> Part:
@@ -139,6 +166,22 @@ def left_out_message(names: Sequence[str]) -> str:
     return f"left out: {units.plural(len(names), 'name')}, such as {names[0]}"
 
 
+def tell_written(report: ConvertReport, output: Output, *, dry_run: bool, verb: str = "write", detail: str = "") -> None:
+    """Say what a conversion wrote, or would write."""
+    contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
+    size = units.size(report.written_bytes)
+    if dry_run:
+        output.line(f"would {verb} {contents}{detail}, {size} to write")
+    else:
+        again = report.finished and not report.written_files
+        verdict = style("ok, complete already" if again else "ok", "green") if report.finished else "this part is done, others are not yet"
+        output.line(f"{verdict}: {report.target}: {contents}{detail}, {size} written in {units.duration(report.seconds)}")
+    if report.left_out:
+        output.talk(left_out_message(report.left_out))
+    for note in report.notes if report.finished else ():
+        output.talk(note)
+
+
 def parse_numbers(texts: Sequence[str], option: str, example: str) -> dict[str, int]:
     """The numbers of an option that is given as ``NAME=N``, any number of times."""
     numbers = {}
@@ -148,3 +191,41 @@ def parse_numbers(texts: Sequence[str], option: str, example: str) -> dict[str, 
             raise UsageError(f"{option} expects NAME=N, not {text!r}", hint=f"{option} {example}")
         numbers[name] = int(value)
     return numbers
+
+
+# Commands that consist of commands, such as ``ckpt`` itself and ``ckpt lora``.
+
+_OWN = {"-h", "--help", "--version"}
+"""Options of a group itself; all others are those of its commands."""
+
+
+class UnknownName(click.UsageError):
+    """A name on the command line that does not exist, with the names that are close to it."""
+
+    def __init__(self, message: str, ctx: click.Context, suggestion: str | None) -> None:
+        super().__init__(message, ctx)
+        self.suggestion = suggestion
+
+
+class CommandGroup(click.Group):
+    """Options may stand before the name of a command, a wrong name has a suggestion, and no name at all is a question for help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, options_behind_name(args) or ["--help"])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and not args[0].startswith("-"):
+            raise UnknownName(f"no command {args[0]!r}", ctx, did_you_mean(args[0], names))
+        return super().resolve_command(ctx, args)
+
+
+def options_behind_name(args: Sequence[str]) -> list[str]:
+    """``--json ls URL`` as ``ls --json URL``."""
+    at = 0
+    while at < len(args) and args[at].startswith("-"):
+        at += 2 if args[at] == "--color" else 1
+    if at >= len(args):
+        return list(args)
+    before = args[:at]
+    return [*(arg for arg in before if arg in _OWN), args[at], *(arg for arg in before if arg not in _OWN), *args[at + 1 :]]

@@ -22,7 +22,7 @@ from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.engine.verify.structure import Problem
-from ckpt.formats.external.elements import read_box, read_extent
+from ckpt.formats.external.elements import cast_bits, read_box, read_extent
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import pieces
@@ -153,13 +153,9 @@ def _check_master(elements: Elements, state: _State) -> Problem | None:
 
 def rounded(raw: Raw, kind: str, to: str) -> npt.NDArray[Any]:
     """Elements of one float dtype as those of another would be, as numbers of 64 bits."""
-    values = numbers(raw, DTYPES[kind])
-    with np.errstate(all="ignore"):
-        if to == "bfloat16":
-            bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
-            high = ((bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)
-            return np.where(np.isnan(values), np.nan, numbers(high, DTYPES["bfloat16"]))
-        return values.astype({"float16": np.float16, "float32": np.float32}[to]).astype(np.float64)
+    bits = cast_bits(numbers(raw, DTYPES[kind]).astype(np.float32), to)
+    assert bits is not None  # of _LOW
+    return numbers(bits, DTYPES[to])
 
 
 # --------------------------------------------------------------------------------------------------------------- replicas

@@ -15,7 +15,7 @@ from ckpt.converters.mapping.translation import changed
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor
 from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
-from ckpt.engine.save.background import wait_for_pending_save
+from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
@@ -27,7 +27,6 @@ from ckpt.net.group import current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
-from ckpt.plan.match import several
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
@@ -321,8 +320,8 @@ def export(
         names=names,
         convention=convention,
         numbers=dict(numbers or {}),
-        only=several(only),
-        exclude=several(exclude),
+        only=only,
+        exclude=exclude,
         root=root,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         shard_size=shard_size,
@@ -334,7 +333,14 @@ def export(
     )
     group = current_group(process_group)
     wait_for_pending_save(group)
-    call, threads, began = group.call("export", url, settings.timeout(timeout)), settings.threads(threads), time.perf_counter()
+    call = group.call("export", url, settings.timeout(timeout))
+    return _run(call, options, config, state, layout, settings.threads(threads))
+
+
+def _run(
+    call: Call, options: ExportOptions, config: ConfigSource, state: Module | Mapping[str, Any], layout: Layout | None, threads: int
+) -> ExportReport:
+    began = time.perf_counter()
     with ExitStack() as undo:
         with call.phase("begin"):
             job = Export(call, options, state, layout)
@@ -356,8 +362,8 @@ def export(
         call.linger()
     files, base, taken = begun.planned.files, begun.base, begun.chosen.taken()
     return ExportReport(
-        url=url,
-        files=tuple(f.path for f in files) if base is None else delta_paths(group.size),
+        url=call.url,
+        files=tuple(f.path for f in files) if base is None else delta_paths(call.group.size),
         tensors=len(begun.tensors),
         tensor_bytes=sum(i.length for f in files for i in f.items),
         file_bytes=totals["file_bytes"],

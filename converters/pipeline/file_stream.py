@@ -58,19 +58,6 @@ MANY = 2048
 _AT_ONCE = 256
 
 
-class ByteSink(Protocol):
-    """Where the bytes of a file go."""
-
-    def take(self, item: int, start: int, data: memoryview) -> None:
-        """The next bytes of item number ``item``, and where in the file they go."""
-
-    def mark(self, item: int) -> object:
-        """How far the item is, for ``back``."""
-
-    def back(self, item: int, mark: object) -> None:
-        """Forget what came of the item after the mark: it comes again."""
-
-
 class ByteRun(NamedTuple):
     """Bytes of ``chunk`` that are a part of item number ``item``: from byte ``offset`` of a file of the source to byte ``start``."""
 
@@ -167,8 +154,8 @@ def jobs_of(runs: Sequence[Sequence[ByteRun]], *, apart: bool) -> Iterator[list[
         yield [run for unit in units[group.start : group.stop] for run in unit]
 
 
-def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) -> int:
-    """Read the runs and give their bytes to ``put``, those of an item one after another; how many these are."""
+def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], file: OpenFile) -> int:
+    """Read the runs and give their bytes to ``file``, those of an item one after another; how many these are."""
     memory = memoryview(mmap.mmap(-1, settings.PIECE + PAGE))
     times = Counter(run.item for run in runs)
     small, large = list[ByteRun](), list[ByteRun]()
@@ -177,23 +164,23 @@ def copy_through(fetch: DigestReader, runs: Sequence[ByteRun], put: ByteSink) ->
     for group in group_ranges(
         [Extent(r.chunk.extent.path, r.offset, r.length, None) for r in small], max_bytes=settings.PIECE, max_gap=settings.GAP
     ):
-        _copy_together(fetch, [small[i] for i in group.members], group, put, memory)
+        _copy_together(fetch, [small[i] for i in group.members], group, file, memory)
     for run in large:
-        _copy_one(fetch, run, put, memory)
+        _copy_one(fetch, run, file, memory)
     return sum(run.length for run in runs)
 
 
-def _copy_one(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
-    mark = put.mark(run.item)
+def _copy_one(fetch: DigestReader, run: ByteRun, file: OpenFile, memory: memoryview) -> None:
+    mark = file.mark(run.item)
 
     def read() -> None:
-        put.back(run.item, mark)
-        _copy_once(fetch, run, put, memory)
+        file.back(run.item, mark)
+        _copy_once(fetch, run, file, memory)
 
     fetch.reread(run.chunk.extent, read)
 
 
-def _copy_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryview) -> None:
+def _copy_once(fetch: DigestReader, run: ByteRun, file: OpenFile, memory: memoryview) -> None:
     check = ChunkDigest(fetch, run.chunk)
     at, stop = run.start, run.start + run.length
     while at < stop:
@@ -201,12 +188,12 @@ def _copy_once(fetch: DigestReader, run: ByteRun, put: ByteSink, memory: memoryv
         piece = memory[at % PAGE : at % PAGE + end - at]
         fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
         check.update(piece)
-        put.take(run.item, at, piece)
+        file.take(run.item, at, piece)
         at = end
     check.end()
 
 
-def _copy_together(fetch: DigestReader, runs: Sequence[ByteRun], group: RangeGroup, put: ByteSink, memory: memoryview) -> None:
+def _copy_together(fetch: DigestReader, runs: Sequence[ByteRun], group: RangeGroup, file: OpenFile, memory: memoryview) -> None:
     pieces = [memory[run.offset - group.offset : run.offset - group.offset + run.length] for run in runs]
 
     def read() -> None:
@@ -216,7 +203,7 @@ def _copy_together(fetch: DigestReader, runs: Sequence[ByteRun], group: RangeGro
 
     fetch.reread(Extent(group.path, group.offset, group.length, None), read)
     for run, piece in zip(runs, pieces, strict=True):
-        put.take(run.item, run.start, piece)
+        file.take(run.item, run.start, piece)
 
 
 # For each file of the plan, in turn:
@@ -304,7 +291,7 @@ class FileStream:
             if progress is not None:
                 progress(self.written, total)
 
-        opened: list[_Open] = []
+        opened: list[OpenFile] = []
         last = Pending(lambda: None, "ckpt-convert")
         try:
             for number in numbers:
@@ -313,7 +300,7 @@ class FileStream:
                     self._begin(number)
                 # At most two files are open: the one being written and the one before it, which a thread makes
                 # durable.
-                opened = [*opened[-1:], _Open(file, self.backend.create(file.path, file.size), self._kind)]
+                opened = [*opened[-1:], OpenFile(file, self.backend.create(file.path, file.size), self._kind)]
                 self._fill(opened[-1], on_written)
                 last.result()
                 last = Pending(partial(self._end, number, opened[-1]), "ckpt-convert")
@@ -327,7 +314,7 @@ class FileStream:
         self.written = total
         on_written()
 
-    def _fill(self, opened: _Open, on_written: Callable[[], None]) -> None:
+    def _fill(self, opened: OpenFile, on_written: Callable[[], None]) -> None:
         """Everything but the ends: first what goes straight from file to file, then the rest, in windows."""
         items = opened.file.items
         runs = runs_of(self.chosen, items) if self.straight else {}
@@ -346,7 +333,7 @@ class FileStream:
         few = max(1, (os.cpu_count() or 1) // 2)
         yield from imap_unordered(jobs, self._threads if self._fetch.waits > 1 else min(self._threads, few), "ckpt-convert")
 
-    def _fill_windows(self, opened: _Open, items: Mapping[int, FileItem], on_written: Callable[[], None]) -> None:
+    def _fill_windows(self, opened: OpenFile, items: Mapping[int, FileItem], on_written: Callable[[], None]) -> None:
         if self._windowed is None:
             from .buffered import WindowFiller  # imports torch
 
@@ -358,7 +345,7 @@ class FileStream:
 
         self._windowed.fill(items, opened.file.size, put, on_written)
 
-    def _end(self, number: int, opened: _Open) -> None:
+    def _end(self, number: int, opened: OpenFile) -> None:
         opened.end()
         if self.verify:
             # Read a file again, and compare each item with the digest of what was written
@@ -377,7 +364,7 @@ class FileStream:
         self._done(number)
 
 
-class _Open:
+class OpenFile:
     """A file while it is written."""
 
     def __init__(self, file: OutputFile, writer: Writer, kind: str | None) -> None:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from ckpt import settings
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, Views
-from ckpt.errors import ConflictError, UsageError
+from ckpt.errors import UsageError
 from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.match import several
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
@@ -158,7 +157,7 @@ def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[
     row = box.numel // box.shape[axis] * itemsize
     cuts = cuts_at(box.offset[axis], box.end[axis], max(1, most // row), () if axis else seams)
     for start, stop in pairwise(cuts):
-        yield from slabs(_along(box, axis, start, stop), itemsize, (), most)
+        yield from slabs(box.narrowed(axis, start, stop), itemsize, (), most)
 
 
 def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[int, ...]:
@@ -171,12 +170,6 @@ def cuts_at(start: int, stop: int, count: int, seams: Sequence[int]) -> tuple[in
         best = bisect_right(seams, cuts[-1] + count) - 1
         cuts.append(seams[best] if best >= 0 and seams[best] > cuts[-1] else cuts[-1] + count)
     return (*cuts, stop)
-
-
-def _along(box: Box, axis: int, start: int, stop: int) -> Box:
-    offset, shape = list(box.offset), list(box.shape)
-    offset[axis], shape[axis] = start, stop - start
-    return Box(tuple(offset), tuple(shape))
 
 
 Digest = Literal["xxh3", "crc32"]
@@ -286,19 +279,6 @@ def parent_and_name(url: str) -> tuple[str, str]:
     return ((head or "/") if slash else "."), name
 
 
-def publish_once(backend: Backend, path: str, data: bytes) -> None:
-    """Make a small file, unless the same is there: another process may have died after it had made it.
-
-    Raises:
-        ConflictError: something else is there.
-    """
-    try:
-        backend.put_if(path, data, expected=None)
-    except ConflictError:
-        if backend.read(path) != data:
-            raise
-
-
 # What a conversion is asked for, as one value that its parts hand on. Pure.
 
 
@@ -330,16 +310,9 @@ class ConvertKeywords(MergeKeywords, total=False):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertOptions:
+class ConvertOptions(SelectOptions):
     """See ``converters.convert.convert``, which explains each of them."""
 
-    views: Views | None = None
-    only: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    optimizer: bool = True
-    dtype: str | None = None
-    root: str | None = None
-    skip: Sequence[str] = ()
     shard_size: int | None = None
     parallel: MegatronParallel | None = None
     memory: int = settings.CONVERT_MEMORY
@@ -350,16 +323,3 @@ class ConvertOptions:
     job: Mapping[str, int] = field(default_factory=dict)
     config: str | os.PathLike[str] | None = None
     require_config: bool = False
-
-    @property
-    def selection(self) -> SelectOptions:
-        """Those that say what of the source is taken."""
-        return SelectOptions(
-            views=self.views,
-            only=several(self.only),
-            exclude=several(self.exclude),
-            optimizer=self.optimizer,
-            dtype=self.dtype,
-            root=self.root,
-            skip=several(self.skip),
-        )

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt import settings
-from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, publish_once, slabs
+from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, slabs
 from ckpt.converters.selection import OutputSet, OutputTensor, choose
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
+from ckpt.formats.native.writer import publish
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
 from ckpt.state.tensors import torch_dtype
@@ -170,7 +171,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     stored = [item for fqn, value in flat.items() for item in _items(fqn, value, known)]
     files, places = data_files(stored, layout.shard_size)
     data = metadata({fqn: _described(value, known) for fqn, value in flat.items()}, places, paths)
-    return OutputPlan(files=files, digest="crc32", finish=lambda backend: publish_once(backend, METADATA, data), last=(METADATA,))
+    return OutputPlan(files=files, digest="crc32", finish=lambda backend: publish(backend, METADATA, data), last=(METADATA,))
 
 
 def _items(fqn: str, value: Any, known: dict[int, _Marked]) -> list[Stored]:

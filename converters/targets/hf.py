@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, Protocol
 from ckpt import settings
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.translation import of_config
-from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name, publish_once
+from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.virtual import VirtualCatalog
+from ckpt.formats.native.writer import publish
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
 from ckpt.plan import tree
@@ -196,9 +197,9 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
         beside = layout.beside or dict(_beside(chosen.catalog))
         derived = derived_config(chosen).content if CONFIG not in beside else None
         for name, data in {**beside, **({CONFIG: derived} if derived is not None else {})}.items():
-            publish_once(backend, name, data)
+            publish(backend, name, data)
         if len(files) > 1:
-            publish_once(backend, INDEX, _index(names, shards))
+            publish(backend, INDEX, _index(names, shards))
 
     return OutputPlan(files=files, digest=None, finish=finish, last=() if alone else (INDEX,))
 

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.convention import CONFIG
 from ckpt.converters.mapping.translation import of_config, padded_vocabulary
-from ckpt.converters.pipeline.target import FileItem, MegatronParallel, OutputFile, OutputOptions, OutputPlan, Target, publish_once
+from ckpt.converters.pipeline.target import FileItem, MegatronParallel, OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.converters.selected_state import pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.converters.selection import choose as choose_all
@@ -35,7 +35,7 @@ from ckpt.formats.megatron.names import (
 from ckpt.formats.megatron.training import MODEL, STATE
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.io_backends.protocol import Backend
+from ckpt.formats.native.writer import publish
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
@@ -220,7 +220,8 @@ _SAME = {
 
 def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
     """The ``config.json`` of transformers beside the source; empty if there is none."""
-    for backend in _beside(catalog):
+    roots = dict.fromkeys(s.root for s in catalog.sources) if isinstance(catalog, VirtualCatalog) else ()
+    for backend in (catalog.backend, *map(open_backend, roots)):
         try:
             config = parse_json(backend.read_whole(CONFIG, RECORD_LIMIT))
         except NotFoundError:
@@ -230,11 +231,6 @@ def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
         if isinstance(config, dict):
             return config
     return {}
-
-
-def _beside(catalog: Catalog) -> list[Backend]:
-    roots = list(dict.fromkeys(s.root for s in catalog.sources)) if isinstance(catalog, VirtualCatalog) else []
-    return [catalog.backend, *(open_backend(root) for root in roots)]
 
 
 def _of_config(config: Mapping[str, Any]) -> Arguments:
@@ -328,7 +324,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
             files += [] if beside is None else [beside]
     latest = str(values.get("iteration", RELEASE)).encode()
     return OutputPlan(
-        files=tuple(files), digest="crc32", finish=lambda backend: publish_once(backend, TRACKER, latest), tensors=tensors, last=(TRACKER,)
+        files=tuple(files), digest="crc32", finish=lambda backend: publish(backend, TRACKER, latest), tensors=tensors, last=(TRACKER,)
     )
 
 

@@ -16,17 +16,19 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target, publish_once
+from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, expert_of, gated_layers, tensor_parallel_axis
 from ckpt.formats.megatron.torch_dist import FORMAT_NAME, RESHARDABLE
 from ckpt.formats.megatron.training import COMMON, CONTENT, KEPT, MARK
+from ckpt.formats.native.writer import publish
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
 from ckpt.settings import __version__
+from ckpt.state.targets import inline_only
 from ckpt.state.tensors import torch_dtype
 
 from .dcp import METADATA, PickledItem, Stored, TensorItem, boxes_of, data_files, described, index_of, metadata, saved
@@ -250,9 +252,9 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
 
     def finish(backend: Backend) -> None:
         for name, data in small.items():
-            publish_once(backend, folder + name, data)
+            publish(backend, folder + name, data)
         if folder:
-            publish_once(backend, TRACKER, (RELEASE if chosen.iteration is None else str(chosen.iteration)).encode())
+            publish(backend, TRACKER, (RELEASE if chosen.iteration is None else str(chosen.iteration)).encode())
 
     last = (*(folder + name for name in small), *([TRACKER] if folder else []))
     return OutputPlan(files=files, digest="crc32", finish=finish, last=last)
@@ -268,27 +270,19 @@ def _folder(chosen: ChosenParameters, url: str) -> str:
 def _items(key: str, member: StackedTensor) -> list[TensorItem]:
     """The items of a parameter: gate and up apart, as loads ask for them."""
     at, wanted, gated = member
-    parts = _halves(wanted.shape) if gated else [Box.whole(wanted.shape)]
+    rows, inner = wanted.shape[0] // 2 if gated else 0, wanted.shape[1:]
+    parts = [Box((start, *(0,) * len(inner)), (rows, *inner)) for start in (0, rows)] if gated else [Box.whole(wanted.shape)]
     boxes = [box for part in parts for box in boxes_of(part, wanted.dtype.itemsize)]
     return [TensorItem(key, Box((*at, *box.offset), (*(1,) * len(at), *box.shape)), wanted, box) for box in boxes]
 
 
-def _halves(shape: Sequence[int]) -> list[Box]:
-    rows, inner = shape[0] // 2, tuple(shape[1:])
-    return [Box((start, *(0,) * len(inner)), (rows, *inner)) for start in (0, rows)]
-
-
 def _common(chosen: ChosenParameters) -> bytes:
     """The file of what is not sharded."""
-    decoded = tree.decode(chosen.state, _refused)
+    decoded = tree.decode(chosen.state, inline_only)
     assert isinstance(decoded, dict)
     if "args" in decoded:
         decoded["args"] = Namespace(**decoded["args"])
     return saved(decoded)
-
-
-def _refused(kind: str, payload: Any) -> object:
-    raise AssertionError(f"{kind} in the common part")
 
 
 TARGET = Target(name="torch_dist", choose=choose_parameters, plan=plan)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckpt.concurrency import map_tasks
+from ckpt.concurrency import ProcessLock, map_tasks
 from ckpt.errors import CkptError, NotFoundError, StorageError
 from ckpt.io_backends.checks import (
     byte_view,
@@ -54,7 +53,7 @@ class FsspecBackend(Backend):
     Options win over fsspec's own configuration, and that over what the file system finds in the environment.
     """
 
-    _publishing: ClassVar[threading.Lock] = threading.Lock()
+    _publishing: ClassVar[ProcessLock] = ProcessLock()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
         self._place = FsspecPlace(url, storage_options or {}, filesystem)
@@ -352,10 +351,3 @@ def _version(info: dict[str, Any]) -> str | None:
 
 def _conflict(where: str, expected: bytes | None, content: bytes | None) -> CkptError:
     return put_conflict(where, expected, "it is absent now" if content is None else "it holds something else now")
-
-
-def _begin_anew() -> None:
-    FsspecBackend._publishing = threading.Lock()  # a thread that held it is not in the child
-
-
-os.register_at_fork(after_in_child=_begin_anew)

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from fsspec.implementations.dirfs import DirFileSystem
 
+from ckpt.concurrency import ProcessLock
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.io_backends.checks import check_path
 from ckpt.io_backends.posix.files import storage_errors, write_all
@@ -90,7 +91,7 @@ class _KeptFileSystem:
 
 
 _file_systems: dict[Any, _KeptFileSystem] = {}
-_lock = threading.Lock()
+_lock = ProcessLock(_file_systems.clear)
 
 
 def known_to_fsspec(scheme: str) -> bool:
@@ -158,15 +159,6 @@ def secrets_of(options: Mapping[str, Any]) -> tuple[str, ...]:
     secrets = [secret for value in options.values() if isinstance(value, Mapping) for secret in secrets_of(value)]
     secrets += [v for k, v in options.items() if isinstance(v, str) and len(v) > 3 and any(word in k.lower() for word in _SECRET)]
     return tuple(secrets)
-
-
-def _forget() -> None:
-    global _lock
-    _lock = threading.Lock()  # a thread that held it is not in the child
-    _file_systems.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 # A place below a root of an fsspec file system: its keys, its bucket, whether objects are created there only if they are absent, and

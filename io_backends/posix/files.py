@@ -404,6 +404,8 @@ def _locked(directory: str) -> Iterator[None]:
     lock_file: str | None = None
     try:
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             _wait(lambda: _try_flock(fd), directory)
         except OSError as err:
             if err.errno not in _NO_FLOCK:

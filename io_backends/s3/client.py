@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from botocore.exceptions import CredentialRetrievalError
 
 from ckpt import settings
+from ckpt.concurrency import ProcessLock
 from ckpt.errors import CkptError, StorageError
 
 from .tries import (
@@ -448,7 +449,8 @@ def _sign_bodies(boto: Any, *, on: bool) -> None:
 
 
 _clients: dict[tuple[tuple[tuple[str, str], ...], str], S3Client] = {}
-_clients_lock = threading.Lock()
+_clients_lock = ProcessLock(_clients.clear)
+"""A forked child makes its own connections."""
 _KEPT = 8
 
 
@@ -461,13 +463,3 @@ def client_of(options: S3Options = DEFAULT) -> S3Client:
         while len(_clients) > _KEPT:
             del _clients[next(iter(_clients))]
         return client
-
-
-def _forget() -> None:
-    """A forked child makes its own connections, and takes no lock that a thread of its parent held."""
-    global _clients_lock
-    _clients_lock = threading.Lock()
-    _clients.clear()
-
-
-os.register_at_fork(after_in_child=_forget)

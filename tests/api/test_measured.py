@@ -52,7 +52,7 @@ def test_the_time_that_training_waited_is_in_the_spans(tmp_path: Path) -> None:
     tables = [read_spans(backend, NativeCatalog(backend).record)[0] for backend in backends]
     assert all(table.blocked is not None and table.waited is not None for table in tables)
     told = sum((table.blocked or 0) + (table.waited or 0) for table in tables[:4]) / 1e6 + (tables[4].waited or 0) / 1e6
-    assert 0.5 * waited < told <= waited + 0.02  # the one is measured around the other, and a busy machine may stop in between
+    assert 0.5 * waited < told <= 1.25 * waited  # a busy machine may stop between the two clocks
     shown = CliRunner().invoke(cli, ["stats", str(tmp_path)]).stdout
     assert "≥" not in shown
     assert tables[0].host and tables[0].coordinates == {} and tables[0].retries == 0

@@ -183,7 +183,7 @@ def test_what_kernels_of_torch_write_without_counting_is_never_trusted(tmp_path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TrustFrozen(hash_every=0), "is a number of saves"),
+        (lambda: TrustFrozen(hash_every=0), "is a whole number"),
         (lambda: TrustFrozen(names=[]), "is a glob of names"),
         (lambda: TrustFrozen(names=3), "is a glob of names"),  # type: ignore[arg-type]
         (lambda: ckpt.Checkpointer("runs/a", reuse="frozen"), "reuse= is True, False or a TrustFrozen"),

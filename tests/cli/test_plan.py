@@ -65,7 +65,7 @@ def test_the_table(url: str) -> None:
     ("arguments", "code", "text"),
     [
         (["--layout", "cp=2"], 2, "no rule for a mesh dimension"),
-        (["--layout", "tp"], 2, "no layout such as"),
+        (["--layout", "tp"], 2, "not a mesh such as"),
         (["--layout", "tp=0"], 2, "at least one rank"),
         (["--layout", "2", "--cut", "x"], 2, "no GLOB=DIM"),
         (["--layout", "2", "--cut", "*.gate=0"], 2, "cuts are those of tp"),

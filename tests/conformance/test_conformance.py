@@ -119,6 +119,16 @@ def test_the_second_reader_accepts(case: str) -> None:
     assert tensors == {name: (t["dtype"], t["shape"], t["xxh3_128"]) for name, t in right["tensors"].items()}
 
 
+NOT_READ = ("state-", "ranks-node")
+"""Cases of values: the second reader gives them as they stand."""
+
+
+@pytest.mark.parametrize("case", [c for c in REFUSE if (not c.startswith(NOT_READ) and c != "record-digest-twice") or c == "state-nan"])
+def test_the_second_reader_refuses(case: str) -> None:
+    with pytest.raises(AssertionError):
+        read(HERE / "refuse" / case)
+
+
 def use(directory: Path) -> None:
     view = ckpt.open(str(directory))
     for tensor in view.tensors():

@@ -21,10 +21,10 @@ import ckpt
 from ckpt import convert
 from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
-from ckpt.converters.pipeline.target import publish_once
 from ckpt.converters.targets import torch_dist
 from ckpt.errors import NotCommittedError, UsageError
 from ckpt.formats.megatron.training import MegatronCatalog
+from ckpt.formats.native.writer import publish
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, whole_model
 
@@ -355,11 +355,11 @@ def test_died_while_finishing(megatron_files, tmp_path, monkeypatch, number):
     def dies(backend: Any, path: str, data: bytes) -> None:
         if path.endswith(SMALL[number]):
             raise KeyboardInterrupt
-        publish_once(backend, path, data)
+        publish(backend, path, data)
 
     source, target = str(megatron_files / "dp2" / "legacy"), tmp_path / "c"
     with monkeypatch.context() as patched:
-        patched.setattr(torch_dist, "publish_once", dies)
+        patched.setattr(torch_dist, "publish", dies)
         with pytest.raises(KeyboardInterrupt):
             convert(source, str(target), to="torch_dist")
     assert {p.name for p in target.rglob("*")} & set(SMALL) == set(SMALL[:number])

@@ -27,6 +27,8 @@ SHARD = 3_000
 """Bytes of a file: several for the small models."""
 MEMORY = 9_000
 """Bytes of windows at once: several rounds."""
+DEADLINE = 6.0
+"""Seconds after which a rank that was killed is named; who is to be killed must not have been given up before."""
 SHARED_FILES = posix_shared.COHERENT, posix_shared.PART
 
 
@@ -138,7 +140,7 @@ def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
     for kind in (PosixSharedObject, GatheringWriter):
         kind.write = dies(kind.write)  # type: ignore[attr-defined]
     state, layout = some(seed)
-    export(url, state, layout=layout, timeout=3, **options)
+    export(url, state, layout=layout, timeout=DEADLINE, **options)
 
 
 def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) -> None:
@@ -153,7 +155,7 @@ def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) 
 
     PosixSharedObject.complete = dying  # type: ignore[method-assign]
     state, layout = some(seed)
-    export(url, state, layout=layout, timeout=3, **options)
+    export(url, state, layout=layout, timeout=DEADLINE, **options)
 
 
 def fail_at_write(url: str, seed: int, options: dict[str, Any]) -> str:

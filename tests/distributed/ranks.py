@@ -25,7 +25,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
@@ -200,6 +201,12 @@ class Ranks:
 def ranks() -> Ranks:
     """Runs a function on up to 8 ranks: ``ranks.run(world_size, function, *args)``."""
     return Ranks(8)
+
+
+def at_once(check: Callable[..., None], cases: Iterable[tuple[Any, ...]]) -> None:
+    """``check`` each case, a few beside each other: of those that mostly wait for a deadline."""
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda case: check(*case), cases))
 
 
 def _is_crash_of_gloo(lost: Lost) -> bool:

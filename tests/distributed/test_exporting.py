@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt.converters.mapping.convention import translated_views
 from ckpt.errors import GroupError, NotCommittedError
 from tests.distributed import exporting as work
 from tests.distributed.plain import world_size
-from tests.distributed.ranks import Lost, Ranks
+from tests.distributed.ranks import Lost, Ranks, at_once
 
 LAYOUTS = ("ddp2", "fsdp3", "hsdp2x2", "tp2", "fsdp2-tp2", "pp2-tp2", "moe-ep2-dp2")
 DELTAS = ("fsdp3", "fsdp2-tp2", "pp2-tp2", "moe-ep2-dp2")
@@ -62,30 +63,33 @@ def visible(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
 
 
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("name", ["out", "out.safetensors"])
-def test_a_rank_is_killed(ranks: Ranks, tmp_path: Path, name: str, at: int) -> None:
-    options = MANY if name == "out" else {}
-    (tmp_path / "out").mkdir()
-    found = ranks.run(3, work.die_at_write, str(tmp_path / name), 1, options, at, allow_death=True)
-    assert all(isinstance(x, Lost) for x in found) and found[1].exitcode == -9
-    assert all(isinstance(found[r].error, GroupError) for r in (0, 2))
-    assert visible(tmp_path) == ["out"] and visible(tmp_path / "out") == []
-    ranks.run(2, work.export_some, str(tmp_path / name), 2, options)
-    assert right(tmp_path / name, 2)
-    assert [p.name for p in tmp_path.rglob(".*")] == []
+def test_a_rank_is_killed(ranks: Ranks, tmp_path: Path) -> None:
+    def check(name: str, at: int) -> None:
+        folder, options = tmp_path / f"{name}-{at}", MANY if name == "out" else {}
+        (folder / "out").mkdir(parents=True)
+        found = ranks.run(3, work.die_at_write, str(folder / name), 1, options, at, allow_death=True)
+        assert all(isinstance(x, Lost) for x in found) and found[1].exitcode == -9, (name, at)
+        assert all(isinstance(found[r].error, GroupError) for r in (0, 2)), (name, at)
+        assert visible(folder) == ["out"] and visible(folder / "out") == []
+        ranks.run(2, work.export_some, str(folder / name), 2, options)
+        assert right(folder / name, 2)
+        assert [p.name for p in folder.rglob(".*")] == []
+
+    at_once(check, product(("out", "out.safetensors"), (0, 3)))
 
 
-@pytest.mark.parametrize("name", ["out", "out.safetensors"])
-def test_killed_while_it_would_replace(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    url, options = tmp_path / name, {"overwrite": True, **(MANY if name == "out" else {})}
-    export(str(url), work.whole_of(5), shard_size=20_000)
-    before = work.contents(str(url)) if name == "out" else url.read_bytes()
-    ranks.run(2, work.die_at_write, str(url), 1, options, 1, allow_death=True)
-    assert right(url, 5)
-    assert before == ({n: b for n, b in work.contents(str(url)).items() if n[0] != "."} if name == "out" else url.read_bytes())
-    ranks.run(2, work.export_some, str(url), 2, options)
-    assert right(url, 2)
+def test_killed_while_it_would_replace(ranks: Ranks, tmp_path: Path) -> None:
+    def check(name: str) -> None:
+        url, options = tmp_path / name, {"overwrite": True, **(MANY if name == "out" else {})}
+        export(str(url), work.whole_of(5), shard_size=20_000)
+        before = work.contents(str(url)) if name == "out" else url.read_bytes()
+        ranks.run(2, work.die_at_write, str(url), 1, options, 1, allow_death=True)
+        assert right(url, 5)
+        assert before == ({n: b for n, b in work.contents(str(url)).items() if n[0] != "."} if name == "out" else url.read_bytes())
+        ranks.run(2, work.export_some, str(url), 2, options)
+        assert right(url, 2)
+
+    at_once(check, [("out",), ("out.safetensors",)])
 
 
 def test_a_rank_is_killed_where_files_cannot_be_shared(ranks: Ranks, tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def _slow_decision(root: str) -> str:
 
     if dist.get_rank() == 0:
         write = saving.write_index
-        saving.write_index = lambda *a, **k: (time.sleep(3), write(*a, **k))[1]  # type: ignore[assignment]
-    ckpt.save(root, {"w": torch.ones(3)}, timeout=2)
+        saving.write_index = lambda *a, **k: (time.sleep(5), write(*a, **k))[1]  # type: ignore[assignment]
+    ckpt.save(root, {"w": torch.ones(3)}, timeout=4)
     return "saved"
 
 
@@ -76,9 +76,9 @@ def _slow_flush(root: str) -> str:
 
     if dist.get_rank() == 1:
         commit = PosixWriter.commit
-        PosixWriter.commit = lambda self: (time.sleep(3), commit(self))[1]  # type: ignore[method-assign]
+        PosixWriter.commit = lambda self: (time.sleep(5), commit(self))[1]  # type: ignore[method-assign]
     writing.SLOWEST = 1e4
-    ckpt.save(root, {"w": torch.full((60_000,), 1.0), "own": ckpt.PerRank(torch.zeros(20_000))}, timeout=2)
+    ckpt.save(root, {"w": torch.full((60_000,), 1.0), "own": ckpt.PerRank(torch.zeros(20_000))}, timeout=4)
     return "saved"
 
 

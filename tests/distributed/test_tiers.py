@@ -64,7 +64,7 @@ def train(folder: str, steps: range, dies: bool = False, away: range = range(0),
     made: list[str] = []
     rank = dist.get_rank()
     with wrap_backends(lambda b: Watched(b, made, gone, dies and rank == 1) if b.url.startswith(root) else b):
-        with ckpt.Checkpointer(root, local=local, save=EverySteps(1), keep=Latest(3), timeout=3 if dies else 20) as c:
+        with ckpt.Checkpointer(root, local=local, save=EverySteps(1), keep=Latest(3), timeout=6 if dies else 20) as c:
             state = state_of(-1)
             start = c.restore(state)
             if start is not None:

@@ -30,7 +30,7 @@ def read(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]
     """Every tensor by name, aliases too: dtype, global shape (padding included) and row-major bytes. AssertionError if anything is off."""
     try:
         return _read(Path(directory))[0]
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException, zstandard.ZstdError) as e:
+    except (OSError, ValueError, TypeError, LookupError, StopIteration, AttributeError, pa.ArrowException, zstandard.ZstdError) as e:
         raise AssertionError(f"not readable: {e!r}") from e
 
 

@@ -14,10 +14,9 @@ from hypothesis import given
 from ckpt.catalog import Contents
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotCommittedError, NotFoundError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.faulty import FaultyBackend
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend

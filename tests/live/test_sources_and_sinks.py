@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from ckpt.live.take import Puller
 from ckpt.training import Generators
 from tests.distributed.ranks import Ranks
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, until, wait_for
+from tests.ports import free_ports
 
 TIMEOUT = 20.0
 
@@ -248,7 +248,7 @@ def test_a_source_is_reached_by_the_name_of_its_machine() -> None:
         assert [sink_status.step for sink_status in source.report().sinks] == [1]
         assert CliRunner().invoke(cli, ["live", "-q", "status", source.address]).output == "1\n"
     with (
-        Sink("tcp://nobody.invalid:1/a", into, secret="s", timeout=TIMEOUT) as sink,
+        Sink("tcp://nobody.invalid:1/a", into, secret="s", timeout=0.5) as sink,
         pytest.raises(DeadlineError, match=r"the name 'nobody\.invalid' .* leads nowhere"),
     ):
         sink.take()
@@ -350,9 +350,14 @@ def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: A
 @pytest.mark.parametrize("capture", ["eager", "lazy"])
 def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.telemetry.callbacks.INTERVAL", 0.0)
-    model = torch.nn.ParameterDict({f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)})
+    model = torch.nn.Module()
+    for i in range(16):  # a buffer, which is captured in the call, lies between parameters, which may be captured later
+        model.register_parameter(f"t{i}", torch.nn.Parameter(torch.full((1 << 20,), float(i))))
+        model.register_buffer(f"t{i}b", torch.full((2025 + i,), -float(i)))
     state = {"m": model, "optimizer": torch.optim.SGD(model.parameters())}
-    total, counts = 64 << 20, []
+    counts: list[tuple[int, int]] = []
+    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    taken = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
         publication = source.publish(1, capture=capture, progress=lambda done, total: counts.append((done, total)))
         end = time.monotonic() + TIMEOUT
@@ -362,6 +367,9 @@ def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, 
         report = publication.report
         with pytest.raises(UsageError, match="progress= takes True or a function"):
             source.publish(2, progress=3)  # type: ignore[arg-type]
+        with Sink(source.address, {"m": taken}, strict=False, secret="s", timeout=TIMEOUT) as sink:
+            assert sink.take() == version, "each block has the digest of what was captured"
+        assert all(torch.equal(tensor, taken[name]) for name, tensor in model.state_dict().items())
         assert source.publish(2).result().step == 2
     assert counts == sorted(counts) and counts[-1] == (total, total) and any(0 < done < total for done, _ in counts)
     assert report is not None and (report.version, report.bytes) == (version, total)
@@ -422,19 +430,19 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(UsageError, match=r"'tcp://127.0.0.1:4000/' has no name"):
             make("tcp://127.0.0.1:4000/", state)
     with pytest.raises(UsageError, match="the state of the source is empty on all ranks"):
-        Source("tcp://127.0.0.1:0/a", {}, timeout=2)
-    with Source("tcp://127.0.0.1:0/a", state, timeout=2, secret="right") as source:
+        Source("tcp://127.0.0.1:0/a", {}, timeout=TIMEOUT)
+    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT, secret="right") as source:
         with pytest.raises(AccessError, match="no secret is known"):
             Sink(source.address, state).take(timeout=0.2)
         with pytest.raises(AccessError, match="another secret"):
-            Sink(source.address, state, secret="wrong", timeout=2).take()
+            Sink(source.address, state, secret="wrong", timeout=TIMEOUT).take()
         with pytest.raises(NotFoundError, match="there is no source 'b' here, but 'a'"):
-            Sink(source.address[:-1] + "b", state, secret="right", timeout=2).take()
+            Sink(source.address[:-1] + "b", state, secret="right", timeout=TIMEOUT).take()
         with pytest.raises(DeadlineError, match="has no version yet"):
-            Sink(source.address, state, secret="right", timeout=2).take(timeout=0.1)
+            Sink(source.address, state, secret="right", timeout=TIMEOUT).take(timeout=0.1)
         monkeypatch.setenv("CKPT_LIVE_SECRET", "right")
         source.publish(1).result()
-        with Sink(source.address, state, timeout=2) as sink:
+        with Sink(source.address, state, timeout=TIMEOUT) as sink:
             assert sink.take().step == 1
             with pytest.raises(UsageError, match="newer_than= is a version, not 1"):
                 sink.take(newer_than=1)  # type: ignore[arg-type]
@@ -466,7 +474,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_secret_of_a_source_is_for_its_account_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     state = {"t": torch.zeros(3)}
-    with Source("tcp://127.0.0.1:0/a b", state, timeout=2) as source:
+    with Source("tcp://127.0.0.1:0/a b", state, timeout=TIMEOUT) as source:
         (file,) = (p for p in tmp_path.rglob("*") if p.is_file())
         assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
         file.chmod(0o644)
@@ -479,12 +487,12 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
     state = {"t": torch.zeros(3)}
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
     with pytest.raises(AccessError, match="(?s)secret cannot be left.*CKPT_LIVE_SECRET") as caught:
-        Source("tcp://127.0.0.1:0/a", state, timeout=2)
+        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
     assert "XDG_RUNTIME_DIR" in str(caught.value)
     (tmp_path / f"ckpt-live-{os.getuid()}").write_text("a file in the place of the folder")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
-        Source("tcp://127.0.0.1:0/a", state, timeout=2)
+        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
         Sink("tcp://127.0.0.1:9/a", state).take()
     if os.getuid() == 0:  # a folder of somebody else
@@ -492,7 +500,7 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
         (tmp_path / f"ckpt-live-{os.getuid()}").mkdir(mode=0o700)
         os.chown(tmp_path / f"ckpt-live-{os.getuid()}", 12345, 12345)
         with pytest.raises(AccessError, match="others than this account"):
-            Source("tcp://127.0.0.1:0/a", state, timeout=2)
+            Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
 
 
 def test_values_of_single_ranks_and_tied_tensors_come_along() -> None:
@@ -564,8 +572,7 @@ def test_an_engine_that_starts_before_its_trainer_waits_for_it(secret: str | Non
     """For as long as it was told to, and not where the trainer was there before: that one has ended. ``None``: the trainer leaves a secret
     of its own in a file, another one each time, and that of a trainer that was killed may be there still."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}/a"
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}/a"
     into = {"t": torch.zeros(3)}
     began, started = time.monotonic(), list[Source]()
     with Sink(address, into, secret=secret, relay=True, timeout=TIMEOUT) as sink:

@@ -52,4 +52,4 @@ def die_at_request(environment: dict[str, str], url: str, seed: int, rank: int, 
 
     on_request(note)
     state, layout = model(seed)
-    export(url, state, layout=layout, timeout=15)
+    export(url, state, layout=layout, timeout=8)

@@ -107,7 +107,7 @@ def die_while_saving(environment: dict[str, str], url: str, seed: int, operation
     on_request(note)
     S3Backend.__init__.__kwdefaults__["part"] = 5 << 20
     state, layout = sharded(seed, dist.get_rank(), dist.get_world_size())
-    ckpt.save(url, state, layout=layout, timeout=15)
+    ckpt.save(url, state, layout=layout, timeout=8)
 
 
 def train(environment: dict[str, str], root: str, until: int) -> tuple[int | None, bool]:

@@ -12,7 +12,7 @@ import torch
 
 from ckpt.errors import GroupError
 from ckpt.io_backends import open_backend
-from tests.distributed.ranks import Lost, Ranks
+from tests.distributed.ranks import Lost, Ranks, at_once
 from tests.s3 import exporting as work
 from tests.s3.stores import ObjectStore
 
@@ -54,14 +54,16 @@ def test_one_object_cast_and_replaced(ranks: Ranks, object_store: ObjectStore, s
 
 
 @pytest.mark.alone  # who is killed must not have been given up before
-@pytest.mark.parametrize(("rank", "operation"), [(1, "UploadPart"), (0, "CompleteMultipartUpload")])
-def test_killed(ranks: Ranks, object_store: ObjectStore, s3_url: str, rank: int, operation: str) -> None:
-    url = f"{s3_url}/model.safetensors"
-    found = ranks.run(2, work.die_at_request, object_store.environment, url, 1, rank, operation, allow_death=True)
-    assert isinstance(found[rank], Lost) and found[rank].exitcode == -9
-    assert isinstance(found[1 - rank].error, GroupError)
-    assert objects(object_store, s3_url) == {}
-    assert len(list(open_backend(s3_url).pending_uploads())) == (rank == 0)  # a leader that lives ends its uploads
-    ranks.run(2, work.export_model, object_store.environment, url, 2, {})
-    assert right(objects(object_store, s3_url), 2, torch.float32)
-    assert list(open_backend(s3_url).pending_uploads()) == []
+def test_killed(ranks: Ranks, object_store: ObjectStore, s3_url: str) -> None:
+    def check(rank: int, operation: str) -> None:
+        url = f"{s3_url}/{rank}/model.safetensors"
+        found = ranks.run(2, work.die_at_request, object_store.environment, url, 1, rank, operation, allow_death=True)
+        assert isinstance(found[rank], Lost) and found[rank].exitcode == -9
+        assert isinstance(found[1 - rank].error, GroupError)
+        assert objects(object_store, f"{s3_url}/{rank}") == {}
+        assert len(list(open_backend(f"{s3_url}/{rank}").pending_uploads())) == (rank == 0)  # a leader that lives ends its uploads
+        ranks.run(2, work.export_model, object_store.environment, url, 2, {})
+        assert right(objects(object_store, f"{s3_url}/{rank}"), 2, torch.float32)
+        assert list(open_backend(f"{s3_url}/{rank}").pending_uploads()) == []
+
+    at_once(check, [(1, "UploadPart"), (0, "CompleteMultipartUpload")])

@@ -102,7 +102,9 @@ class Recorded:
             UsageError: nothing has filled a staged tensor yet: its memory has no values.
             CoverageError: the engine's parameters are not filled, or ``load_weights`` wrote staged tensors over others.
         """
-        if unfilled := [name for name in self.fallbacks if _is_unfilled(self.state[name])]:
+        staged = {name: self.state[name] for name in self.fallbacks}
+        # torch counts writes, but for tensors of inference mode
+        if unfilled := [n for n, t in staged.items() if t.numel() and not t.is_inference() and t._version == 0]:
             raise UsageError(
                 f"staged tensors were not loaded yet: {', '.join(unfilled[:5])}", hint="ckpt.load(url, recorded.state) before finish()"
             )
@@ -110,7 +112,6 @@ class Recorded:
         with torch.no_grad():
             for copy in resolution.copies:
                 copy.into.copy_(copy.source.clone())
-        staged = {name: self.state[name] for name in self.fallbacks}
         recording = record_writes(loader.load_weights, staged, loader.memory.storages.keys()) if staged else Recording()
         placed = [placed_write(write, loader.memory, {}) for write in recording.writes if write.into.numel()]
         direct: dict[int, list[Box]] = {}
@@ -159,9 +160,8 @@ def record(
         Exception: whatever ``load_weights`` raises.
     """
     if not callable(load_weights) or isinstance(load_weights, torch.nn.Module):
-        raise UsageError(
-            f"load_weights is a function, not {type(load_weights).__name__}", hint="record(engine.load_weights, ckpt.open(url), engine)"
-        )
+        hint = "record(engine.load_weights, ckpt.open(url), engine)"
+        raise UsageError(f"load_weights is a function, not {type(load_weights).__name__}", hint=hint)
     described = checkpoint if isinstance(checkpoint, Mapping) else open_checkpoint(checkpoint)
     tensors = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in described.items()}
     if not tensors:
@@ -170,13 +170,10 @@ def record(
     if idle := [glob for glob in several(stage) if not any(fnmatchcase(name, glob) for name in tensors)]:
         raise NamesError(f"stage= has globs that match no tensor of the checkpoint: {', '.join(map(repr, idle))}")
     staged = {name: "asked for by stage=" for name in tensors if any(fnmatchcase(name, glob) for glob in several(stage))}
-    recording = _recorded(load_weights, tensors, memory, staged)
-    replaced = memory.replaced(into)
-    if replaced:
-        raise StateError(
-            f"load_weights replaced parameters instead of filling them: {', '.join(replaced[:5])}",
-            hint="record before the engine transposes, packs or quantises its weights",
-        )
+    recording = _run(load_weights, tensors, memory, staged)
+    if replaced := memory.replaced(into):
+        hint = "record before the engine transposes, packs or quantises its weights"
+        raise StateError(f"load_weights replaced parameters instead of filling them: {', '.join(replaced[:5])}", hint=hint)
     resolution = resolve(recording, memory, tensors, staged)
     unsure = any(reason.startswith(_VALUES) for reason in staged.values())  # what these fill is seen when they are loaded
     globs = several(optional)
@@ -198,7 +195,7 @@ _VALUES = "load_weights asks for its values"
 _TRIES = 32
 
 
-def _recorded(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], memory: EngineMemory, staged: dict[str, str]) -> Recording:
+def _run(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor], memory: EngineMemory, staged: dict[str, str]) -> Recording:
     """Run the loader, again without those tensors of which it needs values, and without their like in other layers. Adds to ``staged``."""
     for _ in range(_TRIES):
         unsure = {name for name, reason in staged.items() if reason.startswith(_VALUES)}
@@ -232,11 +229,6 @@ def _state(tensors: Mapping[str, torch.Tensor], resolution: Resolution) -> dict[
         memory = blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype)
         state[name] = Sharded(memory, tuple(tensor.shape), TensorLayout(mesh, (boxes,)), blocks)
     return state
-
-
-def _is_unfilled(staged: torch.Tensor) -> bool:
-    """Whether nobody has written to it since it was made; torch counts writes, but for tensors of inference mode."""
-    return bool(staged.numel()) and not staged.is_inference() and staged._version == 0
 
 
 def _in_question(resolution: Resolution) -> list[tuple[ParameterMemory, Sequence[Box]]]:

@@ -282,7 +282,7 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if origin.cast is None and geometry.shape == source.shape:
                     bits = None if geometry.dtype == origin.view.dtype else geometry.dtype
                     return self.like(geometry, source, Origin(origin.name, origin.view, bits))
-            elif _lies_as(origin.view, source.geometry) or op not in ("aten::as_strided", "aten::_reshape_alias"):
+            elif _place(origin.view) == _place(source.geometry) or op not in ("aten::as_strided", "aten::_reshape_alias"):
                 try:
                     parts = func(origin.view, *args[1:], **kwargs)
                 except RuntimeError:  # a copy in between made it one that the checkpoint's memory does not allow
@@ -380,8 +380,8 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [x for x in tree_leaves(by_place) if isinstance(x, torch.Tensor)]
 
 
-def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _holds(wide: torch.dtype | None, narrow: torch.dtype) -> bool:

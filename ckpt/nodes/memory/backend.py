@@ -9,22 +9,20 @@ Invariant: as long as a backend has an object open, the daemon does not use its 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ckpt import settings
 from ckpt.errors import NotFoundError, UsageError
-from ckpt.io_backends.checks import byte_view, check_read, check_size, name_taken, past_end
+from ckpt.io_backends.checks import check_size, name_taken
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
 from ckpt.io_backends.writer_base import WriterBase
 
 from . import client
-from .client import Loan, MappedObject, MemoryClient, secret_for
-from .connection import MemoryObject
+from .client import Loan, MemoryClient, secret_for
+from .connection import MemoryObject, OpenObject
 from .remote import ObjectsBackend, RemoteMemoryBackend, is_remote
 
 # A new object in the memory of this machine. Its bytes are put where they stay; those that lie there already are only counted.
@@ -77,12 +75,12 @@ class MemoryBackend(ObjectsBackend):
             )
         super().__init__(root)
         self._lock = threading.Lock()
-        self._open: dict[str, MappedObject] = {}
+        self._open: dict[str, OpenObject] = {}
         self._seen: tuple[str, int] = ("", 0)
 
     # ---- reading
 
-    def _get(self, path: str) -> MappedObject:
+    def _opened(self, path: str) -> OpenObject:
         key = self._key(path)
         daemon = _reached(key)
         changes = daemon.changes()
@@ -96,41 +94,6 @@ class MemoryBackend(ObjectsBackend):
                 if self._seen == changes:
                     self._open[key] = known
         return known
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
-        check_read(offset, length)
-        opened = self._get(path)
-        wanted = max(opened.known.size - offset, 0) if length is None else length
-        _check_inside(opened.known, offset, wanted)
-        data = os.pread(opened.file, wanted, offset)
-        while len(data) < wanted:  # the system reads 2 GiB at once at most
-            data += os.pread(opened.file, wanted - len(data), offset + len(data))
-        return data
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """See ``Backend.read_into``."""
-        check_read(offset, None)
-        view = byte_view(buffer, writable=True)
-        opened = self._get(path)
-        _check_inside(opened.known, offset, view.nbytes)
-        _fill(opened, offset, view)
-
-    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        """See ``Backend.read_hashed``."""
-        check_read(offset, None)
-        opened = self._get(path)
-        _check_inside(opened.known, offset, buffer.nbytes)
-        for at in range(0, buffer.nbytes, settings.CACHE_BLOCK):
-            block = buffer[at : at + settings.CACHE_BLOCK]
-            _fill(opened, offset + at, block)
-            update(block)
-
-    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
-        """See ``Backend.read_start``."""
-        check_read(0, length)
-        size = self._get(path).known.size
-        return self.read(path, 0, min(length, size)), size
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """Ask the daemon again for the object."""
@@ -148,7 +111,6 @@ class MemoryBackend(ObjectsBackend):
             return ()
 
     def now(self) -> float:
-        """See ``Backend.now``."""
         return time.time()
 
     # ---- writing
@@ -168,11 +130,9 @@ class MemoryBackend(ObjectsBackend):
         return MemoryWriter(daemon.lend(size), key)
 
     def lend(self, size: int) -> Loan:
-        """See ``Backend.lend``."""
         return client.connect().lend(size)
 
     def create_in(self, path: str, memory: LentMemory) -> Writer:
-        """See ``Backend.create_in``."""
         key = self._key(path)
         if not isinstance(memory, Loan):
             raise UsageError("this memory was lent by another storage", where=f"{SCHEME}{key}", hint="please report this")
@@ -180,11 +140,9 @@ class MemoryBackend(ObjectsBackend):
         return MemoryWriter(memory, key)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """See ``Backend.put_if``."""
         client.connect().put(self._key(path), data, expected=expected)
 
     def delete(self, path: str) -> None:
-        """See ``Backend.delete``."""
         key = self._key(path)
         try:
             client.connect(start=False).delete(key)
@@ -214,17 +172,6 @@ def _check_free(daemon: MemoryClient, key: str) -> None:
     except NotFoundError:
         return
     raise name_taken(f"{SCHEME}{key}")
-
-
-def _check_inside(known: MemoryObject, offset: int, length: int) -> None:
-    if offset + length > known.size:
-        raise past_end(f"{SCHEME}{known.path}", offset, length, known.size)
-
-
-def _fill(opened: MappedObject, offset: int, view: memoryview) -> None:
-    filled = 0
-    while filled < view.nbytes:
-        filled += os.preadv(opened.file, [view[filled:]], offset + filled)
 
 
 def open_memory(url: str) -> Backend:

@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt import settings
-from ckpt.concurrency import when_dropped
+from ckpt.concurrency import ProcessLock, when_dropped
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 from ckpt.net.dialing import IdleConnections
-from ckpt.net.shared_memory import protect, whole_pages
+from ckpt.net.shared_memory import populate, protect, whole_pages
 from ckpt.text import address_text
 
 from . import connection as place
-from .connection import TIMEOUT, DaemonConnection, MemoryObject, Message, gone, receive, send, start_daemon, try_to_connect
+from .connection import TIMEOUT, DaemonConnection, MemoryObject, Message, OpenObject, gone, receive, send, start_daemon, try_to_connect
 from .remote import split_host
 
 # What this process maps of the files that it fills: kept from one object to the next, since a new mapping costs a fault for each page.
@@ -38,9 +38,6 @@ from .remote import split_host
 
 _KEPT = 64
 """Mappings that are kept: the files of three versions of a rank's state."""
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14: one call in place of a fault for each page."""
-
 _STRETCH = 16 * settings.MIB
 """The protection of so many bytes is changed at once: page faults of other threads wait no longer than that."""
 
@@ -55,7 +52,7 @@ class FileMapping:
         memory = mmap.mmap(file, capacity)
         memory.madvise(mmap.MADV_DONTFORK)
         if not fresh:
-            populate(memory, _POPULATE_WRITE)
+            populate(memory, 0, capacity, write=True)
         self.data: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.address = int(self.data.ctypes.data)
         self.protected = False
@@ -73,14 +70,6 @@ class FileMapping:
     def _change(self, first: int, last: int, *, writable: bool) -> None:
         for at in range(first, last, _STRETCH):
             protect(self.address + at, min(_STRETCH, last - at), writable=writable)
-
-
-def populate(memory: mmap.mmap, advice: int) -> None:
-    """Ask for all pages of a mapping at once; a kernel that cannot do it brings them one by one."""
-    try:
-        memory.madvise(advice)
-    except OSError:
-        return
 
 
 class MappingCache:
@@ -142,7 +131,6 @@ class Loan:
         return self._mapped().data[: self.size]
 
     def open(self, start: int, length: int) -> None:
-        """See ``LentMemory.open``."""
         try:
             self._mapped().open(start, length)
         except OSError as err:
@@ -202,7 +190,7 @@ _SILENT_SECONDS = 2.0
 _IDLE = 16
 """Connections that are kept for loans: those of the files that one rank fills at once."""
 _clients: dict[Path, MemoryClient] = {}
-_clients_lock = threading.Lock()
+_clients_lock = ProcessLock(_clients.clear)
 _secrets: dict[str, str] = {}
 
 
@@ -231,16 +219,6 @@ def secret_for(address: str) -> str:
     return _secrets[address] if address in _secrets else place.secret_of(place.folder())
 
 
-def _after_fork() -> None:
-    """The child has connections of its own."""
-    global _clients_lock
-    _clients_lock = threading.Lock()
-    _clients.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 def end_daemon(folder: Path) -> None:
     """End the daemon of a folder, of whatever release; its memory is lost."""
     place.check_private(folder)
@@ -253,18 +231,6 @@ def end_daemon(folder: Path) -> None:
     except OSError as err:
         raise gone(folder, str(err)) from err
     _await_end(folder)
-
-
-class MappedObject:
-    """An object of this machine's memory, to be read for as long as this lives: its memory is not used again before."""
-
-    def __init__(self, known: MemoryObject, file: int) -> None:
-        self.known = known
-        self.file = file
-        self._close = when_dropped(self, os.close, file)
-
-    def close(self) -> None:
-        self._close()
 
 
 class MemoryClient:
@@ -318,7 +284,7 @@ class MemoryClient:
         try:
             yield
         except StorageError as err:
-            self._silent = _is_silence(err)
+            self._silent = isinstance(err.__cause__, TimeoutError)
             raise
         self._silent = False
 
@@ -357,10 +323,10 @@ class MemoryClient:
         }
         return MemoryObject.of(self._ask(question)[0]["object"])
 
-    def get(self, path: str) -> MappedObject:
+    def get(self, path: str) -> OpenObject:
         """An object, to be read."""
         answer, files = self._ask({"ask": "get", "path": path})
-        return MappedObject(MemoryObject.of(answer["object"]), files[0])
+        return OpenObject(MemoryObject.of(answer["object"]), files[0])
 
     def stat(self, path: str) -> MemoryObject:
         return MemoryObject.of(self._ask({"ask": "stat", "path": path})[0]["object"])
@@ -401,10 +367,6 @@ class MemoryClient:
     def stop(self) -> None:
         """End it; its memory is lost. Returns when it has ended."""
         end_daemon(self.folder)
-
-
-def _is_silence(err: StorageError) -> bool:
-    return isinstance(err.__cause__, TimeoutError)
 
 
 def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:

@@ -19,8 +19,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,15 @@ class MemoryObject:
         return cls(str(path), int(size), str(version), float(modified))
 
 
+class OpenObject:
+    """An object of this machine's memory, to be read for as long as this lives: its memory is not used again before."""
+
+    def __init__(self, known: MemoryObject, file: int) -> None:
+        self.known = known
+        self.file = file
+        self.close = when_dropped(self, os.close, file)
+
+
 # The folder of a daemon: its socket, its lock and its secret, for this account alone.
 
 _SOCKET, _LOCK, _SECRET = "socket", "lock", "secret"
@@ -185,7 +194,7 @@ def connect_socket(path: Path, timeout: float) -> socket.socket:
     close_when_forked(sock)  # else what a process has borrowed goes back when its last child has ended, not with it
     sock.settimeout(timeout)
     try:
-        with _Short(path) as short:
+        with _short_name(path) as short:
             sock.connect(f"{short}/{_SOCKET}")
     except BaseException:
         sock.close()
@@ -196,7 +205,7 @@ def connect_socket(path: Path, timeout: float) -> socket.socket:
 def listen_socket(path: Path) -> socket.socket:
     """Listen as the daemon of a folder, whose lock this process has."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with _Short(path) as short:
+    with _short_name(path) as short:
         beside = f"{_SOCKET}.{os.getpid()}"
         sock.bind(f"{short}/{beside}")
         os.chmod(path / beside, 0o600)
@@ -244,19 +253,14 @@ def secret_of(path: Path, *, make: bool = False) -> str:
         ) from err
 
 
-class _Short:
+@contextmanager
+def _short_name(path: Path) -> Iterator[str]:
     """A short name of a folder: the name of a socket has room for about a hundred characters."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-
-    def __enter__(self) -> str:
-        self._fd = os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._fd}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+    file = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{file}"
+    finally:
+        os.close(file)
 
 
 TIMEOUT = 60.0
@@ -308,7 +312,10 @@ class DaemonConnection:
         if packet is None:
             self.close()
             raise gone(self._folder, "it has closed the connection")
-        return _checked(packet)
+        if "error" in packet.message:
+            close_all(packet.files)
+            raise error_from_json(packet.message["error"])
+        return packet.message, packet.files
 
     def is_open(self) -> bool:
         if self._sock.fileno() < 0:
@@ -319,13 +326,6 @@ class DaemonConnection:
 
     def close(self) -> None:
         self._close()
-
-
-def _checked(packet: Packet) -> tuple[Message, Sequence[int]]:
-    if "error" in packet.message:
-        close_all(packet.files)
-        raise error_from_json(packet.message["error"])
-    return packet.message, packet.files
 
 
 def try_to_connect(folder: Path, seconds: float = TIMEOUT) -> DaemonConnection | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import socket
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ckpt import settings
 from ckpt.errors import AccessError, CkptError, DeadlineError, StorageError, UsageError
-from ckpt.io_backends.checks import check_path, check_prefix, past_end
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, past_end
+from ckpt.io_backends.posix.files import read_all
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer
 from ckpt.net.wire import Channel, Either, dial, is_seconds
 from ckpt.nodes.file_server import NodeConnections, NodeServer, OpenRange, RangedFiles, RemoteNode
 
-from .connection import MemoryObject
+from .connection import MemoryObject, OpenObject
 from .store import MemoryStore
 
 PURPOSE = "memory"
@@ -61,7 +62,6 @@ class ObjectsBackend(Backend):
 
     @property
     def io_hints(self) -> IOHints:
-        """See ``Backend.io_hints``."""
         return IOHints(in_memory=True)
 
     def _key(self, path: str) -> str:
@@ -72,11 +72,48 @@ class ObjectsBackend(Backend):
         """What the daemon says of an object. Raises NotFoundError if there is none."""
 
     @abstractmethod
+    def _opened(self, path: str) -> OpenObject:
+        """An object, open to be read. Raises NotFoundError if there is none."""
+
+    @abstractmethod
     def _list(self, prefix: str) -> Sequence[MemoryObject]:
         """Objects of the daemon whose path starts with ``prefix``, sorted."""
 
+    def _opened_for(self, path: str, offset: int, length: int | None) -> tuple[OpenObject, int]:
+        """An object that has these bytes, and how many they are."""
+        check_read(offset, length)
+        opened = self._opened(path)
+        size = opened.known.size
+        wanted = max(size - offset, 0) if length is None else length
+        if offset + wanted > size:
+            raise past_end(f"memory://{opened.known.path}", offset, wanted, size)
+        return opened, wanted
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        opened, wanted = self._opened_for(path, offset, length)
+        data = os.pread(opened.file, wanted, offset)
+        while len(data) < wanted:  # the system reads 2 GiB at once at most
+            data += os.pread(opened.file, wanted - len(data), offset + len(data))
+        return data
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        view = byte_view(buffer, writable=True)
+        opened, _ = self._opened_for(path, offset, view.nbytes)
+        read_all(opened.file, view, offset)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        opened, length = self._opened_for(path, offset, buffer.nbytes)
+        for at in range(0, length, settings.CACHE_BLOCK):
+            block = buffer[at : at + settings.CACHE_BLOCK]
+            read_all(opened.file, block, offset + at)
+            update(block)
+
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        check_read(0, length)
+        size = self._opened(path).known.size
+        return self.read(path, 0, min(length, size)), size
+
     def size(self, path: str) -> int:
-        """See ``Backend.size``."""
         return self._stat(path).size
 
     def modified(self, path: str) -> float:
@@ -84,7 +121,6 @@ class ObjectsBackend(Backend):
         return self._stat(path).modified
 
     def version_token(self, path: str) -> str:
-        """See ``Backend.version_token``."""
         return self._stat(path).version
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
@@ -93,7 +129,6 @@ class ObjectsBackend(Backend):
         return iter([ObjectMeta(known.path.removeprefix(below), known.size) for known in self._list(below + check_prefix(prefix))])
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """See ``Backend.list_dir``."""
         directory = check_prefix(prefix).removesuffix("/")
         start = f"{directory}/" if directory else ""
         heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
@@ -113,13 +148,12 @@ class StoredObjects(ReadOnlyFiles, ObjectsBackend, RangedFiles):
     def _list(self, prefix: str) -> Sequence[MemoryObject]:
         return self._store.list(prefix)
 
+    def _opened(self, path: str) -> OpenObject:
+        return OpenObject(*self._store.open(self._key(path)))
+
     def open_range(self, path: str, offset: int, length: int | None) -> OpenRange:
-        known, file = self._store.open(self._key(path))
-        wanted = max(known.size - offset, 0) if length is None else length
-        if offset < 0 or wanted < 0 or offset + wanted > known.size:
-            os.close(file)
-            raise past_end(f"memory://{path}", offset, wanted, known.size)
-        return OpenRange(file, offset, wanted)
+        opened, wanted = self._opened_for(path, offset, length)
+        return OpenRange(os.dup(opened.file), offset, wanted)
 
 
 def serve_objects(store: MemoryStore, secret: str, port: int = 0) -> NodeServer:
@@ -211,7 +245,6 @@ class RemoteMemoryBackend(ReadOnlyFiles, RemoteNode):
         return IOHints(read_size=4 * settings.MIB, coalesce_gap=256 * settings.KIB, concurrency=4)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See ``Backend.read``."""
         return super().read(path, offset, max(0, self.size(path) - offset) if length is None else length)
 
     def modified(self, path: str) -> float | None:
@@ -221,6 +254,5 @@ class RemoteMemoryBackend(ReadOnlyFiles, RemoteNode):
         return moment
 
     def version_token(self, path: str) -> str | None:
-        """See ``Backend.version_token``."""
         token: str | None = self._connections.answer({"op": "version", "path": self._key(path)}, {"version": Either(str, None)})["version"]
         return token

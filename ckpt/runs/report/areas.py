@@ -58,7 +58,10 @@ class Timeline:
 
 def timeline(save: SaveSummary, tables: Mapping[int, SpanTable]) -> Timeline:
     """Of all ranks if they are few, else of the leader, the slowest ones and the median one."""
-    ranks = _chosen(save, tables)
+    ranks = sorted(tables)
+    if len(tables) > _RANKS:
+        slowest = [rank for rank in save.slowest if tables[rank].spans] or list(save.slowest)
+        ranks = sorted({min(tables), save.slowest[len(save.slowest) // 2], *slowest[: _RANKS - 2]})
     starts = {rank: round(tables[rank].began * 1e6) for rank in ranks}
     aligned = max(starts.values()) - min(starts.values()) <= max(1_000_000, round(save.seconds * 1e6))
     shifts = {rank: starts[rank] - min(starts.values()) if aligned else 0 for rank in ranks}
@@ -71,14 +74,6 @@ def timeline(save: SaveSummary, tables: Mapping[int, SpanTable]) -> Timeline:
         lanes += mine[:_THREADS]
         left_out += len(mine[_THREADS:])
     return Timeline(lanes=tuple(lanes), micros=micros, aligned=aligned, left_out=left_out)
-
-
-def _chosen(save: SaveSummary, tables: Mapping[int, SpanTable]) -> list[int]:
-    if len(tables) <= _RANKS:
-        return sorted(tables)
-    slowest = [rank for rank in save.slowest if tables[rank].spans] or list(save.slowest)
-    middle = save.slowest[len(save.slowest) // 2]
-    return sorted({min(tables), middle, *slowest[: _RANKS - 2]})
 
 
 def _lanes(rank: int, table: SpanTable, shift: int, micros: int) -> list[Lane]:
@@ -143,20 +138,17 @@ def timeline_rows(times: Timeline) -> Markup:
 def _marks(lane: Lane, row: int, micros: int) -> list[Markup]:
     marks = []
     for bar in lane.bars:
-        about = f"{short(lane.thread, 32)}: {_about(bar)}"
+        times = f"{brief(bar.start / 1e6)} to {brief(bar.end / 1e6)} s"
+        busy = f", busy {brief(bar.busy / 1e6)} s" if bar.count > 1 else ""
+        nbytes = f", {units.size(bar.nbytes)}" if bar.nbytes else ""
+        count = f", {bar.count:,} spans" if bar.count > 1 else ""
+        about = f"{short(lane.thread, 32)}: {short(bar.phase, 32)}, {times}{busy}{nbytes}{count}"
         x, width = bar.start / micros, max((bar.end - bar.start) / micros, 0.0008)
         kind = f"{colour_of(bar.phase)}{' pale' if bar.summed else ''}"
         marks.append(
             tag("rect", tag("title", about), x=percent(x), y=str(2 + _LANE * row), width=percent(width), height=str(_LANE - 2), class_=kind)
         )
     return marks
-
-
-def _about(bar: Bar) -> str:
-    times = f"{brief(bar.start / 1e6)} to {brief(bar.end / 1e6)} s"
-    busy = f", busy {brief(bar.busy / 1e6)} s" if bar.count > 1 else ""
-    nbytes = f", {units.size(bar.nbytes)}" if bar.nbytes else ""
-    return f"{short(bar.phase, 32)}, {times}{busy}{nbytes}{f', {bar.count:,} spans' if bar.count > 1 else ''}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- sizes

@@ -15,7 +15,7 @@ from ckpt.telemetry.spans import NOTICEABLE, WAITING, SpanTable
 
 from .areas import Timeline, timeline
 from .heat import HeatMap, KindSize, LayerSize, blocks, heat_map, kinds_of
-from .history import History, SavedSpans, is_checkpoint, read_history, read_save
+from .history import SavedSpans, is_checkpoint, read_history, read_save
 from .summary import SaveSummary, brief
 
 # Sentences: what is worth changing, and which figures say so. Pure. Each rule gives nothing where its figures are unremarkable.
@@ -258,7 +258,14 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         history = read_history(urls[0])
         log = history.log
         saves = history.saves or (() if log else (read_save(urls[0]),))  # raises what is there
-        notes += _notes_of(history)
+        if members := {saved.member: saved.url.rpartition("/")[0] for saved in saves if saved.member is not None}:
+            runs = ", ".join(members.values())
+            raise UsageError(f"this is a run of several jobs: {', '.join(members)}", where=urls[0], hint=f"name the run of one: {runs}")
+        if history.log_problem is not None:
+            notes.append(f"What failed and what was loaded: {history.log_problem}.")
+        if history.left_out:
+            read = units.plural(len(history.saves), "save")
+            notes.append(f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out.")
     else:
         for url in urls:
             if not is_checkpoint(url) and (history := read_history(url)).saves:
@@ -267,6 +274,11 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         saves = tuple(read_save(url) for url in urls)
     notes += [f"{saved.url}: {saved.problem}" for saved in saves if saved.error is not None][:_COMPARED]
     known = [saved for saved in saves if saved.summary is not None]
+    compared = known[:_COMPARED]
+    if len(urls) == 1:  # of a run the fastest, the median, the slowest and the newest
+        ordered = sorted(known, key=lambda s: (s.summary.seconds if s.summary else 0.0, s.url))
+        chosen = {ordered[0].url, ordered[len(ordered) // 2].url, ordered[-1].url, known[-1].url} if len(known) > 1 else set()
+        compared = [s for s in known if s.url in chosen]
     detail = None
     if known:
         newest = known[-1] if known[-1].tables else read_save(known[-1].url)
@@ -277,7 +289,7 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         urls=tuple(urls),
         setting=setting,
         saves=saves,
-        compared=_compared(known) if len(urls) == 1 else tuple(known[:_COMPARED]),
+        compared=tuple(compared),
         detail=detail,
         notes=tuple(notes),
         failed=tuple(_history_event(entry) for entry in reversed(log) if entry.kind == "save"),
@@ -294,23 +306,6 @@ def _history_event(entry: LogEntry) -> HistoryEvent:
     return HistoryEvent(
         at=entry.at, what=entry_line(entry), seconds=entry.seconds, ranks=entry.ranks, nbytes=entry.tensor_bytes, slowest=slowest
     )
-
-
-def _notes_of(history: History) -> list[str]:
-    damaged = [] if history.log_problem is None else [f"What failed and what was loaded: {history.log_problem}."]
-    if not history.left_out:
-        return damaged
-    read = units.plural(len(history.saves), "save")
-    return [*damaged, f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out."]
-
-
-def _compared(known: Sequence[SavedSpans]) -> tuple[SavedSpans, ...]:
-    """Of a run the fastest, the median, the slowest and the newest save."""
-    if len(known) < 2:
-        return ()
-    ordered = sorted(known, key=lambda s: (s.summary.seconds if s.summary else 0.0, s.url))
-    chosen = {s.url: s for s in (ordered[0], ordered[len(ordered) // 2], ordered[-1], known[-1])}
-    return tuple(s for s in known if s.url in chosen)
 
 
 def _detail(

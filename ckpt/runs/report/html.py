@@ -41,9 +41,9 @@ def render(report: Report) -> str:
     )
     parts: list[str | Markup] = [tag("header", tag("p", "ckpt report", class_="brand"), tag("h1", title), _subtitle(report))]
     parts += _sections(report, detail)
-    data = Markup(json.dumps(_data(detail), separators=(",", ":")).replace("<", "\\u003c")) if detail is not None and detail.rows else None
-    if data is not None:
-        parts.append(tag("script", data, type="application/json", id="heat"))
+    if detail is not None and detail.rows:
+        data = json.dumps(_data(detail), separators=(",", ":")).replace("<", "\\u003c")
+        parts.append(tag("script", Markup(data), type="application/json", id="heat"))
     body = tag("body", tag("main", *parts), tag("div", id="tip", hidden="hidden"), tag("script", Markup(script)))
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
 

@@ -99,7 +99,6 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
     """``tables`` by rank, at least one."""
     work = {rank: table.seconds for rank, table in tables.items()}
     slowest = tuple(sorted(work, key=lambda rank: (-work[rank], rank)))
-    middle = median(work.values())
     seconds = max(table.wall for table in tables.values())
     slow = tuple(stragglers(work, seconds))
     phases = _phases(tables)
@@ -108,7 +107,7 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
     return SaveSummary(
         phases=phases,
         seconds=seconds,
-        median=middle,
+        median=median(work.values()),
         work=work,
         slowest=slowest,
         stragglers=slow,
