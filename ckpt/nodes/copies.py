@@ -161,15 +161,12 @@ def copies_seen(url: str) -> bool | None:
             return None
         if COPIES in backend.list_dir(f"index-{id}"):
             return True
-        return None if _is_all_here(backend, url, id) else False
+        prefix = data_prefix(id)
+        here = {entry.path for entry in backend.list_prefix(prefix)}
+        own = (file.path for file in open_catalog(url).files if file.path.startswith(prefix))  # others are of checkpoints referred to
+        return None if here.issuperset(own) else False
     except CkptError:
         return None
-
-
-def _is_all_here(backend: Backend, url: str, id: str) -> bool:
-    here = {entry.path for entry in backend.list_prefix(data_prefix(id))}
-    own = (file.path for file in open_catalog(url).files if file.path.startswith(data_prefix(id)))  # others are of checkpoints referred to
-    return all(path in here for path in own)
 
 
 # What of a checkpoint is lost: files that no node has that answers, that parity cannot give, and that are not at the root; by tensor, box

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import socket
 import stat
@@ -277,6 +278,22 @@ def _remove_empty(name: str, directory: int | None = None) -> bool:
             return False
         raise
     return True
+
+
+MOUNTS = "/proc/self/mountinfo"
+
+
+def kind_of_file_system(path: str) -> str | None:
+    """What the kernel calls it, such as ``ext4``: that of the mount with the longest matching mount point. None if it does not say."""
+    path = os.path.realpath(path)
+    kinds: dict[str, str] = {}
+    with suppress(OSError), open(MOUNTS) as mounts:
+        for line in mounts:
+            place, _, kind = line.partition(" - ")
+            point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), place.split()[4])  # blanks and the like in octal
+            kinds[point] = kind.split()[0]  # of two mounted at one place the later one is seen
+    mount = max((m for m in kinds if path == m or path.startswith(m.rstrip("/") + "/")), key=len, default=None)
+    return None if mount is None else kinds[mount]
 
 
 def clock(directory: str) -> float:
