@@ -367,7 +367,7 @@ def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | 
             busy = write_spans(leader.backend, leader.id, spans)
         except CkptError as err:
             log.warning("the spans of the save %s are not kept: %s", call.url, err)
-        call.linger()
+        call.drain()
         _remove_older(job, leader)
     report = SaveReport(
         url=call.url,
