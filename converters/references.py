@@ -155,19 +155,7 @@ class References:
         if as_it_is:
             return [(taken.box, extent)]
         self.parted |= (extent.digest, extent.crc32) != (None, None)
-        steps = row_major_strides(copy.chunk_box.shape)
-        strides = [size * (0 if axis is None else steps[axis]) for axis in taken.axes]
-        rows = []
-        for box in _cut(taken.box, size, strides):  # along the first axis, not too long: as ranges, or with strides
-            offset = [p - c for p, c in zip(taken.part.offset, copy.chunk_box.offset, strict=True)]
-            for i, axis in enumerate(taken.axes):
-                if axis is not None:
-                    offset[axis] += box.offset[i] - taken.box.offset[i]
-            start = extent.offset + size * sum(o * s for o, s in zip(offset, steps, strict=True))
-            codec = strided(box.shape, strides, size)
-            length = box.numel * size if codec is None else reach(box.shape, strides, size)
-            rows.append((box, Extent(extent.path, start, length, None, codec)))
-        return rows
+        return _parts(taken, copy.chunk_box, extent, size)
 
     @property
     def paths(self) -> list[str]:
@@ -194,6 +182,23 @@ def _source(backend: Backend, path: str) -> SourceFile:
     if isinstance(backend, RunBackend) and is_reference(path):  # a neighbour has it: a source's path leads to nothing above its root
         root, inner = backend.owner_url(path), path.split("/", 2)[2]
     return SourceFile(root=absolute_url(root), path=inner, size=backend.size(path), stamp=backend.version_token(path))
+
+
+def _parts(piece: ViewPiece, chunk: Box, extent: Extent, itemsize: int) -> list[tuple[Box, Extent]]:
+    """A part of a chunk, in pieces along the first axis that are not too long: as ranges, or with strides."""
+    steps = row_major_strides(chunk.shape)
+    strides = [itemsize * (0 if axis is None else steps[axis]) for axis in piece.axes]
+    parts = []
+    for box in _cut(piece.box, itemsize, strides):
+        offset = [p - c for p, c in zip(piece.part.offset, chunk.offset, strict=True)]
+        for i, axis in enumerate(piece.axes):
+            if axis is not None:
+                offset[axis] += box.offset[i] - piece.box.offset[i]
+        start = extent.offset + itemsize * sum(o * s for o, s in zip(offset, steps, strict=True))
+        codec = strided(box.shape, strides, itemsize)
+        length = box.numel * itemsize if codec is None else reach(box.shape, strides, itemsize)
+        parts.append((box, Extent(extent.path, start, length, None, codec)))
+    return parts
 
 
 def _cut(box: Box, itemsize: int, strides: Sequence[int]) -> list[Box]:
