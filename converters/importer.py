@@ -23,11 +23,10 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
 from ckpt.formats.external.base import open_single
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.clearing import check_free, check_no_link
-from ckpt.formats.native.commit import VIRTUAL
+from ckpt.formats.native.commit import VIRTUAL, id_in, new_id, read_record
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.native.writer import new_id, read_record, write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
@@ -97,7 +96,7 @@ def import_checkpoint(
     selection = SelectOptions(views=views, only=only, skip=skip)
     references = _point(catalog, selection)
     contents = references.contents()
-    journal = CheckpointJournal(backend, id=new_id(previous), previous=previous)
+    journal = CheckpointJournal(backend, id=new_id(id_in(previous)), previous=previous)
     _check_apart(journal, catalog.backend, contents)
     if previous is None:
         check_free(backend, "import")

@@ -23,7 +23,7 @@ from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
-from ckpt.formats.journal import WriteJournal
+from ckpt.formats.native.writer import WriteJournal
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.plan.layout.geometry import Box

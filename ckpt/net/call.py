@@ -48,7 +48,7 @@ log = logging.getLogger("ckpt")
 
 FIRST_SIGN = 1.0
 """Seconds of a call after which ranks say how far they are: most calls are over by then."""
-_LINGER, _LINGER_FOR_DEAD = 2.0, 0.75
+_DRAIN, _DRAIN_WITHOUT_DEAD = 2.0, 0.75
 """Seconds that a leader waits at the end of a call for ranks that may be dead, and where some are known to be."""
 
 
@@ -68,6 +68,9 @@ class Call:
     """Says how far this rank is, in its n-th sign; None where nobody asks. Any thread calls it."""
     signed: bytes = b""
     """The leader's own last sign."""
+    is_leader: bool = field(init=False)
+    share: Callable[[bytes], str] = field(init=False)
+    """See ``Offers.share``."""
     _phase: str = "start"
     _posted: bool = False
     """This rank's row of the phase is out, or about to be: its errors from now on are reported elsewhere."""
@@ -81,19 +84,17 @@ class Call:
 
     def __post_init__(self) -> None:
         group, position = self.group, self.group.ranks.index(self.group.rank)
+        self.is_leader = group.rank == group.leader
         self._store = group.store.within(self.timeout) if group.store is not None else None
         channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember) if self._store is not None else None
         self._own_channel: Any = channel  # which is None only where nobody asks for it
         self._offers = Offers(channel, position, self.timeout)
+        self.share = self._offers.share
 
     @property
     def phase_name(self) -> str:
         """The phase that is going on."""
         return self._phase
-
-    @property
-    def is_leader(self) -> bool:
-        return self.group.rank == self.group.leader
 
     # ---- phases
 
@@ -290,11 +291,6 @@ class Call:
 
     # ---- bytes under their digests
 
-    def share(self, data: bytes) -> str:
-        """Have bytes ready for the leader, which asks for them if it needs them, and one rank only if several share equal ones. Gives
-        their digest."""
-        return self._offers.share(data)
-
     def leave(self, data: bytes) -> str:
         """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks, which
         then hand them on to each other. Gives their digest."""
@@ -334,7 +330,7 @@ class Call:
                 raise
             raise DeadlineError(f"{self.kind}: {err.message}", where=self.url, hint=err.hint) from err
 
-    def linger(self, seconds: float = _LINGER) -> None:
+    def drain(self, seconds: float = _DRAIN) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
         as soon as the call does."""
         if self._store is None or not self.is_leader:
@@ -366,7 +362,7 @@ class Call:
                     channel.confirm()
                     return
                 channel.say(report)
-            self.linger(_LINGER_FOR_DEAD if departed or isinstance(err, DeadlineError) else _LINGER)
+            self.drain(_DRAIN_WITHOUT_DEAD if departed or isinstance(err, DeadlineError) else _DRAIN)
         except DeadlineError as lost:
             log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 

@@ -15,7 +15,7 @@ from ckpt.converters.mapping.translation import changed
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor
 from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
-from ckpt.engine.save.background import wait_for_pending_save
+from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
@@ -359,7 +359,7 @@ def _run(
         undo.pop_all()
     written.close()
     if call.is_leader:
-        call.linger()
+        call.drain()
     files, base, taken = begun.planned.files, begun.base, begun.chosen.taken()
     return ExportReport(
         url=call.url,

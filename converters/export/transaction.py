@@ -18,9 +18,10 @@ from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.targets.hf import INDEX
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.deltas.manifest import MANIFEST
-from ckpt.formats.journal import IntentJournal, WriteJournal, publish
+from ckpt.formats.journal import IntentJournal
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
+from ckpt.formats.native.writer import WriteJournal, publish
 from ckpt.formats.registry import ExportRecord, find_format, record_path
 from ckpt.formats.safetensors import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.checks import SharedObject

@@ -18,7 +18,6 @@ from ckpt.converters.selected_state import pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.converters.selection import choose as choose_all
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.formats.journal import publish
 from ckpt.formats.megatron.catalog import TRACKER
 from ckpt.formats.megatron.legacy_ranks import FILE, OPTIMIZER_FILE
 from ckpt.formats.megatron.names import (
@@ -36,6 +35,7 @@ from ckpt.formats.megatron.names import (
 from ckpt.formats.megatron.training import MODEL, STATE
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
+from ckpt.formats.native.writer import publish
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box

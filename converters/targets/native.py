@@ -14,11 +14,10 @@ from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions,
 from ckpt.converters.selected_state import RenamedOptimizer, below, groups_by_name, is_optimizer, pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
 from ckpt.errors import ConflictError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
-from ckpt.formats.native.writer import committed_id, write_index
+from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.checks import read_alike
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import tree
