@@ -92,7 +92,7 @@ def save(
         ExchangeError: what another rank sent came damaged.
     """
     url = url_text(url)
-    from ckpt.engine.save.background import wait_for_pending_save
+    from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.save import save_state
 
     group = current_group(process_group)
@@ -152,7 +152,8 @@ def save_async(
         StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
     """
     url = url_text(url)
-    from ckpt.engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
+    from ckpt.engine.save.background import refuse_if_busy, start_save
+    from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.options import check_capture
 
     group = current_group(arguments.get("process_group"))
@@ -258,7 +259,7 @@ def load(
     url = url_text(url)
     from ckpt.engine.load.fill import LoadOptions
     from ckpt.engine.load.load import load_state
-    from ckpt.engine.save.background import wait_for_pending_save
+    from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.io_backends.registry import is_file_system
     from ckpt.plan.match import Selection, rules_of_rename
     from ckpt.plan.values import StatePart

@@ -314,7 +314,7 @@ def convert(
     asked = ConvertOptions(**options)
     format, catalog = target(to), open_catalog(source)
     beside = files_beside(format, url, asked)
-    chosen, repair = format.choose(catalog, asked.selection), None
+    chosen, repair = format.choose(catalog, asked), None
     if asked.repair:
         chosen, repair = repaired(chosen, asked.job, threads=asked.threads)
     elif asked.job:

@@ -84,15 +84,16 @@ def is_unread(file: int) -> bool:
 def protect(address: int, size: int, *, writable: bool) -> None:
     """What this process may do to mapped pages: a stray write to those that are not writable ends it."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if _mprotect()(address, size, access):
+    if c_function("mprotect", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)(address, size, access):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 @cache
-def _mprotect() -> ctypes._NamedFuncPointer:
-    call = ctypes.CDLL(None, use_errno=True).mprotect
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+def c_function(name: str, *types: type[ctypes._SimpleCData[int]]) -> ctypes._NamedFuncPointer:
+    """A function of the C library that Python does not offer; ``types`` are those of its arguments."""
+    call: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None, use_errno=True), name)
+    call.argtypes = types
     return call
 
 

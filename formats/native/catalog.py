@@ -17,14 +17,14 @@ from ckpt import settings
 from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import DType
-from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, CorruptError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.protocol import Format
 from ckpt.io_backends.checks import read_checked
 from ckpt.plan.layout.geometry import Box
 
 from .checks import find_excess
 from .codecs import CHUNK_LIMIT, CODECS, WITHOUT_ANCHOR, is_known, unknown_codec
-from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
+from .commit import ANCHORS, CODED, COMMIT_PATH, REFERENCED, VERSION, VIRTUAL, CommitRecord, read_record
 from .datafile import box_text, chunk_key, coded_key
 from .header import Header, Known, Sought, StoredChunk, Stretches, find_alike, parse_header
 from .index import decode_index
@@ -220,29 +220,6 @@ def _join(url: str, path: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- opening
-
-
-def read_record(backend: Backend, prefix: str = "") -> bytes | None:
-    """The bytes of the commit record below ``prefix`` (empty, or ending in a slash), or None if there is none.
-
-    What cannot be a record is read again; if it stays so, its bytes are given all the same: whoever parses them says what is wrong.
-    """
-    path, data = prefix + COMMIT_PATH, None
-
-    def read() -> bytes:
-        nonlocal data
-        data = backend.read_whole(path, RECORD_LIMIT)
-        CommitRecord.from_bytes(data, path)
-        return data
-
-    try:
-        return read_checked(backend, path, read)
-    except NotFoundError:
-        return None
-    except (CorruptError, FormatError):
-        if data is None:
-            raise
-        return data
 
 
 def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:

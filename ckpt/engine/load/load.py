@@ -23,7 +23,7 @@ import torch
 from ckpt import settings
 from ckpt.catalog import Catalog, identity
 from ckpt.concurrency import gc_paused
-from ckpt.engine.devices import pinned_bytes, settle_devices
+from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError, ConflictError, ConsistencyError
 from ckpt.formats.native.writer import replacement_noticed
@@ -246,7 +246,7 @@ def _read_again(matched: Matched, reader: Reader, wrong: Sequence[tuple[str, int
         return
     second = matched.job.reader(matched.catalog, "full")
     second.run(second.plan([job for job, _ in jobs.values()], {target: left_out for target, (_, left_out) in jobs.items()}))
-    settle_devices((job.target for job, _ in jobs.values()), matched.job.call.url)
+    settle_devices(devices_of(job.target for job, _ in jobs.values()), matched.job.call.url)
     note_writes(job.target for job, _ in jobs.values())
     reader.fetch.read += second.fetch.read
     reader.fetch.verified += second.fetch.verified

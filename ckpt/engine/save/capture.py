@@ -30,7 +30,6 @@ import torch
 
 from ckpt import settings
 from ckpt.concurrency import run_tasks
-from ckpt.engine.devices import devices_of
 from ckpt.errors import ConsistencyError
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import RAW, raw_view, reads_otherwise
@@ -206,8 +205,9 @@ class Capture:
         self._is_short = any(segment.waits_for is not None for segment in stage.segments)
         """The stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
         # For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host.
-        self._streams = [torch.cuda.Stream(device) for device in devices_of(shard_table.tensors.values())]  # type: ignore[no-untyped-call]
-        self._follow()
+        self._streams = [torch.cuda.Stream(device) for device in shard_table.devices]  # type: ignore[no-untyped-call]
+        if self._streams:
+            self._follow()
 
     # ---- in the caller's thread
 
@@ -230,7 +230,8 @@ class Capture:
                 self._samples.take(batch, self.stage.room(batch), unfenced)
             if self.replicas is not None:
                 self._samples.take_tensors(self.replicas.elsewhere() - unfenced)
-            self._follow()
+            if self._streams:
+                self._follow()
             # Addresses are noted last, since a clone has one of its own.
             self.source.note_addresses()
 
@@ -354,7 +355,7 @@ class Capture:
         return None if self._filled is None or self._streams else self._tell_filled
 
     def _tell_filled(self, start: int, stop: int) -> None:
-        if self._filled is not None and not self.stage.throttle.hurried:
+        if self._filled is not None and not self.stage.throttle.haste.is_set():
             self._filled(start, stop)
 
 

@@ -121,7 +121,7 @@ class SaveOptions:
         if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
             raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
         check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
-        codec = arguments.get("codec")
+        only, trainable, codec = arguments.get("only"), arguments.get("trainable", False), arguments.get("codec")
         if codec is not None:
             check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
@@ -132,7 +132,7 @@ class SaveOptions:
             threads=settings.threads(arguments.get("threads")),
             merge_flat_shards=merge_flat_shards,
             codec=codec,
-            part=StatePart.of(arguments.get("only"), trainable=arguments.get("trainable", False)),
+            part=None if only is None and trainable is False else StatePart.of(only, trainable=trainable),
             spans=settings.spans(),
             staging=staging,
             progress=progress,

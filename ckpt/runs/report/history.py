@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.catalog import joint_step, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.catalog import joint_step
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.paths import SPANS, index_path, step_number
 from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
