@@ -25,7 +25,7 @@ from ckpt.formats.megatron.names import EMBEDDING
 from ckpt.formats.megatron.repair import RepairedTensor, repaired_catalog, repaired_states
 from ckpt.formats.megatron.stored_buffers import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.training import CONTENT, MARK, STATE, MegatronCatalog
-from ckpt.formats.native.writer import replacement_noticed
+from ckpt.formats.native.catalog import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
@@ -219,9 +219,7 @@ def _mended(
 ) -> tuple[MegatronCatalog, tuple[RepairedTensor, ...]] | None:
     """The catalog repaired for such buckets; None if masters would not be weights."""
     try:
-        states = repaired_states(
-            catalog, bucket_size=buckets.size, data_parallel=buckets.ranks, divisor=buckets.divisor, arguments=arguments
-        )
+        states = repaired_states(catalog, buckets, arguments)
     except UsageError:
         return None
     mended, tensors = repaired_catalog(catalog, states)

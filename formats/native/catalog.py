@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,12 +15,13 @@ import numpy as np
 import xxhash
 
 from ckpt import settings
-from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
+from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry, identity
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import DType
-from ckpt.errors import CkptError, CorruptError, NotCommittedError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.protocol import Format
 from ckpt.io_backends.checks import read_checked
+from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
 
 from .checks import find_excess
@@ -34,6 +36,7 @@ from .tables import too_little_memory
 from .virtual import VirtualCatalog
 
 if TYPE_CHECKING:
+    from ckpt.catalog import Catalog
     from ckpt.io_backends.protocol import Backend
 
 _REPLACED_TRIES = 3
@@ -49,7 +52,8 @@ class NativeCatalog(CatalogDefaults):
 
     def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
         record_read, self._contents = _open(backend, record) if opened is None else opened
-        self._record = record_read
+        self.record: CommitRecord = record_read
+        self.files: tuple[DataFile, ...] = self._contents.files
         self.backend: Backend = RunBackend(backend) if REFERENCED in record_read.features else backend
         self.url = self.backend.url
         self.format = f"ckpt {VERSION}"
@@ -70,14 +74,6 @@ class NativeCatalog(CatalogDefaults):
             self.tensors, self.ranks = TensorsOfRanks(parts), ValuesOfRanks(parts)
         self._headers: dict[int, Header] = {}
         self._locks = tuple(threading.Lock() for _ in self._contents.files)
-
-    @property
-    def record(self) -> CommitRecord:
-        return self._record
-
-    @property
-    def files(self) -> tuple[DataFile, ...]:
-        return self._contents.files
 
     def header(self, file: int) -> Header:
         """The verified header of data file number ``file`` of ``files``; read once."""
@@ -343,6 +339,41 @@ def open_native(
         if VIRTUAL in opened[0].features
         else NativeCatalog(backend, opened=opened)
     )
+
+
+# Whoever replaces a checkpoint removes the old files: a reader that still needs them finds them missing, and nothing is damaged.
+
+
+@contextmanager
+def replacement_noticed(catalog: Catalog) -> Iterator[None]:
+    """What the block raises because files of the checkpoint are not there, or not what they were, becomes ConflictError if another save has
+    replaced the checkpoint since it was opened, or somebody has removed it."""
+    try:
+        yield
+    except (CorruptError, NotFoundError, StorageError) as err:
+        replaced = replacement(catalog)
+        if replaced is None:
+            raise
+        raise replaced from err
+
+
+def replacement(catalog: Catalog) -> ConflictError | None:
+    """That a checkpoint was replaced or removed since it was opened; None if it is still there, or nobody can tell."""
+    opened = identity(catalog)
+    if not opened:
+        return None
+    backend = open_backend(catalog.url)
+    try:
+        # Past the caches of this machine: a network file system may show the old record for seconds after it was
+        # replaced.
+        backend.evict(COMMIT_PATH)
+        data = read_record(backend)
+        if data is not None and CommitRecord.from_bytes(data, catalog.url).id == opened:
+            return None
+    except CkptError:  # then the first error says more
+        return None
+    what = "removed" if data is None else "replaced by another save"
+    return ConflictError(f"the checkpoint was {what} while it was read", where=catalog.url, hint="open it again; nothing is damaged")
 
 
 FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=open_native)

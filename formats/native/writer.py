@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from ckpt.catalog import Contents, identity
-from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
-from ckpt.io_backends.registry import open_backend
+from ckpt.catalog import Contents
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.plan.values import part_in
 
-from .clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
+from .clearing import BaseFiles, check_committed, check_no_link, check_there, referred_files
 from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, WRITER, Branches, CommitRecord, IndexFile, inlined, now, read_record
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, data_prefix, index_path, is_reference, parity_prefix
 
 if TYPE_CHECKING:
-    from ckpt.catalog import Catalog
     from ckpt.io_backends.protocol import Backend
 
 
@@ -141,7 +139,7 @@ class CheckpointJournal(WriteJournal):
                     self.discard()
                 raise
         try:
-            return confirm(self.backend, self.id, sizes, self.previous, self.base, based)
+            return check_committed(self.backend, self.id, sizes, self.previous, self.base, based)
         except StorageError:
             if self._holds(record) is False:
                 self.discard()
@@ -300,38 +298,3 @@ def committed_id(backend: Backend, within: str = "") -> str | None:
 
 def _where(backend: Backend, within: str = "") -> str:
     return f"{backend.url.rstrip('/')}/{within}{COMMIT_PATH}"
-
-
-# Whoever replaces a checkpoint removes the old files: a reader that still needs them finds them missing, and nothing is damaged.
-
-
-@contextmanager
-def replacement_noticed(catalog: Catalog) -> Iterator[None]:
-    """What the block raises because files of the checkpoint are not there, or not what they were, becomes ConflictError if another save has
-    replaced the checkpoint since it was opened, or somebody has removed it."""
-    try:
-        yield
-    except (CorruptError, NotFoundError, StorageError) as err:
-        replaced = replacement(catalog)
-        if replaced is None:
-            raise
-        raise replaced from err
-
-
-def replacement(catalog: Catalog) -> ConflictError | None:
-    """That a checkpoint was replaced or removed since it was opened; None if it is still there, or nobody can tell."""
-    opened = identity(catalog)
-    if not opened:
-        return None
-    backend = open_backend(catalog.url)
-    try:
-        # Past the caches of this machine: a network file system may show the old record for seconds after it was
-        # replaced.
-        backend.evict(COMMIT_PATH)
-        data = read_record(backend)
-        if data is not None and CommitRecord.from_bytes(data, catalog.url).id == opened:
-            return None
-    except CkptError:  # then the first error says more
-        return None
-    what = "removed" if data is None else "replaced by another save"
-    return ConflictError(f"the checkpoint was {what} while it was read", where=catalog.url, hint="open it again; nothing is damaged")

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, too_large
-from ckpt.io_backends.protocol import Backend, CopySource, ObjectMeta, Writer
+from ckpt.io_backends.protocol import Backend, CopySource, IOHints, ObjectMeta, Writer
 from ckpt.settings import direct
 
 from .files import (
@@ -49,6 +49,8 @@ _COARSE = 2_000_000_000
 
 class PosixBackend(Backend):
     """A directory of a file system. ``url`` is a plain path (``~`` is expanded) or ``file://`` with an absolute, percent-encoded one."""
+
+    io_hints = IOHints()
 
     def __init__(self, url: str) -> None:
         path = url

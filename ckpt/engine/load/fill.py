@@ -231,8 +231,11 @@ def fill(matched: Matched, plan: Callable[[Collection[torch.device]], ByteTransf
     job.begun = True
     for memory in transfer.padding:
         (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
-    with reported(job.options.progress, transfer.counts):
+    if job.options.progress is None:
         transfer.run()
+    else:
+        with reported(job.options.progress, transfer.counts):
+            transfer.run()
     if devices:
         settle_devices(devices_of(targets), job.call.url)
     note_writes(targets)

@@ -26,7 +26,7 @@ from ckpt.concurrency import gc_paused
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError, ConflictError, ConsistencyError
-from ckpt.formats.native.writer import replacement_noticed
+from ckpt.formats.native.catalog import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
