@@ -25,6 +25,7 @@ from ckpt.engine.save.plan import APART, Plans, WriteOptions
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RANK_ROWS, SPANS, index_path
 from ckpt.formats.native.ranks import OwnTensor, encode_row, encode_tensors
+from ckpt.formats.native.spans import write_spans
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.protocol import ObjectMeta
 from ckpt.net.call import Call
@@ -174,7 +175,7 @@ def lead(job: Job, *, own: int = 0, spans: int = 64) -> dict[str, float]:
             leader.commit(rows)
             found[f"commit_{save}"] = cpu_seconds() - began
             began = cpu_seconds()
-            leader.keep_spans({rank: row["spans"] for rank, row in rows.items()})
+            write_spans(storage, leader.id, {rank: row["spans"] for rank, row in rows.items()})
             found[f"spans_{save}"] = cpu_seconds() - began
             found["spans_bytes"] = InProcessBackend("inprocess://scale").size(index_path(leader.id, SPANS))
         found[f"all_{save}"] = sum(found[f"{what}_{save}"] for what in ("check", "commit", "spans"))
