@@ -219,9 +219,7 @@ def _mended(
 ) -> tuple[MegatronCatalog, tuple[RepairedTensor, ...]] | None:
     """The catalog repaired for such buckets; None if masters would not be weights."""
     try:
-        states = repaired_states(
-            catalog, bucket_size=buckets.size, data_parallel=buckets.ranks, divisor=buckets.divisor, arguments=arguments
-        )
+        states = repaired_states(catalog, buckets, arguments)
     except UsageError:
         return None
     mended, tensors = repaired_catalog(catalog, states)
