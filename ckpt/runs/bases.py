@@ -62,11 +62,7 @@ class Bases:
 
 
 def check_reuse(reuse: object, anchor: object, codec: str | None) -> str | None:
-    """The codec of a run's saves.
-
-    Raises:
-        UsageError: the three do not go together.
-    """
+    """The codec of a run's saves."""
     if not isinstance(reuse, bool | TrustFrozen):
         raise UsageError(f"reuse= is True, False or a TrustFrozen, not {reuse!r}", hint="reuse=ckpt.policies.TrustFrozen(hash_every=10)")
     if anchor is None:
