@@ -146,8 +146,9 @@ class CheckpointManager:
             return False
         state = self.state()
         if last_step and self.config.last_save_model_only:
-            dtype = self.config.export_dtype
-            state = {MODEL: {name: _exported(t, getattr(torch, dtype)) for name, t in self._tensors().items()}}
+            dtype, tensors = getattr(torch, self.config.export_dtype), self._tensors()
+            floats = {n: t.to(dtype) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+            state = {MODEL: {**tensors, **floats}}
         self.checkpointer.save(curr_step, state)
         if last_step or not self.background:
             self.checkpointer.wait()
@@ -182,7 +183,3 @@ class _Stateful(Fenced):
 def _as_stateful(value: Any) -> Any:
     own = isinstance(value, torch.optim.Optimizer) and type(value).state_dict is not torch.optim.Optimizer.state_dict
     return _Stateful(value) if own else value
-
-
-def _exported(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
