@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt.concurrency import gc_paused
 from ckpt.io_backends.registry import scheme_of
 from ckpt.net.group import Group, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of
 
 from . import settings
-from .engine.view import View
 from .errors import CkptError, UsageError
 from .settings import check_flags
 from .text import url_text
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from ckpt.engine.load.fill import LoadReport
     from ckpt.engine.save.background import SaveHandle
     from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport
+    from ckpt.engine.view import View
 
 
+@gc_paused()
 def save(
     url: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -90,8 +92,7 @@ def save(
         ExchangeError: what another rank sent came damaged.
     """
     url = url_text(url)
-    from ckpt.engine.dry_run import save as rehearsal
-    from ckpt.engine.save.background import wait_for_pending_save
+    from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.save import save_state
 
     group = current_group(process_group)
@@ -111,6 +112,8 @@ def save(
         }
         options = _save_options(group, url, given, base, reusable=reusable)
     if dry_run:
+        from ckpt.engine.dry_run import save as rehearsal
+
         return rehearsal.dry_run(url, state, group, options)
     return save_state(url, state, group, options, partial(_note_failure, group, url))
 
@@ -149,7 +152,8 @@ def save_async(
         StateError, LayoutError, UsageError: as for :func:`save`. What else :func:`save` raises, the handle does.
     """
     url = url_text(url)
-    from ckpt.engine.save.background import refuse_if_busy, start_save, wait_for_pending_save
+    from ckpt.engine.save.background import refuse_if_busy, start_save
+    from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.options import check_capture
 
     group = current_group(arguments.get("process_group"))
@@ -192,6 +196,7 @@ def _save_options(
     return SaveOptions.of(arguments, progress=bar, base=base, reusable=reusable, staging=staging)
 
 
+@gc_paused()
 def load(
     url: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -252,18 +257,19 @@ def load(
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
     url = url_text(url)
-    from ckpt.engine.dry_run import load as rehearsal
     from ckpt.engine.load.fill import LoadOptions
     from ckpt.engine.load.load import load_state
-    from ckpt.engine.save.background import wait_for_pending_save
+    from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.io_backends.registry import is_file_system
     from ckpt.plan.match import Selection, rules_of_rename
     from ckpt.plan.values import StatePart
-    from ckpt.runs.members import member_url
 
     group = current_group(process_group)
     with _fails_together(group, "load", url):
-        url = url if member is None else member_url(url, member)
+        if member is not None:
+            from ckpt.runs.members import member_url
+
+            url = member_url(url, member)
         wait_for_pending_save(group)
         if layout is not None:
             check_layout(layout, group.ranks)
@@ -285,7 +291,11 @@ def load(
             progress=None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
             dry_run=dry_run,
         )
-    return rehearsal.dry_run(url, state, group, options) if dry_run else load_state(url, state, group, options)
+    if dry_run:
+        from ckpt.engine.dry_run import load as rehearsal
+
+        return rehearsal.dry_run(url, state, group, options)
+    return load_state(url, state, group, options)
 
 
 def open(
@@ -307,10 +317,14 @@ def open(
         AccessError: when a tensor is read: its file does not lie below ``sources``.
     """
     url = url_text(url)
+    from ckpt.engine.view import View
     from ckpt.formats.registry import open_catalog
-    from ckpt.runs.members import member_url
 
-    return View(open_catalog(url if member is None else member_url(url, member), sources=settings.sources(sources)))
+    if member is not None:
+        from ckpt.runs.members import member_url
+
+        url = member_url(url, member)
+    return View(open_catalog(url, sources=settings.sources(sources)))
 
 
 @contextmanager

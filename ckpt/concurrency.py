@@ -30,7 +30,30 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> N
         for task in tasks:
             task()
         return
-    _Run(tasks).run(min(threads, len(tasks)), name)
+    todo, lock, errors = iter(tasks), threading.Lock(), list[BaseException]()
+
+    def work() -> None:
+        while True:
+            with lock:
+                task = None if errors else next(todo, None)
+            if task is None:
+                return
+            try:
+                task()
+            except BaseException as err:  # noqa: BLE001  raised below
+                errors.append(err)
+
+    others = [threading.Thread(target=copy_context().run, args=(work,), name=f"{name}-{i}") for i in range(1, min(threads, len(tasks)))]
+    started: list[threading.Thread] = []
+    with suppress(RuntimeError):  # no more threads can be started: those that run, and this one, do all of the work
+        for thread in others:
+            thread.start()
+            started.append(thread)
+    work()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors.pop(0)
 
 
 def map_tasks(work: Callable[[T], R], given: Sequence[T], threads: int, name: str) -> list[R]:
@@ -42,38 +65,6 @@ def map_tasks(work: Callable[[T], R], given: Sequence[T], threads: int, name: st
 
     run_tasks([partial(run, at) for at in range(len(given))], threads, name)
     return [results[at] for at in range(len(given))]
-
-
-class _Run:
-    def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:
-        self.tasks = iter(tasks)
-        self.lock = threading.Lock()
-        self.error: BaseException | None = None
-
-    def run(self, threads: int, name: str) -> None:
-        others = [threading.Thread(target=copy_context().run, args=(self.work,), name=f"{name}-{i}") for i in range(1, threads)]
-        started: list[threading.Thread] = []
-        with suppress(RuntimeError):  # no more threads can be started: those that run, and this one, do all of the work
-            for thread in others:
-                thread.start()
-                started.append(thread)
-        self.work()
-        for thread in started:
-            thread.join()
-        if self.error is not None:
-            raise self.error
-
-    def work(self) -> None:
-        while True:
-            with self.lock:
-                task = None if self.error is not None else next(self.tasks, None)
-            if task is None:
-                return
-            try:
-                task()
-            except BaseException as err:  # noqa: BLE001  run() raises it
-                with self.lock:
-                    self.error = self.error or err
 
 
 def when_dropped(owner: object, close: Callable[..., object], *arguments: Any) -> finalize[..., Any]:

@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ckpt.formats.native.writer import read_record
+from ckpt.formats.native.commit import read_record
 from ckpt.io_backends.registry import is_file_system, open_backend
 from ckpt.runs.events import Alerts, Event
 

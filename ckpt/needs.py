@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from sys import modules
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .concurrency import gc_paused
 from .errors import UsageError
 from .settings import __version__
 
@@ -55,8 +57,11 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, colon, other = where[name].partition(":")
-        imported = import_module(module, package)
-        return imported if colon and not other else getattr(imported, other or name)
+        with gc_paused():  # each collection would walk through all of torch
+            imported = import_module(module, package)
+        value = imported if colon and not other else getattr(imported, other or name)
+        vars(modules[package])[name] = value
+        return value
 
     return get
 

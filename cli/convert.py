@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ckpt.cli.console.options import (
     parse_size,
     part_of_job,
     skip_option,
+    tell_written,
     views_of,
 )
 from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
@@ -30,8 +31,8 @@ from ckpt.errors import UsageError
 from ckpt.text import parse_json
 
 if TYPE_CHECKING:
-    from ckpt.converters.convert import ConvertReport, RepairReport
-    from ckpt.converters.pipeline.target import Argument, MegatronParallel
+    from ckpt.converters.convert import RepairReport
+    from ckpt.converters.pipeline.target import Argument
     from ckpt.runs.rebuild import RebuildReport
 
 
@@ -48,7 +49,13 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_ranks(
         *args: Any, tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: tuple[str, ...], **options: Any
     ) -> Any:
-        return command(*args, parallel=_parallel(tp, pp, vpp, ep, arguments), **options)
+        if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
+            return command(*args, parallel=None, **options)
+        from ckpt.converters.pipeline.target import MegatronParallel
+
+        given = dict(map(_argument, arguments))
+        parallel = MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=given)
+        return command(*args, parallel=parallel, **options)
 
     option = partial(grouped, "Megatron (--to megatron)")
     options = (
@@ -126,28 +133,15 @@ def convert(
         if output.json:
             output.document({**asdict(report), "repair": _repair_fields(report.repair), "dry_run": dry_run})
         elif not output.quiet:
-            _tell(report, output, dry_run=dry_run, translated=views is not None)
-
-
-def _tell(report: ConvertReport, output: Output, *, dry_run: bool, translated: bool) -> None:
-    contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
-    if dry_run:
-        output.line(f"would convert {contents} ({report.source_format} to {report.to}), {units.size(report.written_bytes)} to write")
-        for path in report.files:
-            output.line(f"  {path}")
-    else:
-        written = f"{units.size(report.written_bytes)} written in {units.duration(report.seconds)}"
-        again = report.finished and not report.written_files
-        verdict = style("ok, complete already" if again else "ok", "green") if report.finished else "this part is done, others are not yet"
-        output.line(f"{verdict}: {report.target}: {contents} ({report.source_format} to {report.to}), {written}")
-    if report.repair is not None:
-        _tell_repair(report.repair, output, dry_run=dry_run)
-    if report.left_out:
-        output.talk(left_out_message(report.left_out))
-    for note in report.notes if report.finished else ():
-        output.talk(note)
-    if report.to == "hf" and report.finished and report.source_format.startswith("Megatron") and not translated:
-        output.talk("the tensors still have Megatron's names, which transformers does not load: add --names llama --convention huggingface")
+            formats = f" ({report.source_format} to {report.to})"
+            tell_written(report, output, dry_run=dry_run, verb="convert", detail=formats)
+            for path in report.files if dry_run else ():
+                output.line(f"  {path}")
+            if report.repair is not None:
+                _tell_repair(report.repair, output, dry_run=dry_run)
+            if report.to == "hf" and report.finished and report.source_format.startswith("Megatron") and views is None:
+                hint = "add --names llama --convention huggingface"
+                output.talk(f"the tensors still have Megatron's names, which transformers does not load: {hint}")
 
 
 def _tell_repair(repair: RepairReport, output: Output, *, dry_run: bool) -> None:
@@ -170,15 +164,6 @@ def _repair_fields(repair: RepairReport | None) -> dict[str, Any] | None:
         return None
     tensors = [tensor._asdict() for tensor in repair.tensors]
     return {**asdict(repair), "mended": repair.mended, "filled": repair.filled, "tensors": tensors}
-
-
-def _parallel(tp: int | None, pp: int | None, vpp: int | None, ep: int | None, arguments: Sequence[str]) -> MegatronParallel | None:
-    """The ranks that the options ask for; None if no option is given."""
-    if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
-        return None
-    from ckpt.converters.pipeline.target import MegatronParallel
-
-    return MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=dict(map(_argument, arguments)))
 
 
 def _argument(text: str) -> tuple[str, Argument]:

@@ -18,18 +18,18 @@ from ckpt.cli.console.options import (
     MappingChoice,
     config_options,
     grouped,
-    left_out_message,
     mapping_options,
     parse_size,
     part_of_job,
     skip_option,
+    tell_written,
     views_of,
 )
 from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt.converters.merge import MergeReport
+    pass
 
 
 _TARGETS = ("native", "hf", "torch", "dcp")
@@ -117,27 +117,11 @@ def merge(
         if output.json:
             output.document({**asdict(report), "dry_run": dry_run})
         elif not output.quiet:
-            _tell(report, output, dry_run=dry_run)
-
-
-def _tell(report: MergeReport, output: Output, *, dry_run: bool) -> None:
-    written = report.written
-    contents = (
-        f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)} in {units.plural(len(written.files), 'file')}"
-    )
-    if dry_run:
-        output.line(f"would write {contents}, {units.size(written.written_bytes)} to write")
-    else:
-        verdict = style("ok", "green") if written.finished else "this part is done, others are not yet"
-        output.line(f"{verdict}: {written.target}: {contents}, {units.size(written.written_bytes)} in {units.duration(written.seconds)}")
-    for source, weight in zip(report.sources, report.weights, strict=True):
-        output.line(f"  {weight:.6g} x {source}")
-    kinds = f"{report.averaged} averaged, {report.compared} equal in all, {report.copied} copied"
-    output.talk(f"tensors: {kinds}; step, options and other values come from {report.values_from}")
-    if written.left_out:
-        output.talk(left_out_message(written.left_out))
-    for note in written.notes if written.finished else ():
-        output.talk(note)
+            tell_written(report.written, output, dry_run=dry_run)
+            for source, weight in zip(report.sources, report.weights, strict=True):
+                output.line(f"  {weight:.6g} x {source}")
+            kinds = f"{report.averaged} averaged, {report.compared} equal in all, {report.copied} copied"
+            output.talk(f"tensors: {kinds}; step, options and other values come from {report.values_from}")
 
 
 _LORA_TARGETS = ("hf", "native", "torch", "dcp")
@@ -198,16 +182,11 @@ def merge_(base: str, adapter: str, target: str, *, dry_run: bool, output: Outpu
     with divided(target, output, apart=True) as (work, output):
         with when_interrupted("nothing was written" if dry_run else INTERRUPTED), progress("lora merge", output) as update:
             report = merge(base, adapter, target, part=part_of_job(work), dry_run=dry_run, progress=update, **chosen)
-        written = report.written
         if output.json:
             output.document({**asdict(report), "dry_run": dry_run})
         elif not output.quiet:
             changes = f"{units.plural(report.updated, 'weight')} updated, {units.plural(report.replaced, 'tensor')} replaced"
-            contents = f"{units.plural(written.tensors, 'tensor')}, {units.size(written.tensor_bytes)}; {changes}"
-            verdict = "this part is done, others are not yet" if not written.finished else style("ok", "green")
-            output.line(f"would write {contents}" if dry_run else f"{verdict}: {written.target}: {contents}")
-            for note in written.notes if written.finished else ():
-                output.talk(note)
+            tell_written(report.written, output, dry_run=dry_run, detail=f"; {changes}")
 
 
 @lora.command("extract", cls=GroupedCommand, short_help="Write the adapter between a base and a tuned model.")

@@ -217,8 +217,10 @@ def _show_run(history: History, output: Output) -> None:
             if saved.summary is not None:
                 output.line(saved.url)
     else:
-        heads = (">STEP", "CREATED", ">SECONDS", ">BLOCKED", ">TENSORS", ">RATE", ">RANKS", "STRAGGLERS", "VERDICT")
-        output.table(heads, [_run_row(saved) for saved in history.saves])
+        members = any(saved.member for saved in history.saves)
+        job = ("MEMBER",) if members else ()
+        heads = (">STEP", *job, "CREATED", ">SECONDS", ">BLOCKED", ">TENSORS", ">RATE", ">RANKS", "STRAGGLERS", "VERDICT")
+        output.table(heads, [_run_row(saved, members=members) for saved in history.saves])
         if history.left_out:
             output.line(f"{units.plural(history.left_out, 'step')} of {history.candidates:,} were left out, evenly")
         _print_log(history, output)
@@ -257,6 +259,7 @@ def _of_run(saved: SavedSpans) -> dict[str, Any]:
     return {
         "url": saved.url,
         "step": saved.step,
+        "member": saved.member,
         "created": record.created if record else None,
         "world_size": record.world_size if record else None,
         "tensor_bytes": record.tensor_bytes if record else None,
@@ -271,18 +274,18 @@ def _of_run(saved: SavedSpans) -> dict[str, Any]:
     }
 
 
-def _run_row(saved: SavedSpans) -> tuple[str, ...]:
+def _run_row(saved: SavedSpans, *, members: bool) -> tuple[str, ...]:
     record, save = saved.record, saved.summary
-    step = "" if saved.step is None else str(saved.step)
+    step = ("" if saved.step is None else str(saved.step), *([saved.member or ""] if members else []))
     if record is None:
-        return (step, "", "", "", "", "", "", "", saved.problem or "")
+        return (*step, "", "", "", "", "", "", "", saved.problem or "")
     known = (record.created[:19].replace("T", " "), units.size(record.tensor_bytes), str(record.world_size))
     if save is None:
-        return (step, known[0], "", "", known[1], "", known[2], "", saved.problem or "")
+        return (*step, known[0], "", "", known[1], "", known[2], "", saved.problem or "")
     blocked = "" if save.blocked is None else f"{'≥ ' if save.background and not save.measured else ''}{_seconds(save.blocked)}"
     rate = _rate(record.tensor_bytes / save.seconds if save.seconds > 0 else None)
     slow = f"{len(save.stragglers):,}" if save.stragglers else "none"
-    return (step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)
+    return (*step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)
 
 
 @click.command("report", short_help="Draw saves as one HTML file.")

@@ -25,7 +25,7 @@ from ckpt.formats.megatron.names import EMBEDDING
 from ckpt.formats.megatron.repair import RepairedTensor, repaired_catalog, repaired_states
 from ckpt.formats.megatron.stored_buffers import NAMES, Buckets, likely_buckets
 from ckpt.formats.megatron.training import CONTENT, MARK, STATE, MegatronCatalog
-from ckpt.formats.native.writer import replacement_noticed
+from ckpt.formats.native.catalog import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
@@ -314,7 +314,7 @@ def convert(
     asked = ConvertOptions(**options)
     format, catalog = target(to), open_catalog(source)
     beside = files_beside(format, url, asked)
-    chosen, repair = format.choose(catalog, asked.selection), None
+    chosen, repair = format.choose(catalog, asked), None
     if asked.repair:
         chosen, repair = repaired(chosen, asked.job, threads=asked.threads)
     elif asked.job:

@@ -23,16 +23,14 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
 from ckpt.formats.external.base import open_single
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.clearing import check_free, check_no_link
-from ckpt.formats.native.commit import VIRTUAL
+from ckpt.formats.native.commit import VIRTUAL, id_in, new_id, read_record
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.formats.native.writer import new_id, read_record, write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan import tree
-from ckpt.plan.match import several
 from ckpt.plan.views import LogicalTensor
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
@@ -95,10 +93,10 @@ def import_checkpoint(
         raise ConflictError("there is a checkpoint already", where=url, hint="import to another URL, or replace it: --overwrite")
     stamps = SourceStamps(source)
     catalog = _opened(source)
-    selection = SelectOptions(views=views, only=several(only), skip=several(skip))
+    selection = SelectOptions(views=views, only=only, skip=skip)
     references = _point(catalog, selection)
     contents = references.contents()
-    journal = CheckpointJournal(backend, id=new_id(previous), previous=previous)
+    journal = CheckpointJournal(backend, id=new_id(id_in(previous)), previous=previous)
     _check_apart(journal, catalog.backend, contents)
     if previous is None:
         check_free(backend, "import")
@@ -301,7 +299,7 @@ def translated(
     # The id follows from what the checkpoint is, so that each rank of a job can make its own and load from it.
     views = views_of(url, names, convention, numbers or {})
     catalog = _opened(url)
-    contents = _point(catalog, SelectOptions(views=views, only=several(only), skip=several(skip))).contents()
+    contents = _point(catalog, SelectOptions(views=views, only=only, skip=skip)).contents()
     tensors = [(t.name, t.dtype.name, t.shape, t.logical, t.alias, t.rank, contents.extents.get(t.name)) for t in contents.tensors]
     values = tree.text([contents.state, {str(rank): dict(values) for rank, values in contents.ranks.items()}])
     id = xxhash.xxh3_64(repr((tensors, contents.sources, values)).encode()).hexdigest()

@@ -23,7 +23,7 @@ from ckpt.converters.pipeline.conversion import Conversion
 from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
-from ckpt.formats.journal import WriteJournal
+from ckpt.formats.native.writer import WriteJournal
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.plan.layout.geometry import Box
@@ -34,7 +34,7 @@ from ckpt.text import parse_json, url_text
 
 from .convert import ConvertReport, Part, files_beside, run
 from .merge import WeightedSum, place
-from .selection import Computed, OutputSet, OutputTensor, is_floating, operand
+from .selection import Computed, OutputSet, OutputTensor, SelectOptions, is_floating, operand
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,7 +135,7 @@ def merge(
     options.setdefault("optimizer", False)
     asked, format = ConvertOptions(**options), target(to)
     beside = files_beside(format, url, asked)
-    chosen = format.choose(open_catalog(base), asked.selection)
+    chosen = format.choose(open_catalog(base), asked)
     config, weights = _opened(adapter)
     result, updated, replaced = _updated(chosen, weights, config, (base, adapter), allow_nan=allow_nan)
     written = run(
@@ -328,8 +328,8 @@ def extract(
     base, tuned, url = url_text(base), url_text(tuned), url_text(url)
     if rank < 1:
         raise UsageError(f"a rank of {rank}", hint="give a positive number, such as 16")
-    options = ConvertOptions(optimizer=False, root=root)
-    chosen = [target("hf").choose(open_catalog(one), options.selection) for one in (base, tuned)]
+    options = SelectOptions(optimizer=False, root=root)
+    chosen = [target("hf").choose(open_catalog(one), options) for one in (base, tuned)]
     _check_fit(chosen[0], chosen[1], (base, tuned))
     readers = [Reader(catalog=one.catalog, verify="full", threads=settings.threads(threads)) for one in chosen]
     tensors: dict[str, torch.Tensor] = {}

@@ -310,14 +310,13 @@ def merge(
         _check_order(urls)
     shares = checked_weights(weights, schedule, len(urls), any_sum=any_sum)
     options.setdefault("optimizer", False)
-    settings = ConvertOptions(**options)
-    format = target(to)
-    beside = files_beside(format, url, settings)
-    chosen = [format.choose(open_catalog(source), settings.selection) for source in urls]
+    asked, format = ConvertOptions(**options), target(to)
+    beside = files_beside(format, url, asked)
+    chosen = [format.choose(open_catalog(source), asked) for source in urls]
     averaging = WeightedSum(weights=shares, sources=urls, allow_nan=allow_nan)
     result, counts = merged(chosen, averaging, values_from=values_from, copy=several(copy))
     written = run(
-        Conversion(format, result, url, settings, beside=beside),
+        Conversion(format, result, url, asked, beside=beside),
         source=urls[values_from],
         part=part,
         progress=progress,

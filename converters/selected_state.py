@@ -439,9 +439,8 @@ def _numbers(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, str]
     read = read_ranges(catalog.backend, [Range(x.path, x.offset, x.length) for _, x in plain])
     numbers = {entry.name: data for (entry, _), data in zip(plain, read, strict=True)}
     numbers |= {e.name: read_box(catalog, e, Box((), ())).tobytes() for e, x in zip(entries, extents, strict=True) if x.codec is not None}
-    return {entry.name: _number(entry, numbers[entry.name]) for entry in entries}
-
-
-def _number(entry: TensorEntry, data: bytes) -> str:
-    kind = entry.dtype.numpy
-    return data.hex() if kind is None else str(np.frombuffer(data, np.dtype(kind).newbyteorder("<"))[0])
+    texts = {}
+    for entry in entries:
+        kind, data = entry.dtype.numpy, numbers[entry.name]
+        texts[entry.name] = data.hex() if kind is None else str(np.frombuffer(data, np.dtype(kind).newbyteorder("<"))[0])
+    return texts

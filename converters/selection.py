@@ -13,6 +13,7 @@ from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import NamesError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
+from ckpt.plan.match import several
 from ckpt.plan.values import CLASS, made_of_others
 from ckpt.plan.views import LogicalTensor, ViewPiece, part, whole
 
@@ -168,6 +169,10 @@ class SelectOptions:
     dtype: str | None = None
     root: str | None = None
     skip: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for globs in ("only", "exclude", "skip"):  # a caller may give a single one
+            object.__setattr__(self, globs, several(getattr(self, globs)))
 
 
 def choose(catalog: Catalog, choice: SelectOptions) -> OutputSet:

@@ -172,7 +172,8 @@ def open_catalog(
         CorruptError: it is one, and damaged.
     """
     url = url_text(url)
-    from ckpt.formats.native.catalog import open_native, read_index, read_record
+    from ckpt.formats.native.catalog import open_native, read_index
+    from ckpt.formats.native.commit import read_record
     from ckpt.io_backends.registry import open_backend
 
     record = read_record(native := open_backend(url))

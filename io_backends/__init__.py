@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
-from .faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
+from typing import TYPE_CHECKING
+
+from ckpt.needs import late_names
+
 from .inprocess import InProcessBackend
 from .posix.backend import PosixBackend
 from .protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
 from .registry import join_url, open_backend, wrap_backends
+
+if TYPE_CHECKING:
+    from .faulty import Fault as Fault
+    from .faulty import FaultyBackend as FaultyBackend
+    from .faulty import FaultyProcess as FaultyProcess
+    from .faulty import SimulatedCrash as SimulatedCrash
 
 __all__ = [
     "Backend",
@@ -27,3 +36,5 @@ __all__ = [
     "open_backend",
     "wrap_backends",
 ]
+
+__getattr__ = late_names(__name__, dict.fromkeys(("Fault", "FaultyBackend", "FaultyProcess", "SimulatedCrash"), ".faulty"))

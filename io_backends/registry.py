@@ -81,6 +81,7 @@ def configure_storage(url: str | os.PathLike[str], storage_options: Mapping[str,
         UsageError: ``url`` is a path, ``inprocess://`` or ``memory://``, which have no options; or both are given; or the file system is
             one for coroutines.
     """
+    global _table
     url = url_text(url)
     if storage_options is not None and filesystem is not None:
         raise UsageError("storage_options and a file system at once", where=url, hint="give one; a file system has its options already")
@@ -89,7 +90,10 @@ def configure_storage(url: str | os.PathLike[str], storage_options: Mapping[str,
     if filesystem is not None and not hasattr(filesystem, "cat_file"):
         raise UsageError(f"{type(filesystem).__name__} is no fsspec file system", where=url, hint="fsspec.filesystem(...) gives one")
     configured = Configured(options=_copied(storage_options or {}), filesystem=filesystem)
-    _set(_checked(url, configured), configured)
+    key = _checked(url, configured)
+    with _lock:
+        others = {k: v for k, v in _table.items() if k != key}
+        _table = {**others, key: configured} if configured.options or filesystem is not None else others
 
 
 def _checked(url: str, configured: Configured) -> str:
@@ -104,13 +108,6 @@ def _checked(url: str, configured: Configured) -> str:
     if getattr(configured.filesystem, "asynchronous", False) or configured.options.get("asynchronous"):
         raise UsageError("asynchronous: a file system for coroutines cannot be used", where=url, hint="make it without asynchronous=True")
     return key
-
-
-def _set(key: str, configured: Configured) -> None:
-    global _table
-    with _lock:
-        others = {k: v for k, v in _table.items() if k != key}
-        _table = {**others, key: configured} if configured.options or configured.filesystem is not None else others
 
 
 def configured_for(url: str) -> Configured:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckpt.formats.native.commit import began, new_id
+from ckpt.formats.native.paths import id_of
 from ckpt.io_backends import Backend, InProcessBackend, open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.protocol import PendingUpload
@@ -45,6 +46,23 @@ def test_the_time_of_an_id() -> None:
     before = time.time()
     assert before - 0.01 <= (began(new_id()) or 0) <= time.time()
     assert began("not-an-id") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("index-0mwpsxo3h46af2rm/tensors.arrow", "0mwpsxo3h46af2rm"),
+        ("data/0mwpsxo3h46af2rm-00000.safetensors", "0mwpsxo3h46af2rm"),
+        ("data/0mwpsxo3h46af2rm-100000-3.safetensors", "0mwpsxo3h46af2rm"),
+        ("data/model.safetensors", None),
+        ("data/short-00000.safetensors", None),
+        ("index-0mwpsxo3h46af2rm", None),
+        ("checkpoint.json", None),
+        ("notes/index-0mwpsxo3h46af2rm/tensors.arrow", None),
+    ],
+)
+def test_only_paths_of_the_format_have_an_id(path: str, found: str | None) -> None:
+    assert id_of(path) == found
 
 
 def test_only_what_was_left_alone_for_long_enough_goes(root: str) -> None:

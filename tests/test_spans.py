@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
-from ckpt.formats.journal import files_of
 from ckpt.formats.native import spans as kept
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.spans import read_spans, write_spans
+from ckpt.formats.native.writer import files_of
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.telemetry.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for

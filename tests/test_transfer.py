@@ -73,18 +73,6 @@ def test_every_byte_arrives(tmp_path: Path, source: str, of: str, to: str, buffe
     assert told == sorted(told)
 
 
-def test_the_copy_is_a_checkpoint(tmp_path: Path, source: str) -> None:
-    copy_checkpoint(source, str(tmp_path / "copy"))
-    assert oracle.read(tmp_path / "copy") == oracle.read(source)
-    assert oracle.read(tmp_path / "copy")["model.norm"][2] == sample()["model.norm"].tobytes()
-
-
-def test_a_dry_run_writes_nothing(tmp_path: Path, source: str) -> None:
-    report = copy_checkpoint(source, str(tmp_path / "copy"), dry_run=True)
-    assert not (tmp_path / "copy").exists()
-    assert (report.copied_files, report.committed) == (len(files(source)) - 1, False)
-
-
 # ---- damage
 
 

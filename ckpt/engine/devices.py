@@ -11,7 +11,7 @@ captured, calls of other threads may break it. So both wait for what is being ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache, wraps
 from typing import Any
 
@@ -34,13 +34,11 @@ def devices_of(tensors: Iterable[LocalTensor]) -> set[torch.device]:
     return {part.memory.device for local in tensors for part in local.parts if part.memory.is_cuda}
 
 
-def settle_devices(tensors: Iterable[LocalTensor], url: str) -> set[torch.device]:
-    """Wait for all that was queued on the GPUs of these tensors, on any stream. Gives the GPUs."""
-    if devices := devices_of(tensors):
-        refuse_in_graph(devices, url)
-        for device in devices:
-            torch.cuda.synchronize(device)
-    return devices
+def settle_devices(devices: Collection[torch.device], url: str) -> None:
+    """Wait for all that was queued on these GPUs, on any stream."""
+    refuse_in_graph(devices, url)
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
 def refuse_in_graph(devices: Iterable[torch.device], url: str) -> None:

@@ -227,7 +227,7 @@ def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
 
     from ckpt import settings
     from ckpt.engine.load.reader import Reader, TensorLoad
-    from ckpt.formats.native.writer import replacement_noticed
+    from ckpt.formats.native.catalog import replacement_noticed
     from ckpt.plan.ownership import TensorSpec
     from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
 

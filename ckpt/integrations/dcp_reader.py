@@ -26,7 +26,7 @@ from ckpt.engine.load.reader import Reader as Reading
 from ckpt.engine.load.reader import TensorLoad
 from ckpt.engine.view import StoredPerRank, StoredTensor, View
 from ckpt.errors import ConsistencyError, NamesError, ShapeError, UsageError
-from ckpt.formats.native.writer import replacement_noticed
+from ckpt.formats.native.catalog import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.plan.layout.geometry import Box
 from ckpt.state.tensors import dtype_of

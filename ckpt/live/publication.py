@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.engine.devices import devices_of, refuse_in_graph
+from ckpt.engine.devices import refuse_in_graph
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.fence import CaptureFence, Outcome
 from ckpt.engine.save.leader import grouped
@@ -126,16 +126,16 @@ def prepare_image(
 ) -> PreparedImage:
     """Make room in a segment, and capture what nothing waits for before it changes. Talks to no other rank."""
     tensors = collected.shard_table.tensors
-    devices = devices_of(tensors.values())
-    refuse_in_graph(devices, where)
+    if devices := collected.shard_table.devices:
+        refuse_in_graph(devices, where)
     segment = take(image.layout.nbytes)
     memory = torch.from_numpy(segment.data)
     batches = image.plan.batches[0]
-    stage = StagedBatches([Segment(batches, 0, 0, None)], [memory])
+    stage = StagedBatches([Segment(batches, 0, 0, None)], [memory], [segment])
     source = ChunkSource(image.plan, tensors)
     meter = SaveMeter()
     meter.total = sum(batch.length for batch in batches)
-    # Whoever publishes eagerly waits for the copy alone; hashing on the way would be one pass less, and a longer wait.
+    # Whoever publishes eagerly waits for the copy alone: to hash on the way takes less in all, and blocks for longer.
     filled = segment.digests.filled if lazy else None
     capture = Capture(source, collected.shard_table, stage, spans, meter, filled=filled)
     if lazy:
@@ -253,12 +253,12 @@ class Publication:
             ConsistencyError: the state was changed while it was captured, or the ranks' states do not make one.
             RankFailedError, DeadlineError: another rank failed, died or hangs.
         """
-        self._fence.hurry()
+        self._fence.throttle.haste.set()
         return self.sealed.result(timeout)
 
     def settle(self) -> None:
         """Wait until it has ended, and raise its error if nobody has asked for it."""
-        self._fence.hurry()
+        self._fence.throttle.haste.set()
         self.sealed.error()
         if not (self.sealed.error_reported or self.captured.error_reported):
             self.sealed.result()

@@ -189,7 +189,7 @@ def offer(
             mine = collect(state, rank=rank, ranks=meeting.old, layout=layout, shards=cache.old_shards)
         table = mine.shard_table
         local.update(table.tensors)
-        settle_devices(table.tensors.values(), call.url)
+        settle_devices(table.devices, call.url)
         shared, own = split_tables((t.info for t in table.tensors.values()), table.aliases, table.own)
         row: Row = {
             "table": " ".join(call.share(part.to_bytes()) for part in shared.parts()),

@@ -31,7 +31,7 @@ from ckpt.concurrency import gc_paused
 from ckpt.converters.selection import Views
 from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, accept, fill, match, nothing, set_all
 from ckpt.engine.load.validate import verdict_of
-from ckpt.engine.save.background import wait_for_pending_save
+from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
 from ckpt.net.channel import Row
 from ckpt.net.group import current_group

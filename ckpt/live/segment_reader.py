@@ -17,7 +17,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from weakref import ReferenceType, ref
@@ -28,7 +27,7 @@ from ckpt.concurrency import run_tasks, when_dropped
 from ckpt.engine.load.whole_chunks import Stored, copy_box
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.net.channel import Row
-from ckpt.net.shared_memory import end_lease, is_ours, try_lease
+from ckpt.net.shared_memory import end_lease, is_ours, populate, try_lease
 from ckpt.plan.layout.geometry import Box
 from ckpt.telemetry.spans import Spans
 
@@ -55,8 +54,6 @@ MOST_SEGMENT = 1 << 46
 """Bytes of a segment that a reader maps at most: what a peer says is not believed."""
 LOOK = 2.0
 """Seconds for which the memory of a source that has closed or died may stay."""
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14."""
 
 
 class SegmentMapping:
@@ -102,12 +99,11 @@ class SegmentMapping:
             return False
 
     def populate(self, start: int, stop: int) -> None:
-        """Map the pages of these bytes of the file now, all at once: a fault for each few of them takes as long as hashing them."""
+        """Map the pages of these bytes of the file now: a fault for each few of them takes as long as hashing them."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         if self._populated[first:last].all():
             return
-        with suppress(OSError):  # before Linux 5.14
-            self._memory.madvise(_POPULATE_READ, first * BLOCK, min(last * BLOCK, len(self._memory)) - first * BLOCK)
+        populate(self._memory, first * BLOCK, min(last * BLOCK, len(self._memory)) - first * BLOCK, write=False)
         self._populated[first:last] = True
 
 

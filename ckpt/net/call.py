@@ -68,6 +68,9 @@ class Call:
     """Says how far this rank is, in its n-th sign; None where nobody asks. Any thread calls it."""
     signed: bytes = b""
     """The leader's own last sign."""
+    is_leader: bool = field(init=False)
+    share: Callable[[bytes], str] = field(init=False)
+    """See ``Offers.share``."""
     _phase: str = "start"
     _posted: bool = False
     """This rank's row of the phase is out, or about to be: its errors from now on are reported elsewhere."""
@@ -81,19 +84,17 @@ class Call:
 
     def __post_init__(self) -> None:
         group, position = self.group, self.group.ranks.index(self.group.rank)
+        self.is_leader = group.rank == group.leader
         self._store = group.store.within(self.timeout) if group.store is not None else None
         channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember) if self._store is not None else None
         self._own_channel: Any = channel  # which is None only where nobody asks for it
         self._offers = Offers(channel, position, self.timeout)
+        self.share = self._offers.share
 
     @property
     def phase_name(self) -> str:
         """The phase that is going on."""
         return self._phase
-
-    @property
-    def is_leader(self) -> bool:
-        return self.group.rank == self.group.leader
 
     # ---- phases
 
@@ -289,11 +290,6 @@ class Call:
         return min(self.timeout / 2, PATIENCE)
 
     # ---- bytes under their digests
-
-    def share(self, data: bytes) -> str:
-        """Have bytes ready for the leader, which asks for them if it needs them, and one rank only if several share equal ones. Gives
-        their digest."""
-        return self._offers.share(data)
 
     def leave(self, data: bytes) -> str:
         """Leave bytes in the store: some that the leader always needs and no other rank has; or, as the leader, some for all ranks, which

@@ -231,13 +231,9 @@ class ControlChannel:
 
     def awaited(self) -> set[int]:
         """Leader: who has not posted a row in this turn. Any thread."""
-        turn = self.turn
-        if self._size > FEW:
-            (data,) = self._store.appended([self._key(f"{turn}/here")])
-            marks = np.frombuffer(data, "<u4").tolist()
-        else:
-            (data,) = self._store.appended([self._key(f"{turn}/rows/0")])
-            marks = [mark for mark, _ in _frames(data)]
+        many = self._size > FEW
+        (data,) = self._store.appended([self._key(f"{self.turn}/here" if many else f"{self.turn}/rows/0")])
+        marks = np.frombuffer(data, "<u4").tolist() if many else [mark for mark, _ in _frames(data)]
         return set(range(self._size)).difference(mark % _FAILED for mark in marks)
 
     def beats(self, positions: Collection[int]) -> dict[int, int]:
@@ -289,6 +285,8 @@ class Offers:
     """The same of the last rows alone."""
 
     def share(self, data: bytes) -> str:
+        """Have bytes ready for the leader, which asks for them if it needs them, and one rank only if several share equal ones. Gives
+        their digest."""
         digest = xxhash.xxh3_128_hexdigest(data)
         if digest not in self._blobs:
             self._blobs[digest] = data

@@ -257,7 +257,9 @@ class Exchange:
         try:
             self._move(stream, self.outgoing)
         except Refused:
-            raise self._refused(stream.rank) from None
+            views = self.outgoing[stream.rank]
+            what = f"rank {self.me} has {views.size} {views.unit} for rank {stream.rank}"
+            raise ConsistencyError(f"{what}, which expects another number (exchange {self.number})") from None
         if stream.sock.fileno() < 0:
             return
         if stream.greeted and not greeted:
@@ -348,7 +350,3 @@ class Exchange:
             hint=f"look at the log of rank {dial.rank}: nobody listens where a process has ended. If it runs, look for a firewall, "
             "and choose the network by CKPT_SOCKET_IFNAME",
         )
-
-    def _refused(self, rank: int) -> CkptError:
-        size, unit = self.outgoing[rank].size, self.outgoing[rank].unit
-        return ConsistencyError(f"rank {self.me} has {size} {unit} for rank {rank}, which expects another number (exchange {self.number})")

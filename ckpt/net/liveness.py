@@ -285,15 +285,10 @@ class Members:
     """Connections that notice who dies, where the ranks have made them."""
     tree: BroadcastTree | None = field(default=None, init=False)
     """Hands on what the leader has for all ranks; None for a single process."""
+    leader: int = field(init=False)
+    size: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.leader, self.size = self.ranks[0], len(self.ranks)
         if self.store is not None:
             self.tree = BroadcastTree(self.store, self.ranks.index(self.rank), self.ranks)
-
-    @property
-    def leader(self) -> int:
-        return self.ranks[0]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)

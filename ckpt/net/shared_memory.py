@@ -27,6 +27,9 @@ import numpy.typing as npt
 from ckpt.errors import DeadlineError
 from ckpt.plan.tables import ranks_text
 
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""MADV_POPULATE_READ and MADV_POPULATE_WRITE."""
+
 
 def make_file(name: str, size: int) -> int:
     """A descriptor of a new file of shared memory, open for writing. What it is called tells others that it is one of ours."""
@@ -47,6 +50,13 @@ def is_ours(path: str, name: str) -> bool:
 def whole_pages(size: int) -> int:
     """The bytes of the pages that so many bytes take."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def populate(memory: mmap.mmap, start: int, length: int, *, write: bool) -> None:
+    """Map these pages now, by one call in place of a fault for each few of them; ``start`` is that of a page. A kernel before Linux 5.14
+    brings them one by one when they are touched."""
+    with suppress(OSError):
+        memory.madvise(_POPULATE_WRITE if write else _POPULATE_READ, start, length)
 
 
 def try_lease(file: int) -> bool:
@@ -74,15 +84,16 @@ def is_unread(file: int) -> bool:
 def protect(address: int, size: int, *, writable: bool) -> None:
     """What this process may do to mapped pages: a stray write to those that are not writable ends it."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if _mprotect()(address, size, access):
+    if c_function("mprotect", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)(address, size, access):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 @cache
-def _mprotect() -> ctypes._NamedFuncPointer:
-    call = ctypes.CDLL(None, use_errno=True).mprotect
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+def c_function(name: str, *types: type[ctypes._SimpleCData[int]]) -> ctypes._NamedFuncPointer:
+    """A function of the C library that Python does not offer; ``types`` are those of its arguments."""
+    call: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None, use_errno=True), name)
+    call.argtypes = types
     return call
 
 

@@ -57,44 +57,8 @@ class Refused(Exception):
     """The other end does not expect what this one has."""
 
 
-class Outgoing(Protocol):
-    """What a stream carries to another rank: ``size`` of ``unit``, which that rank must expect."""
-
-    size: int
-    unit: str
-    announcement: bytes
-    """Where there is memory that the other rank may open; empty if there is none."""
-
-    def answered(self, *, opened: bool) -> None:
-        """The other rank is ready, and has ``opened`` that memory or not. Before anything is sent."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to send now, but will be."""
-
-    def send(self, sock: socket.socket) -> bool:
-        """Send what fits of what is there; whether all is sent."""
-
-
-class Incoming(Protocol):
-    """What a stream brings from another rank: ``size`` of ``unit``, which that rank must have."""
-
-    size: int
-    unit: str
-
-    def open(self, announcement: bytes) -> bool:
-        """Open memory of the other rank; whether that could be done."""
-
-    def receive(self, sock: socket.socket) -> bool:
-        """Take what is there; whether all has come.
-
-        Raises:
-            ConnectionError: the other end is gone.
-        """
-
-
 class Views:
-    """Memory that is sent or filled in order, as one stream of bytes. ``nbytes`` are left of ``size``."""
+    """Memory that is sent or filled in order, as one stream of bytes. ``nbytes`` are left of ``size``. No other process may open it."""
 
     idle = False
     unit = "bytes"
@@ -105,7 +69,7 @@ class Views:
         self.size = self.nbytes = sum(len(v) for v in self._left)
 
     def answered(self, *, opened: bool) -> None:
-        """See :class:`Outgoing`."""
+        """The other rank is ready. Before anything is sent."""
 
     def open(self, announcement: bytes) -> bool:
         return False
@@ -394,6 +358,12 @@ class Inlet:
             raise damaged(f"rank {self._rank}")
         self._room, self._views = None, Views([memoryview(self._record)])
         self._done = self._taker.filled(shared_read, piece)
+
+
+Outgoing = Views | Feed
+"""What a stream carries to another rank: ``size`` of ``unit``, which that rank must expect."""
+Incoming = Views | Inlet
+"""What a stream brings from another rank: ``size`` of ``unit``, which that rank must have."""
 
 
 def damaged(sender: str) -> ExchangeError:

@@ -56,25 +56,13 @@ class SpreadBackend(Backend):
         check_read(offset, length)
         if path.rpartition("/")[2] == COMMIT_PATH:
             return self._record(path)[offset : None if length is None else offset + length]
-        got: list[bytes] = []
-
-        def read(place: FilePlace) -> int:
-            got[:] = [place.read(path, offset, length)]
-            return len(got[0])
-
-        self.reader.read(path, offset, length, read)
-        return got[0]
+        return self.reader.read(path, offset, length, lambda place: place.read(path, offset, length), len)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         check_path(path)
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
-
-        def read(place: FilePlace) -> int:
-            place.read_into(path, offset, view)
-            return view.nbytes
-
-        self.reader.read(path, offset, view.nbytes, read)
+        self.reader.read(path, offset, view.nbytes, lambda place: place.read_into(path, offset, view), lambda _: view.nbytes)
 
     def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
         view, hashed = byte_view(buffer, writable=True), 0
@@ -92,7 +80,7 @@ class SpreadBackend(Backend):
             return hashed - before
 
         check_path(path)
-        self.reader.read(path, offset, view.nbytes, read, lambda: hashed > 0)
+        self.reader.read(path, offset, view.nbytes, read, int, lambda: hashed > 0)
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """See ``Backend.evict``: the node that would be read now gave wrong bytes, and is not read for this range any more."""
@@ -106,14 +94,7 @@ class SpreadBackend(Backend):
         return self.reader.nearby(paths)
 
     def size(self, path: str) -> int:
-        got: list[int] = []
-
-        def size(place: FilePlace) -> int:
-            got[:] = [place.size(path)]
-            return 0
-
-        self.reader.read(check_path(path), 0, None, size)
-        return got[0]
+        return self.reader.read(check_path(path), 0, None, lambda place: place.size(path), lambda _: 0)
 
     def _record(self, path: str) -> bytes:
         """The newest commit record that a node has."""

@@ -20,12 +20,11 @@ from ckpt.catalog import DataFile
 from ckpt.engine.copy.files import FileCheck, FileCopy
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError
-from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.datafile import box_text
 from ckpt.formats.native.paths import COPIES, data_prefix, index_path, parity_prefix
 from ckpt.formats.native.spans import read_spans
-from ckpt.formats.native.writer import committed_id
+from ckpt.formats.native.writer import WriteJournal, committed_id
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
@@ -162,15 +161,12 @@ def copies_seen(url: str) -> bool | None:
             return None
         if COPIES in backend.list_dir(f"index-{id}"):
             return True
-        return None if _is_all_here(backend, url, id) else False
+        prefix = data_prefix(id)
+        here = {entry.path for entry in backend.list_prefix(prefix)}
+        own = (file.path for file in open_catalog(url).files if file.path.startswith(prefix))  # others are of checkpoints referred to
+        return None if here.issuperset(own) else False
     except CkptError:
         return None
-
-
-def _is_all_here(backend: Backend, url: str, id: str) -> bool:
-    here = {entry.path for entry in backend.list_prefix(data_prefix(id))}
-    own = (file.path for file in open_catalog(url).files if file.path.startswith(data_prefix(id)))  # others are of checkpoints referred to
-    return all(path in here for path in own)
 
 
 # What of a checkpoint is lost: files that no node has that answers, that parity cannot give, and that are not at the root; by tensor, box

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
@@ -143,18 +143,8 @@ class NodeSet:
 log = logging.getLogger("ckpt")
 
 
-class FilePlace(Protocol):
-    """What is read of a backend, or computed."""
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes: ...
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None: ...
-
-    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None: ...
-
-    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None: ...
-
-    def size(self, path: str) -> int: ...
+FilePlace = Backend | ParitySource
+"""Where a file is read, or computed."""
 
 
 class NodeReader:
@@ -233,10 +223,16 @@ class NodeReader:
     # ---- reading
 
     def read(
-        self, path: str, offset: int, length: int | None, read: Callable[[FilePlace], int], begun: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Call ``read`` with the first place that can give the bytes; it returns how many it got. ``begun``: whether bytes of a place that
-        failed are used."""
+        self,
+        path: str,
+        offset: int,
+        length: int | None,
+        read: Callable[[FilePlace], R],
+        nbytes: Callable[[R], int],
+        begun: Callable[[], bool] = lambda: False,
+    ) -> R:
+        """What ``read`` gives for the first place that can give the bytes; ``nbytes``: how many these are. ``begun``: whether bytes of a
+        place that failed are used."""
         last = 1 << 63 if length is None else offset + length
         wrong = [node for start, stop, node in self._distrusted.get(path, ()) if start < last and offset < stop]
         failed: CkptError | None = None
@@ -244,7 +240,7 @@ class NodeReader:
             if node in wrong:
                 continue
             try:
-                nbytes = read(self._place(node))
+                result = read(self._place(node))
             except NotFoundError:
                 continue
             except (StorageError, CorruptError) as err:  # it is away, or its file is cut off
@@ -255,12 +251,11 @@ class NodeReader:
                 failed = failed or err
             else:
                 if "data/" in path:
-                    self.nodes.count(node, nbytes)
-                return
+                    self.nodes.count(node, nbytes(result))
+                return result
         if wrong:  # of all that have it nobody has it right: whoever compares says so
             self._distrusted.pop(path, None)
-            self.read(path, offset, length, read, begun)
-            return
+            return self.read(path, offset, length, read, nbytes, begun)
         hint = "`ckpt ls` shows what is there; nodes that are gone had the only copy if none was finished"
         raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}", hint=hint)
 
@@ -281,10 +276,6 @@ class NodeReader:
             else:
                 return
         raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}")
-
-    def read_whole_from(self, node: int, path: str, limit: int) -> bytes:
-        """A small file of one node; raises as ``Backend.read_whole``."""
-        return self.node(node).read_whole(path, limit)
 
     def evict(self, path: str, start: int, stop: int) -> None:
         """The place that would be read now gave wrong bytes, and is not read for this range any more."""

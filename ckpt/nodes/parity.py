@@ -25,6 +25,7 @@ from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
 from ckpt.formats.native.paths import id_of, parity_prefix
 from ckpt.io_backends.checks import byte_view, path_problem
+from ckpt.io_backends.protocol import Backend
 from ckpt.plan.parity import ParityLayout, ParityPiece, ParityTable, ParityTerm
 from ckpt.text import parse_json
 
@@ -159,22 +160,18 @@ log = logging.getLogger("ckpt")
 
 
 class NodeFiles(Protocol):
-    """The files of the nodes that answer."""
+    """The files of the nodes that answer: what is read of ``NodeReader``."""
 
     @property
     def url(self) -> str: ...
 
-    def holders(self, prefix: str) -> Mapping[str, Mapping[int, int]]:
-        """For each file whose path starts with ``prefix``, its size on each node that has it."""
+    def holders(self, prefix: str) -> Mapping[str, Mapping[int, int]]: ...
 
-    def read_whole_from(self, node: int, path: str, limit: int) -> bytes:
-        """A small file of one node."""
+    def node(self, node: int) -> Backend: ...
 
-    def read_from_any(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from the nearest node that has the file."""
+    def read_from_any(self, path: str, offset: int, view: memoryview) -> None: ...
 
-    def name(self, node: int) -> str:
-        """What messages call a node."""
+    def name(self, node: int) -> str: ...
 
 
 class ParitySource:
@@ -306,7 +303,7 @@ def read_records(files: NodeFiles, id: str, there: Mapping[str, Mapping[int, int
         beside = record_path(path)
         for node in there.get(beside, ()):
             try:
-                record = ParityRecord.decode(files.read_whole_from(node, beside, RECORD_LIMIT), id, beside)
+                record = ParityRecord.decode(files.node(node).read_whole(beside, RECORD_LIMIT), id, beside)
             except CkptError as err:
                 log.warning("parity on node %s is passed over: %s", files.name(node), err)
                 continue

@@ -19,8 +19,9 @@ from ckpt.api import load
 from ckpt.catalog import Catalog
 from ckpt.engine.load.fill import LoadReport
 from ckpt.engine.load.load import opened, recorded
-from ckpt.engine.save.background import SaveHandle, start_save, wait_for_pending_save
+from ckpt.engine.save.background import SaveHandle, start_save
 from ckpt.engine.save.base import SaveBase
+from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
 from ckpt.net.group import current_group, warn_if_others_are_missing

@@ -32,15 +32,15 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
-from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
     JOINT,
+    WRITER,
     CommitRecord,
     MemberCheckpoint,
     new_id,
     now,
-    writer_name,
+    read_record,
 )
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
@@ -98,9 +98,7 @@ class JointRun:
             if seen is None or (before is not None and before.life != self._life):
                 if self._joined is not None and seen is not None and seen.id >= self._joined:
                     raise ConflictError(f"another process restores as member {self.member}", where=self.root, hint="end one of the two")
-                begun = Generation(
-                    id=new_id(later_than=None if seen is None else seen.id), members=self.members, joined=self._here("joined")
-                )
+                begun = Generation(id=new_id(None if seen is None else seen.id), members=self.members, joined=self._here("joined"))
                 if self._swap(data, begun):
                     log.info("%s: %s begins generation %s", self.root, self.member, begun.id)
                     self._joined = begun.id
@@ -111,7 +109,7 @@ class JointRun:
             if set(seen.members) != set(self.members):
                 if len(seen.joined) < len(seen.members):
                     continue  # those who began it may be gone, and begin another one
-                self._swap(data, Generation(id=new_id(later_than=seen.id), members=self.members, joined=self._here("joined")))
+                self._swap(data, Generation(id=new_id(seen.id), members=self.members, joined=self._here("joined")))
             elif self.member not in seen.joined:
                 self._swap(data, replace(seen, joined={**seen.joined, **self._here("joined")}))
             elif not seen.decided:
@@ -359,9 +357,9 @@ class JointRun:
 
     def _new_record(self, generation: Generation, marks: Mapping[str, Mark], n: int, given_up: str | None = None) -> CommitRecord:
         return CommitRecord(
-            id=new_id(later_than=max([generation.id, *(mark.id for mark in marks.values())])),
+            id=new_id(generation.id, *(mark.id for mark in marks.values())),
             created=now(),
-            writer=writer_name(),
+            writer=WRITER,
             world_size=sum(mark.ranks for mark in marks.values()),
             features=(JOINT,),
             index={},

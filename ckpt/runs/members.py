@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.catalog import read_record
-from ckpt.formats.native.commit import COMMIT_PATH, Branches, CommitRecord, MemberCheckpoint, branches_of, writer_name
+from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.text import parse_object
 
@@ -53,7 +52,7 @@ class Generation:
         values = {
             "format": _FORMAT,
             "version": _VERSION,
-            "writer": writer_name(),
+            "writer": WRITER,
             "id": self.id,
             "members": list(self.members),
             "joined": {name: {"life": a.life, "state": a.state} for name, a in self.joined.items()},

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckpt.catalog import Contents
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.journal import CheckpointJournal
-from ckpt.formats.native.catalog import read_index_file, read_record
+from ckpt.formats.native.catalog import read_index_file
 from ckpt.formats.native.commit import (
     ALIASES,
     ANCHORS,
@@ -21,11 +20,12 @@ from ckpt.formats.native.commit import (
     VIRTUAL,
     CommitRecord,
     is_ours,
+    read_record,
 )
 from ckpt.formats.native.index import IndexCache, decode_files, decode_index, encode_index
 from ckpt.formats.native.paths import FILES, GRIDS, INDEX_LIMIT, STATE, TENSORS, id_of, index_path, is_reference, split_url
 from ckpt.formats.native.rebuild import Rebuilt, rebuild
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 

@@ -12,9 +12,8 @@ from functools import partial
 
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError
-from ckpt.formats.native.catalog import read_record
 from ckpt.formats.native.clearing import clear, referred_files
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, moment_of
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, moment_of, read_record
 from ckpt.formats.native.paths import id_of
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ckpt.catalog import DataFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.catalog import read_index, read_record
+from ckpt.formats.native.catalog import read_index
 from ckpt.formats.native.clearing import references_of, remaining_files, remaining_references
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
@@ -25,6 +25,7 @@ from ckpt.formats.native.commit import (
     MemberCheckpoint,
     begun_last,
     left_at,
+    read_record,
 )
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SOURCES, SPANS, RunBackend, has_orphans, index_path, is_reference, step_number

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +38,7 @@ from ckpt.plan.ownership import TensorSpec
 from .dtensor import is_dtensor, widened
 from .optimizers import refuse_partitioned
 from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated, is_sharded_tensor
-from .subclasses import inner_layouts, wrapper_of
+from .subclasses import PLAIN, inner_layouts, wrapper_of
 from .tensors import (
     LocalShard,
     LocalTensor,
@@ -153,6 +154,11 @@ class ShardTable:
             shards.known.clear()
         shards.context = self.rank, self.ranks, self.layout, self.meshes
 
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """The GPUs that hold something of the tensors; asked for when all are added."""
+        return {part.memory.device for local in self.tensors.values() for part in local.parts if part.memory.is_cuda}
+
     @property
     def position(self) -> int:
         """Place of this rank among those that take part: what a checkpoint knows it by."""
@@ -181,7 +187,7 @@ class ShardTable:
             return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
         known = self.shards.known.get(state_name)
         if known is not None and known.key == key:
-            memory: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+            memory: torch.Tensor = tensor if type(tensor) in PLAIN or not is_dtensor(tensor) else tensor._local_tensor
             memory = memory.detach() if memory.requires_grad else memory
             return self._register(LocalTensor(known.info, [LocalShard(known.box, memory)], state_name), tensor, memory)
         local = self._place(state_name, tensor) if param is None else self._place_state(state_name, tensor, param)

@@ -22,6 +22,7 @@ from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MAX_DEPTH, SCALARS, Node
 
 from .dtensor import dtensor_types, in_order, is_dtensor
+from .subclasses import PLAIN
 
 _CONTAINERS = (dict, list, tuple)
 _TELLING = (*_CONTAINERS, nn.Module, Optimizer)
@@ -78,7 +79,7 @@ def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes
         else:
             tensors = (child,)
         for tensor in tensors:
-            if is_dtensor(tensor):
+            if type(tensor) not in PLAIN and is_dtensor(tensor):
                 meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
 
 

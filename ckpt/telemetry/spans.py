@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from statistics import median
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, UsageError
@@ -63,6 +62,8 @@ def limit_for(ranks: int) -> int:
 
 def stragglers(work: Mapping[int, float], seconds: float) -> list[int]:
     """Of busy seconds by rank, in a save of ``seconds``, those ranks that hold the others up, the slowest first."""
+    from statistics import median  # slow to import, and seldom needed
+
     middle = median(work.values()) if work else 0.0
     least = max(STRAGGLER * middle, middle + max(NOTICEABLE, NOTICEABLE_SHARE * seconds))
     return sorted((rank for rank in work if work[rank] > least), key=lambda rank: (-work[rank], rank))

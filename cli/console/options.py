@@ -14,10 +14,10 @@ from ckpt import units
 from ckpt.errors import UsageError
 from ckpt.text import did_you_mean
 
-from .output import URL, Command, GroupedOption, OneOf
+from .output import URL, Command, GroupedOption, OneOf, Output, style
 
 if TYPE_CHECKING:
-    from ckpt.converters.convert import Part
+    from ckpt.converters.convert import ConvertReport, Part
     from ckpt.net.divided_work import DividedWork
     from ckpt.plan.views import LogicalTensor
 
@@ -164,6 +164,22 @@ def views_of(
 def left_out_message(names: Sequence[str]) -> str:
     """The message about tensors and values of the source that the target does not have."""
     return f"left out: {units.plural(len(names), 'name')}, such as {names[0]}"
+
+
+def tell_written(report: ConvertReport, output: Output, *, dry_run: bool, verb: str = "write", detail: str = "") -> None:
+    """Say what a conversion wrote, or would write."""
+    contents = f"{units.plural(report.tensors, 'tensor')}, {units.size(report.tensor_bytes)} in {units.plural(len(report.files), 'file')}"
+    size = units.size(report.written_bytes)
+    if dry_run:
+        output.line(f"would {verb} {contents}{detail}, {size} to write")
+    else:
+        again = report.finished and not report.written_files
+        verdict = style("ok, complete already" if again else "ok", "green") if report.finished else "this part is done, others are not yet"
+        output.line(f"{verdict}: {report.target}: {contents}{detail}, {size} written in {units.duration(report.seconds)}")
+    if report.left_out:
+        output.talk(left_out_message(report.left_out))
+    for note in report.notes if report.finished else ():
+        output.talk(note)
 
 
 def parse_numbers(texts: Sequence[str], option: str, example: str) -> dict[str, int]:

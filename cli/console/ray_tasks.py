@@ -98,6 +98,8 @@ class _Watch:
         self._rows: dict[int, Row] = {}
 
     def run(self, report: ProgressCallback) -> dict[int, Row]:
+        import ray
+
         timeout = settings.timeout(None)
         try:
             for number in self._orders:
@@ -110,7 +112,9 @@ class _Watch:
                 self._check_deadlines(began, timeout)
             return self._rows
         finally:
-            self._cancel()
+            for signs in self._signs.values():
+                with suppress(ray.exceptions.RayError):
+                    ray.cancel(signs, force=True)
 
     def _start(self, number: int) -> None:
         self._attempts[number] += 1
@@ -162,13 +166,6 @@ class _Watch:
         if now - began > timeout:
             hint = "`ray status` shows what the cluster has free; CKPT_TIMEOUT is the time that a task may wait for room"
             raise DeadlineError(f"Ray has begun none of {len(self._signs)} tasks within {timeout:g} s", hint=hint)
-
-    def _cancel(self) -> None:
-        import ray
-
-        for signs in self._signs.values():
-            with suppress(ray.exceptions.RayError):
-                ray.cancel(signs, force=True)
 
 
 def _error_of(number: int, host: str, error: Mapping[str, Any]) -> CkptError:

@@ -8,10 +8,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from ckpt import settings
 from ckpt.catalog import Catalog
+from ckpt.concurrency import imap_unordered
 from ckpt.converters.selection import Views
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import NamesError
@@ -404,17 +404,10 @@ class _Comparing:
         left = self.sides[0]
         total = sum(Box.whole(left.views[n].shape).numel * left.kind(n).itemsize for n in names)
         results: dict[str, ElementDifferences] = {}
-        jobs = self._jobs(names)
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-diff") as pool:
-            try:
-                while batch := list(islice(jobs, 4 * self.threads)):  # few at a time, so that an interrupt ends soon
-                    for name, result in pool.map(self._job, batch):
-                        results[name] = results.get(name, ElementDifferences()).joined(result)
-                        if progress is not None:
-                            progress(self.done, total)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        for name, result in imap_unordered((partial(self._job, *job) for job in self._jobs(names)), self.threads, "ckpt-diff"):
+            results[name] = results.get(name, ElementDifferences()).joined(result)
+            if progress is not None:
+                progress(self.done, total)
         return [_of_values(n, r) for n, r in results.items() if r.elements]
 
     def _jobs(self, names: Sequence[str]) -> Iterator[tuple[str, list[Box]]]:
@@ -425,8 +418,7 @@ class _Comparing:
             while boxes := list(islice(windows, _AT_ONCE)):
                 yield name, boxes
 
-    def _job(self, job: tuple[str, list[Box]]) -> tuple[str, ElementDifferences]:
-        name, boxes = job
+    def _job(self, name: str, boxes: Sequence[Box]) -> tuple[str, ElementDifferences]:
         differences = ElementDifferences()
         tolerance = self._tolerance(name)
         kinds = self.sides[0].kind(name), self.sides[1].kind(name)

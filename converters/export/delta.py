@@ -41,7 +41,7 @@ from ckpt.formats.deltas.manifest import (
     read_sections,
     signed,
 )
-from ckpt.formats.journal import WriteJournal
+from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.protocol import Writer
 from ckpt.plan.layout.geometry import flat_to_boxes
 

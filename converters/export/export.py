@@ -15,7 +15,7 @@ from ckpt.converters.mapping.translation import changed
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor
 from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
-from ckpt.engine.save.background import wait_for_pending_save
+from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.deltas.catalog import Base, open_base
@@ -27,7 +27,6 @@ from ckpt.net.group import current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
-from ckpt.plan.match import several
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
@@ -321,8 +320,8 @@ def export(
         names=names,
         convention=convention,
         numbers=dict(numbers or {}),
-        only=several(only),
-        exclude=several(exclude),
+        only=only,
+        exclude=exclude,
         root=root,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         shard_size=shard_size,

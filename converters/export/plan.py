@@ -288,16 +288,12 @@ class ExportReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportOptions:
+class ExportOptions(SelectOptions):
     """What all ranks have to give alike; see ``export``."""
 
     names: str | None
     convention: str
     numbers: Mapping[str, int]
-    only: Sequence[str]
-    exclude: Sequence[str]
-    root: str | None
-    dtype: str | None
     shard_size: int | str | None
     overwrite: bool
     memory: int
@@ -307,13 +303,7 @@ class ExportOptions:
 
     def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
         """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""
-        return SelectOptions(
-            views=None if self.names is None else model_views(self.names, self.convention, numbers),
-            only=self.only,
-            exclude=self.exclude,
-            dtype=self.dtype,
-            root=self.root,
-        )
+        return self if self.names is None else replace(self, views=model_views(self.names, self.convention, numbers))
 
     def check(self) -> None:
         """Raise UsageError unless the numbers can be."""

@@ -18,9 +18,10 @@ from ckpt.converters.pipeline.target import OutputFile
 from ckpt.converters.targets.hf import INDEX
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.formats.deltas.manifest import MANIFEST
-from ckpt.formats.journal import IntentJournal, WriteJournal, publish
+from ckpt.formats.journal import IntentJournal
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import RECORD_LIMIT
+from ckpt.formats.native.writer import WriteJournal, publish
 from ckpt.formats.registry import ExportRecord, find_format, record_path
 from ckpt.formats.safetensors import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
 from ckpt.io_backends.checks import SharedObject
@@ -71,7 +72,7 @@ class Destination:
                 message = f"what is there is no export{': ' if others else ''}{', '.join(others[:5])}"
                 raise ConflictError(message, where=self.url, hint="export to another URL, or remove it first")
         for left in list(left_behind(self.backend, self.name or _STEM)):
-            if self._is_ours(left.path):
+            if left.path == self.name if self.name is not None else _WEIGHTS.fullmatch(left.path):
                 remove_left(self.backend, left)
         for path in (*begun, self.record):
             self.backend.delete(path)
@@ -84,9 +85,6 @@ class Destination:
         if taken:
             message = f"something is there already: {', '.join(taken[:5])}"
             raise ConflictError(message, where=self.url, hint="export to another URL, or replace it: overwrite=True")
-
-    def _is_ours(self, path: str) -> bool:
-        return path == self.name if self.name is not None else _WEIGHTS.fullmatch(path) is not None
 
     def _taken(self) -> list[str]:
         names = self.backend.list_dir()

@@ -18,7 +18,6 @@ from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, Vi
 from ckpt.errors import UsageError
 from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.match import several
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
@@ -311,16 +310,9 @@ class ConvertKeywords(MergeKeywords, total=False):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertOptions:
+class ConvertOptions(SelectOptions):
     """See ``converters.convert.convert``, which explains each of them."""
 
-    views: Views | None = None
-    only: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    optimizer: bool = True
-    dtype: str | None = None
-    root: str | None = None
-    skip: Sequence[str] = ()
     shard_size: int | None = None
     parallel: MegatronParallel | None = None
     memory: int = settings.CONVERT_MEMORY
@@ -331,16 +323,3 @@ class ConvertOptions:
     job: Mapping[str, int] = field(default_factory=dict)
     config: str | os.PathLike[str] | None = None
     require_config: bool = False
-
-    @property
-    def selection(self) -> SelectOptions:
-        """Those that say what of the source is taken."""
-        return SelectOptions(
-            views=self.views,
-            only=several(self.only),
-            exclude=several(self.exclude),
-            optimizer=self.optimizer,
-            dtype=self.dtype,
-            root=self.root,
-            skip=several(self.skip),
-        )

@@ -26,7 +26,7 @@ from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions,
 from ckpt.converters.selection import OutputSet, OutputTensor, choose
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
-from ckpt.formats.journal import publish
+from ckpt.formats.native.writer import publish
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import group_sizes
 from ckpt.state.tensors import torch_dtype

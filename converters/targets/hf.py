@@ -19,10 +19,10 @@ from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions,
 from ckpt.converters.selection import OutputSet, OutputTensor, choose_weights
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.formats.journal import publish
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.virtual import VirtualCatalog
+from ckpt.formats.native.writer import publish
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
 from ckpt.plan import tree

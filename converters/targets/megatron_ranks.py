@@ -18,7 +18,6 @@ from ckpt.converters.selected_state import pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.converters.selection import choose as choose_all
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.formats.journal import publish
 from ckpt.formats.megatron.catalog import TRACKER
 from ckpt.formats.megatron.legacy_ranks import FILE, OPTIMIZER_FILE
 from ckpt.formats.megatron.names import (
@@ -36,7 +35,7 @@ from ckpt.formats.megatron.names import (
 from ckpt.formats.megatron.training import MODEL, STATE
 from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.virtual import VirtualCatalog
-from ckpt.io_backends.protocol import Backend
+from ckpt.formats.native.writer import publish
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
@@ -221,7 +220,8 @@ _SAME = {
 
 def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
     """The ``config.json`` of transformers beside the source; empty if there is none."""
-    for backend in _beside(catalog):
+    roots = dict.fromkeys(s.root for s in catalog.sources) if isinstance(catalog, VirtualCatalog) else ()
+    for backend in (catalog.backend, *map(open_backend, roots)):
         try:
             config = parse_json(backend.read_whole(CONFIG, RECORD_LIMIT))
         except NotFoundError:
@@ -231,11 +231,6 @@ def configuration_of(catalog: Catalog) -> Mapping[str, Any]:
         if isinstance(config, dict):
             return config
     return {}
-
-
-def _beside(catalog: Catalog) -> list[Backend]:
-    roots = list(dict.fromkeys(s.root for s in catalog.sources)) if isinstance(catalog, VirtualCatalog) else []
-    return [catalog.backend, *(open_backend(root) for root in roots)]
 
 
 def _of_config(config: Mapping[str, Any]) -> Arguments:

@@ -14,11 +14,10 @@ from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions,
 from ckpt.converters.selected_state import RenamedOptimizer, below, groups_by_name, is_optimizer, pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
 from ckpt.errors import ConflictError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
 from ckpt.formats.native.paths import data_path
-from ckpt.formats.native.writer import committed_id, write_index
+from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.checks import read_alike
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import tree
@@ -140,17 +139,13 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
 
 def _grid(wanted: OutputTensor, catalog: Catalog) -> Grid:
     """How a tensor is cut into chunks: where it was cut already, as far as that is."""
-    cuts = _cuts(wanted, seams_of(catalog, wanted.view)) if wanted.nbytes else tuple((0, n) for n in wanted.shape)
-    return Grid(cuts=cuts, files=np.zeros(1, dtype=np.int32))
-
-
-def _cuts(wanted: OutputTensor, seams: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
-    """Cuts along the first axes: as many as it takes for rows to fit into a chunk; of the first axis, at ``seams`` where there are some."""
-    cuts = []
-    for axis, (n, step) in enumerate(zip(wanted.shape, row_major_strides(wanted.shape), strict=True)):
-        count = max(1, settings.CHUNK // max(1, step * wanted.dtype.itemsize))
-        cuts.append(cuts_at(0, n, count, () if axis else seams))
-    return tuple(cuts)
+    cuts: list[tuple[int, ...]] = [(0, n) for n in wanted.shape]
+    if wanted.nbytes:  # along the first axes, as many cuts as it takes for rows to fit into a chunk
+        seams = seams_of(catalog, wanted.view)
+        for axis, (n, step) in enumerate(zip(wanted.shape, row_major_strides(wanted.shape), strict=True)):
+            count = max(1, settings.CHUNK // max(1, step * wanted.dtype.itemsize))
+            cuts[axis] = cuts_at(0, n, count, () if axis else seams)
+    return Grid(cuts=tuple(cuts), files=np.zeros(1, dtype=np.int32))
 
 
 def _file(made: DataFilePlan, specs: Sequence[ChunkSpec]) -> OutputFile:

@@ -19,11 +19,11 @@ from ckpt.catalog import Catalog
 from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose
 from ckpt.errors import UsageError
-from ckpt.formats.journal import publish
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, expert_of, gated_layers, tensor_parallel_axis
 from ckpt.formats.megatron.torch_dist import FORMAT_NAME, RESHARDABLE
 from ckpt.formats.megatron.training import COMMON, CONTENT, KEPT, MARK
+from ckpt.formats.native.writer import publish
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box

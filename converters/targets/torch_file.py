@@ -69,14 +69,16 @@ class ArchivePlan:
         self.base = base
         self._at = 0
         self._records: list[_Record] = []
-        data, tensors_of = _pickled(value, len(stands))
-        self._add("data.pkl", data)
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer, len(stands))
+        pickler.dump(value)
+        self._add("data.pkl", buffer.getvalue())
         self._add("byteorder", b"little")
         self.starts: list[int] = []
         for stand in stands:
             self._add(f"data/{stand.key}", None, stand.nbytes)
             self.starts.append(base + self._records[-1].data)
-        for key, content in enumerate(tensors_of, len(stands)):
+        for key, content in enumerate(pickler.contents, len(stands)):
             self._add(f"data/{key}", content)
         self._add("version", b"3\n")
         self._directory = self._at
@@ -144,16 +146,10 @@ def _central(record: _Record, crc: int) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- pickle
 
 
-def _pickled(value: Any, key: int) -> tuple[bytes, list[bytes]]:
-    """The pickle of an object with stands, in the form that ``torch.load`` reads, ``weights_only`` too; and the bytes of tensors that are
-    in it as they are, which get keys from ``key`` on."""
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, key)
-    pickler.dump(value)
-    return buffer.getvalue(), pickler.contents
-
-
 class _Pickler(pickle.Pickler):
+    """Pickles an object with stands in the form that ``torch.load`` reads, ``weights_only`` too. ``contents`` are the bytes of tensors that
+    are in it as they are, which get keys from ``key`` on."""
+
     def __init__(self, file: io.BytesIO, key: int) -> None:
         super().__init__(file, protocol=2)  # the protocol of torch.save
         self.contents: list[bytes] = []

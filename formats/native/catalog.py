@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,17 +15,18 @@ import numpy as np
 import xxhash
 
 from ckpt import settings
-from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry
+from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry, identity
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import DType
-from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.protocol import Format
 from ckpt.io_backends.checks import read_checked
+from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
 
 from .checks import find_excess
 from .codecs import CHUNK_LIMIT, CODECS, WITHOUT_ANCHOR, is_known, unknown_codec
-from .commit import ANCHORS, CODED, COMMIT_PATH, RECORD_LIMIT, REFERENCED, VERSION, VIRTUAL, CommitRecord
+from .commit import ANCHORS, CODED, COMMIT_PATH, REFERENCED, VERSION, VIRTUAL, CommitRecord, read_record
 from .datafile import box_text, chunk_key, coded_key
 from .header import Header, Known, Sought, StoredChunk, Stretches, find_alike, parse_header
 from .index import decode_index
@@ -34,6 +36,7 @@ from .tables import too_little_memory
 from .virtual import VirtualCatalog
 
 if TYPE_CHECKING:
+    from ckpt.catalog import Catalog
     from ckpt.io_backends.protocol import Backend
 
 _REPLACED_TRIES = 3
@@ -222,29 +225,6 @@ def _join(url: str, path: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- opening
 
 
-def read_record(backend: Backend, prefix: str = "") -> bytes | None:
-    """The bytes of the commit record below ``prefix`` (empty, or ending in a slash), or None if there is none.
-
-    What cannot be a record is read again; if it stays so, its bytes are given all the same: whoever parses them says what is wrong.
-    """
-    path, data = prefix + COMMIT_PATH, None
-
-    def read() -> bytes:
-        nonlocal data
-        data = backend.read_whole(path, RECORD_LIMIT)
-        CommitRecord.from_bytes(data, path)
-        return data
-
-    try:
-        return read_checked(backend, path, read)
-    except NotFoundError:
-        return None
-    except (CorruptError, FormatError):
-        if data is None:
-            raise
-        return data
-
-
 def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
     """One index file, verified."""
     file = record.index[name]
@@ -366,6 +346,41 @@ def open_native(
         if VIRTUAL in opened[0].features
         else NativeCatalog(backend, opened=opened)
     )
+
+
+# Whoever replaces a checkpoint removes the old files: a reader that still needs them finds them missing, and nothing is damaged.
+
+
+@contextmanager
+def replacement_noticed(catalog: Catalog) -> Iterator[None]:
+    """What the block raises because files of the checkpoint are not there, or not what they were, becomes ConflictError if another save has
+    replaced the checkpoint since it was opened, or somebody has removed it."""
+    try:
+        yield
+    except (CorruptError, NotFoundError, StorageError) as err:
+        replaced = replacement(catalog)
+        if replaced is None:
+            raise
+        raise replaced from err
+
+
+def replacement(catalog: Catalog) -> ConflictError | None:
+    """That a checkpoint was replaced or removed since it was opened; None if it is still there, or nobody can tell."""
+    opened = identity(catalog)
+    if not opened:
+        return None
+    backend = open_backend(catalog.url)
+    try:
+        # Past the caches of this machine: a network file system may show the old record for seconds after it was
+        # replaced.
+        backend.evict(COMMIT_PATH)
+        data = read_record(backend)
+        if data is not None and CommitRecord.from_bytes(data, catalog.url).id == opened:
+            return None
+    except CkptError:  # then the first error says more
+        return None
+    what = "removed" if data is None else "replaced by another save"
+    return ConflictError(f"the checkpoint was {what} while it was read", where=catalog.url, hint="open it again; nothing is damaged")
 
 
 FORMAT = Format(name="ckpt", recognises=lambda backend, names: COMMIT_PATH in names, open=open_native)

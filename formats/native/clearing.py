@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.catalog import DataFile, SourceFile
@@ -16,8 +17,8 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NoS
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 
-from .catalog import read_index, read_record
-from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours
+from .catalog import read_index
+from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours, read_record
 from .index import Recent, decode_files
 from .paths import (
     CLEARING,
@@ -92,7 +93,7 @@ def check_free(backend: Backend, what: str) -> None:
 def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseFiles | None = None) -> CommitRecord | None:
     """That a save has all of its files, by path and size in bytes, and that nobody is clearing it away; and that the checkpoint is there
     whose files it refers to, with these files. Gives the record of that one."""
-    problem = _problem(backend, id, sizes, _listed(backend, id, sizes)[0])
+    _, problem = _looked_for(backend, id, sizes)
     record = None
     if problem is None and base is not None:
         record, problem = _base_record(backend, base)
@@ -114,12 +115,11 @@ def confirm(
     again, or nothing is. ``based`` is what ``check_there`` gave. Gives the paths of everything that is there, if it took a look at
     everything."""
     try:
-        there, everything = _listed(backend, id, sizes)
-        problem = _problem(backend, id, sizes, there)
+        everything, problem = _looked_for(backend, id, sizes)
         if problem is None and base is not None:
             problem = _base_record(backend, base, based)[1]
         if problem is None:
-            return list(there) if everything else None
+            return everything
         record = read_record(backend)
     except (StorageError, CorruptError) as err:  # no sign that anything is missing
         log.warning("%s is committed, but nobody could look whether its files are all there: %s", backend.url, err)
@@ -138,25 +138,23 @@ def confirm(
     raise problem
 
 
-def _listed(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[dict[str, int], bool]:
-    """Sizes by path of what is there of a save, and whether that is all that is there: where every listing is a request, one does."""
+def _looked_for(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[list[str] | None, StorageError | None]:
+    """The paths of everything that is there, if all of that was listed: where every listing is a request, one does. And why the save is
+    not all there, or not for long."""
     starts = (data_prefix(id), index_path(id, ""))
     everything = bool(backend.io_hints.coalesce_gap) or not all(path.startswith(starts) for path in sizes)
-    return {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}, everything
-
-
-def _problem(backend: Backend, id: str, sizes: Mapping[str, int], there: Mapping[str, int]) -> StorageError | None:
+    there = {e.path: e.size for prefix in ([""] if everything else starts) for e in backend.list_prefix(prefix)}
     lost = sorted(path for path, size in sizes.items() if there.get(path) != size)
     if lost:
         message = (
             f"{len(lost)} of {len(sizes)} files are not there, or not whole, as the process that commits sees it; the first is {lost[0]}: "
             f"{there.get(lost[0], 'no')} of {sizes[lost[0]]} bytes"
         )
-        return StorageError(message, where=backend.url, hint=_HINT)
+        return None, StorageError(message, where=backend.url, hint=_HINT)
     if index_path(id, CLEARING) in there:
         hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
-        return StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
-    return None
+        return None, StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
+    return list(there) if everything else None, None
 
 
 def _base_record(backend: Backend, base: BaseFiles, before: CommitRecord | None = None) -> tuple[CommitRecord | None, ConflictError | None]:
@@ -334,28 +332,24 @@ class RunReferrers:
         )
 
 
-def referrers_in(run: Backend) -> RunReferrers:
-    """All references among the checkpoints right below a run."""
+def referrers_in(run: Backend, but: str = "") -> RunReferrers:
+    """All references among the checkpoints right below a run, without those of ``but``."""
     referrers: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unknown = []
     real = real_url(run.url).rstrip("/")
 
-    def read(name: str) -> _Uses:
-        data = read_record(run, f"{name}/")
-        return _Uses((), (), lasts=False) if data is None else _uses(open_backend(join_url(run.url, name)), data)
+    def read(names: Sequence[str]) -> dict[str, _Uses]:
+        return dict(zip(names, map_tasks(partial(_uses, run), names, _THREADS, "ckpt-referrers"), strict=True))
 
-    def read_all(names: Sequence[str]) -> dict[str, _Uses]:
-        return dict(zip(names, map_tasks(read, names, _THREADS, "ckpt-referrers"), strict=True))
-
-    names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/")]
+    names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/") and entry != f"{but}/"]
     known = _known.get(real) or KnownRecords[_Uses]()
     _known.put(real, known)
-    using = known.read(run, names, read_all, lambda uses: uses.lasts)
+    using = known.read(run, names, read, lambda uses: uses.lasts)
     for name in names:
         paths, sources, _ = using[name]
         if paths is None or sources is None:
             unknown.append(name)
-        for path in (*(paths or ()), *_below(real, sources or ())):
+        for path in (*(paths or ()), *(_below(real, sources) if sources else ())):
             owner, _, inner = path.partition("/")
             referrers[owner][inner].append(name)
     return RunReferrers(by_directory=referrers, unknown=tuple(unknown))
@@ -367,11 +361,15 @@ def referred_files(checkpoint: Backend) -> FileReferrers:
         run, name = split_url(checkpoint)
     except UsageError:
         return FileReferrers()
-    return referrers_in(open_backend(run)).to(name)
+    return referrers_in(open_backend(run), but=name).to(name)
 
 
-def _uses(checkpoint: Backend, data: bytes) -> _Uses:
-    """What a checkpoint with the commit record ``data`` uses."""
+def _uses(run: Backend, name: str) -> _Uses:
+    """What a checkpoint of a run uses."""
+    data = read_record(run, f"{name}/")
+    if data is None:
+        return _Uses((), (), lasts=False)
+    checkpoint = open_backend(join_url(run.url, name))
     record: CommitRecord | None = None
     tables: Iterable[bytes] = ()
     try:

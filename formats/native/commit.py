@@ -9,15 +9,14 @@ import secrets
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import xxhash
 
-from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.io_backends.checks import path_problem
+from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.io_backends.protocol import Backend
 from ckpt.settings import __version__
 from ckpt.text import parse_object
@@ -203,7 +202,59 @@ class CommitRecord:
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> CommitRecord:
         """Read and verify a commit record; ``where`` is its URL, for messages."""
-        return _decoded(_verified(data, where), where)
+        members = _verified(data, where)
+        features = members["features"]
+        for feature in (CODED, APART, REFERENCED, ANCHORS):
+            if {feature, VIRTUAL} <= set(features):
+                _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
+        rows = _member(members, "index", dict, where)
+        more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
+        joint = JOINT in features
+        names = () if joint else (*INDEX_NAMES, *(name for feature in features for name in more.get(feature, ())))
+        missing = [n for n in names if not isinstance(rows.get(n), dict)]
+        if missing:
+            _damaged(f"its index lacks {', '.join(missing)}", where)
+        index = {}
+        for name in names:
+            path, size, digest = (_member(rows[name], m, t, where) for m, t in (("path", str), ("size", int), ("digest", str)))
+            problem = path_problem(path)
+            if problem is not None or size < 0 or not is_digest(digest):
+                _damaged(f"its row of {name} cannot be: {problem or (size, digest)}", where)
+            index[name] = IndexFile(path=path, size=size, digest=digest)
+        own = {name: _member(members, name, kind, where) for name, kind in _MEMBERS.items()}
+        if moment_of(own["created"]) is None:
+            _damaged(f"its created is {own['created'][:40]!r}, not a time", where)
+        metrics, inline, part, branches = (members.get(name) for name in ("metrics", "inline", "part", "branches"))
+        if not isinstance(metrics, dict | None) or ("metrics" in members and metrics is None):
+            _damaged("its metrics are not an object", where)
+        try:
+            metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        except (TypeError, ValueError, OverflowError):
+            _damaged("one of its metrics is not a number, or none that fits a float", where)
+        texts: dict[str, Any] = {}
+        for name, what in (("tags", "its tags"), ("lost", "its losses")):
+            value = members.get(name, [])
+            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+                _damaged(f"{what} are not an array of strings", where)
+            texts[name] = tuple(value)
+        begun: list[Any] = branches if isinstance(branches, list) else [branches] if "branches" in members else []
+        if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in begun):
+            _damaged("its branches are not an array of objects with id and after", where)
+        return cls(
+            **own,
+            **texts,
+            features=tuple(features),
+            index=index,
+            metrics=metrics,
+            # What cannot be used is no damage: the files that it repeats are there.
+            inline={name: text for name, text in inline.items() if isinstance(text, str)} if isinstance(inline, dict) else {},
+            reusable=members.get("reusable") is True,
+            part=part if isinstance(part, str) else None,
+            branches=tuple(Branch(row["id"], row["after"]) for row in begun),
+            members=_members(members.get("members"), where) if joint else {},
+            generation=_member(members, "generation", str, where) if joint else None,
+            given_up=_member(members, "given_up", str, where) if joint and "given_up" in members else None,
+        )
 
 
 def is_ours(data: bytes) -> bool:
@@ -225,22 +276,24 @@ def inlined(files: Mapping[str, bytes], limit: int) -> dict[str, str]:
     return texts
 
 
-def new_id(after: bytes | None = None, *, later_than: str | None = None, random: int | None = None) -> str:
+def new_id(*earlier: str | None, random: int | None = None) -> str:
     """A fresh ``<id>``: 9 digits of milliseconds since 1970, so that ids sort by time, and 7 random digits, all in base 36.
 
-    ``after`` is the commit record that the save will replace: the id sorts after its id, also where this machine's clock is
-    behind. A record that cannot be read is replaced all the same. The id also sorts after the id ``later_than``, if that was given by
-    ``new_id``. ``random`` takes the place of the random digits, where they say what is saved.
+    It sorts after the ids ``earlier``, such as that of the save that it will replace, also where this machine's clock is behind: clean-up
+    relies on that. ``random`` takes the place of the random digits, where they say what is saved.
     """
-    # Ids order the saves at one URL, and clean-up relies on that order. A clock that is behind must not give a save
-    # an id from before the one that it replaces, so the id is at least one millisecond later than that.
-    moments = [time.time_ns() // 1_000_000]
-    if after is not None:
-        with suppress(CorruptError, FormatError):
-            moments.append(_moment(CommitRecord.from_bytes(after, COMMIT_PATH).id) + 1)
-    if later_than is not None:
-        moments.append(_moment(later_than) + 1)
-    return _base36(max(moments), 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
+    moment = max([time.time_ns() // 1_000_000, *(_moment(id) + 1 for id in earlier if id is not None)])
+    return _base36(moment, 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
+
+
+def id_in(record: bytes | None) -> str | None:
+    """The id in a commit record; None if there is no record, or nobody can read it."""
+    if record is None:
+        return None
+    try:
+        return CommitRecord.from_bytes(record, COMMIT_PATH).id
+    except (CorruptError, FormatError):
+        return None
 
 
 def has_random_digits(id: str, random: int) -> bool:
@@ -268,9 +321,8 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def writer_name() -> str:
-    """Name and version of this software."""
-    return f"ckpt {__version__}"
+WRITER = f"ckpt {__version__}"
+"""Name and version of this software."""
 
 
 def moment_of(created: str) -> datetime | None:
@@ -335,61 +387,6 @@ def _verified(data: bytes, where: str) -> dict[str, Any]:
     return members
 
 
-def _decoded(members: dict[str, Any], where: str) -> CommitRecord:
-    features = members["features"]
-    for feature in (CODED, APART, REFERENCED, ANCHORS):
-        if {feature, VIRTUAL} <= set(features):
-            _damaged(f"it has the features {feature} and {VIRTUAL}, which exclude each other", where)
-    rows = _member(members, "index", dict, where)
-    more = {VIRTUAL: VIRTUAL_NAMES, APART: RANK_NAMES}
-    joint = JOINT in features
-    names = () if joint else (*INDEX_NAMES, *(name for feature in features for name in more.get(feature, ())))
-    missing = [n for n in names if not isinstance(rows.get(n), dict)]
-    if missing:
-        _damaged(f"its index lacks {', '.join(missing)}", where)
-    index = {}
-    for name in names:
-        path, size, digest = (_member(rows[name], m, t, where) for m, t in (("path", str), ("size", int), ("digest", str)))
-        problem = path_problem(path)
-        if problem is not None or size < 0 or not is_digest(digest):
-            _damaged(f"its row of {name} cannot be: {problem or (size, digest)}", where)
-        index[name] = IndexFile(path=path, size=size, digest=digest)
-    own = {name: _member(members, name, kind, where) for name, kind in _MEMBERS.items()}
-    if moment_of(own["created"]) is None:
-        _damaged(f"its created is {own['created'][:40]!r}, not a time", where)
-    metrics, inline, part, branches = (members.get(name) for name in ("metrics", "inline", "part", "branches"))
-    if not isinstance(metrics, dict | None) or ("metrics" in members and metrics is None):
-        _damaged("its metrics are not an object", where)
-    try:
-        metrics = {name: float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, OverflowError):
-        _damaged("one of its metrics is not a number, or none that fits a float", where)
-    texts: dict[str, Any] = {}
-    for name, what in (("tags", "its tags"), ("lost", "its losses")):
-        value = members.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            _damaged(f"{what} are not an array of strings", where)
-        texts[name] = tuple(value)
-    begun: list[Any] = branches if isinstance(branches, list) else [branches] if "branches" in members else []
-    if not all(isinstance(row, dict) and isinstance(row.get("id"), str) and type(row.get("after")) is int for row in begun):
-        _damaged("its branches are not an array of objects with id and after", where)
-    return CommitRecord(
-        **own,
-        **texts,
-        features=tuple(features),
-        index=index,
-        metrics=metrics,
-        # What cannot be used is no damage: the files that it repeats are there.
-        inline={name: text for name, text in inline.items() if isinstance(text, str)} if isinstance(inline, dict) else {},
-        reusable=members.get("reusable") is True,
-        part=part if isinstance(part, str) else None,
-        branches=tuple(Branch(row["id"], row["after"]) for row in begun),
-        members=_members(members.get("members"), where) if joint else {},
-        generation=_member(members, "generation", str, where) if joint else None,
-        given_up=_member(members, "given_up", str, where) if joint and "given_up" in members else None,
-    )
-
-
 _MEMBERS = {"id": str, "created": str, "writer": str, "world_size": int, "tensor_bytes": int}
 
 
@@ -407,6 +404,29 @@ def _member(members: dict[str, Any], name: str, kind: type, where: str) -> Any:
     if type(value) is not kind:
         _damaged(f"its {name} is {value!r}, not {kind.__name__}", where)
     return value
+
+
+def read_record(backend: Backend, prefix: str = "") -> bytes | None:
+    """The bytes of the commit record below ``prefix`` (empty, or ending in a slash), or None if there is none.
+
+    What cannot be a record is read again; if it stays so, its bytes are given all the same: whoever parses them says what is wrong.
+    """
+    path, data = prefix + COMMIT_PATH, None
+
+    def read() -> bytes:
+        nonlocal data
+        data = backend.read_whole(path, RECORD_LIMIT)
+        CommitRecord.from_bytes(data, path)
+        return data
+
+    try:
+        return read_checked(backend, path, read)
+    except NotFoundError:
+        return None
+    except (CorruptError, FormatError):
+        if data is None:
+            raise
+        return data
 
 
 # What a process has learned of a run.

@@ -192,7 +192,21 @@ class About:
 
 def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
     """SpanGroups over the ranks in rising order; what no rank says is left out."""
-    abouts = [_about(row) for row in rows.values()]
+    abouts = []
+    for row in rows.values():
+        host, at, storage = row.get("host"), row.get("at", {}), row.get("storage")
+        if host is not None and not (isinstance(host, str) and _is_name(host, _HOST)):
+            raise ValueError("its host is no name")
+        if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
+            raise ValueError("its coordinates are none")
+        times = {name: row.get(name) for name in ("blocked", "waited")}
+        for name, time in times.items():
+            if time is not None and not (type(time) is int and 0 <= time <= MICROS):
+                raise ValueError(f"its {name} is no time")
+        refused = _tally(storage)
+        if storage is not None and refused is None:
+            raise ValueError("its storage's trouble is no two numbers")
+        abouts.append(About(host=host, coordinates=at, storage=refused if refused and any(refused) else None, **times))
     about: dict[str, Any] = {}
     names = list(dict.fromkeys(one.host or "" for one in abouts))
     if names != [""]:
@@ -207,22 +221,6 @@ def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
             about[name] = _column(np.array(values, dtype=np.int64))
     trouble = {str(rank): list(one.storage) for rank, one in zip(rows, abouts, strict=True) if one.storage is not None}
     return about | ({"storage": trouble} if trouble else {})
-
-
-def _about(row: Row) -> About:
-    host, at, storage = row.get("host"), row.get("at", {}), row.get("storage")
-    if host is not None and not (isinstance(host, str) and _is_name(host, _HOST)):
-        raise ValueError("its host is no name")
-    if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
-        raise ValueError("its coordinates are none")
-    for name in ("blocked", "waited"):
-        if row.get(name) is not None and not (type(row[name]) is int and 0 <= row[name] <= MICROS):
-            raise ValueError(f"its {name} is no time")
-    trouble = _tally(storage)
-    if storage is not None and trouble is None:
-        raise ValueError("its storage's trouble is no two numbers")
-    times = {"blocked": row.get("blocked"), "waited": row.get("waited")}
-    return About(host=host, coordinates=at, storage=trouble if trouble and any(trouble) else None, **times)
 
 
 def decode_about(members: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, About]:
@@ -346,7 +344,11 @@ def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], SpanGroups]:
         row = {member: rows[rank][member] for member in _MEMBERS if member in rows[rank]}
         with suppress(ValueError):  # it is refused below
             row["spans"] = parse_json(row["spans"]) if isinstance(row.get("spans"), str) else row.get("spans")
-        columns.seconds[rank] = SpanTable.from_row(row, f"rank {rank}").seconds
+        if rank == 0 and "sums" in rows[rank]:  # this process has made it, and the numbers in it
+            phases = row["phases"]
+            columns.seconds[rank] = sum(busy for p, _, _, busy, *_ in rows[rank]["sums"] if phases[p] not in WAITING | LEADING) / 1e6
+        else:
+            columns.seconds[rank] = SpanTable.from_row(row, f"rank {rank}").seconds
         kept[rank] = row
     return kept, columns
 

@@ -1,35 +1,217 @@
-"""A checkpoint exists if and only if its commit record does: writing the index and the record, changing tags."""
+"""A checkpoint exists if and only if its commit record does: how files become durable together, or not at all; writing the index and the
+record, changing tags. No torch."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from ckpt.catalog import Contents, identity
-from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError, StorageError
-from ckpt.formats.journal import CheckpointJournal, publish
-from ckpt.io_backends.registry import open_backend
+from ckpt.catalog import Contents
+from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.plan.values import part_in
 
-from .catalog import read_record
-from .clearing import check_no_link
-from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, new_id, now, writer_name
+from .clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
+from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, WRITER, Branches, CommitRecord, IndexFile, inlined, now, read_record
 from .index import IndexCache, encode_index
-from .paths import RANK_ROWS, index_path, is_reference
+from .paths import RANK_ROWS, data_prefix, index_path, is_reference, parity_prefix
 
 if TYPE_CHECKING:
-    from ckpt.catalog import Catalog
     from ckpt.io_backends.protocol import Backend
 
 
 log = logging.getLogger("ckpt")
 
-__all__ = ["CheckpointJournal", "IndexCache", "committed_id", "new_id", "read_record", "set_tags", "write_index"]
+
+# What a commit is, and why its order is safe
+#
+#   prepare   Nothing is in the way: the place is no link, and it holds what may be replaced, which is remembered byte for byte.
+#   files     Each is written under a name that only this journal uses, and made durable. No reader looks for it yet.
+#   commit    ONE atomic operation makes all files exist at once. It comes when all of them are durable, so a power loss at any moment
+#             leaves either nothing that a reader sees, or everything.
+#   discard   Before the commit: what this process made is removed. What turned out to be somebody else's is not.
+#
+#                         names of the files       the commit                              a killed process leaves
+#   CheckpointJournal     bear the save's id       put checkpoint.json, if it holds        files of an id that no commit record names
+#   (save, cp, import,                             what prepare found, or nothing
+#    convert to native)
+#   IntentJournal         are in convert.json,     delete convert.json: as long as it is   convert.json and files that it names
+#   (convert, export)     which is put first       there, no reader opens the directory
+#
+# Two writers at one place: the put is a compare-and-swap, so one of two commits loses; convert.json is created only if it is absent, so one
+# of two intents loses. A clean-up at the same time: see ``native.clearing``. What is left behind: ``ckpt.runs.orphans`` reads the
+# right-hand column, and removes it when nobody can need it any more.
+
+
+@dataclass(eq=False)
+class WriteJournal:
+    """The files that one process makes at ``backend``: only these may be removed again."""
+
+    backend: Backend
+    _made: dict[str, None] = field(default_factory=dict, init=False)  # a dict for its order; threads add to it
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Paths that this process gave to files, or may have: an error can come after the effect."""
+        return tuple(self._made)
+
+    @contextmanager
+    def making(self, path: str) -> Iterator[None]:
+        """Around each call that may give a file its name: the file counts as made here, unless ConflictError says it is somebody else's."""
+        self._made[path] = None
+        try:
+            yield
+        except ConflictError:
+            self._made.pop(path, None)
+            raise
+
+    def write(self, path: str, data: bytes) -> None:
+        """Make a small file, durably."""
+        with self.making(path), self.backend.create(path, len(data)) as writer:
+            writer.write(0, [data])
+            writer.commit()
+
+    def discard(self) -> None:
+        """Remove what this process made. What cannot be removed stays as an orphan: the error that led here matters more."""
+        for path in self.made:
+            with suppress(CkptError):
+                self.backend.delete(path)
+
+
+def publish(backend: Backend, path: str, data: bytes, *, replace: bool = False) -> None:
+    """Make a small file that another process of the same writing may have made: it appears whole. Other content that is there is a
+    ConflictError, or gives way."""
+    try:
+        backend.put_if(path, data, expected=None)
+    except ConflictError:
+        there = backend.read(path)
+        if there != data and not replace:
+            raise
+        if there != data:  # by another version of a library
+            backend.put_if(path, data, expected=there)
+
+
+@dataclass(eq=False, kw_only=True)
+class CheckpointJournal(WriteJournal):
+    """One writing of save ``id``, which ends with a commit record.
+
+    ``previous`` is the record that it replaces, as ``read_record`` gave it before; None: none was there. ``resumable``: files that are
+    durable stay when the commit fails, for another attempt or another process that writes the same ones; nothing is discarded.
+    ``base``: see ``BaseFiles``.
+    """
+
+    id: str
+    previous: bytes | None
+    resumable: bool = False
+    base: BaseFiles | None = None
+
+    def commit(self, record: bytes, sizes: Mapping[str, int]) -> list[str] | None:
+        """Make the checkpoint exist: the last act, when all files are durable. ``sizes`` are theirs, by path.
+
+        The record is published if all files are there, and stays if they still are right after (``native.clearing``). Gives the paths of
+        everything that was there then, if that was looked at.
+
+        If this raises, the checkpoint does not exist, and what was made is discarded. One case is left open: the storage failed while it
+        published the record, and may have it or not. Then the files stay, and a caller MUST NOT remove files of the save before
+        ``committed_id`` has shown that it is not the committed one.
+        """
+        try:
+            check_no_link(self.backend)
+            based = check_there(self.backend, self.id, sizes, self.base)
+        except BaseException:
+            self.discard()
+            raise
+        try:
+            self._publish(record)
+        except BaseException as err:
+            # Three cases after an error of the put, since an error may come after the effect:
+            #
+            #  the record is not there      the commit has failed; what was made can go
+            #  it is there                  the answer was lost, or a sync failed: put it once more, to have it durable
+            #  the storage cannot say       leave everything; the caller must look before it removes anything
+            is_there = self._holds(record)
+            if not (is_there and isinstance(err, StorageError) and self._published_again(record)):
+                if is_there is False:
+                    self.discard()
+                raise
+        try:
+            return confirm(self.backend, self.id, sizes, self.previous, self.base, based)
+        except StorageError:
+            if self._holds(record) is False:
+                self.discard()
+            raise
+
+    def _publish(self, record: bytes) -> None:
+        """Put the record where ``previous`` is, or was: that it is removed meanwhile, by the retention of this very job, is no conflict. It
+        is not there to be committed again then."""
+        expected = self.previous
+        while True:
+            try:
+                self.backend.put_if(COMMIT_PATH, record, expected=expected)
+                self.previous = expected
+                return
+            except ConflictError:
+                there = read_record(self.backend)
+                if there == expected or there not in (None, self.previous):
+                    raise
+                expected = there  # gone, or put back by whoever removed it, as others refer to it
+
+    def _holds(self, record: bytes) -> bool | None:
+        """Whether the commit record is this one; None if the storage cannot say."""
+        try:
+            return read_record(self.backend) == record
+        except CkptError:
+            return None
+
+    def _published_again(self, record: bytes) -> bool:
+        """Make a record durable that is there, but perhaps not for good: an answer was lost, or a sync failed. Whether that worked."""
+        try:
+            self.backend.put_if(COMMIT_PATH, record, expected=record)
+        except StorageError:
+            return False
+        return True
+
+    def replaced_files(self) -> tuple[str, ...]:
+        """Paths of the files of the checkpoint that this one replaces which nothing reaches after the commit."""
+        return () if self.previous is None else without_referred(self.backend, files_of(self.backend, self.previous))
+
+    def remove_replaced(self) -> None:
+        """After the commit: remove these. A failure harms nothing, since the checkpoint exists, and is only logged."""
+        try:
+            self.backend.delete_many(self.replaced_files())
+        except CkptError as err:
+            log.warning("files of the checkpoint that was replaced stay behind in %s as orphans: %s", self.backend.url, err)
+
+    def discard(self) -> None:
+        """See ``WriteJournal.discard``. What is resumable stays."""
+        if not self.resumable:
+            super().discard()
+
+    def withdraw(self) -> None:
+        """Remove what this process made of a resumable writing, if another checkpoint was committed here: nobody can need it."""
+        present = read_record(self.backend)
+        if present is not None and CommitRecord.from_bytes(present, self.backend.url).id != self.id:
+            super().discard()
+
+
+def without_referred(backend: Backend, paths: Sequence[str]) -> tuple[str, ...]:
+    """Paths of files of a checkpoint, without those that others of its run refer to, or point into as virtual checkpoints. These may point
+    into any, and nothing tells the ones that they point into: so ``reusable`` in a record does not matter here."""
+    referrers = referred_files(backend)
+    return tuple(path for path in paths if not referrers.of(path))
+
+
+def files_of(backend: Backend, data: bytes | None) -> tuple[str, ...]:
+    """Paths of all files that are there of the save that the commit record ``data`` names; the record itself is not among them, nor are
+    data files of other checkpoints. No record: no files."""
+    if data is None:
+        return ()
+    id = CommitRecord.from_bytes(data, f"{backend.url.rstrip('/')}/{COMMIT_PATH}").id
+    return tuple(e.path for prefix in (index_path(id, ""), data_prefix(id), parity_prefix(id)) for e in backend.list_prefix(prefix))
 
 
 def write_index(
@@ -64,7 +246,7 @@ def write_index(
     record = CommitRecord(
         id=journal.id,
         created=now(),
-        writer=writer_name(),
+        writer=WRITER,
         world_size=world_size,
         features=features,
         index={n: IndexFile(path=index_path(journal.id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()},
@@ -74,7 +256,7 @@ def write_index(
         lost=lost,
         reusable=reusable,
         branches=branches,
-        inline=inlined(small, min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)),
+        inline=inlined(small, most) if (most := min(INLINE_LIMIT, journal.backend.io_hints.coalesce_gap)) else {},
         part=None if cache.part is None else cache.part.text()[:PART_LIMIT],
     )
     try:
@@ -116,38 +298,3 @@ def committed_id(backend: Backend, within: str = "") -> str | None:
 
 def _where(backend: Backend, within: str = "") -> str:
     return f"{backend.url.rstrip('/')}/{within}{COMMIT_PATH}"
-
-
-# Whoever replaces a checkpoint removes the old files: a reader that still needs them finds them missing, and nothing is damaged.
-
-
-@contextmanager
-def replacement_noticed(catalog: Catalog) -> Iterator[None]:
-    """What the block raises because files of the checkpoint are not there, or not what they were, becomes ConflictError if another save has
-    replaced the checkpoint since it was opened, or somebody has removed it."""
-    try:
-        yield
-    except (CorruptError, NotFoundError, StorageError) as err:
-        replaced = replacement(catalog)
-        if replaced is None:
-            raise
-        raise replaced from err
-
-
-def replacement(catalog: Catalog) -> ConflictError | None:
-    """That a checkpoint was replaced or removed since it was opened; None if it is still there, or nobody can tell."""
-    opened = identity(catalog)
-    if not opened:
-        return None
-    backend = open_backend(catalog.url)
-    try:
-        # Past the caches of this machine: a network file system may show the old record for seconds after it was
-        # replaced.
-        backend.evict(COMMIT_PATH)
-        data = read_record(backend)
-        if data is not None and CommitRecord.from_bytes(data, catalog.url).id == opened:
-            return None
-    except CkptError:  # then the first error says more
-        return None
-    what = "removed" if data is None else "replaced by another save"
-    return ConflictError(f"the checkpoint was {what} while it was read", where=catalog.url, hint="open it again; nothing is damaged")

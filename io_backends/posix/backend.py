@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, too_large
-from ckpt.io_backends.protocol import Backend, CopySource, ObjectMeta, Writer
+from ckpt.io_backends.protocol import Backend, CopySource, IOHints, ObjectMeta, Writer
 from ckpt.settings import direct
 
 from .files import (
@@ -47,30 +47,28 @@ _COARSE = 2_000_000_000
 """Nanoseconds: the times of files are no finer on some file systems."""
 
 
-def _root_of(url: str) -> str:
-    path = url
-    if url.startswith("file:"):
-        host, slash, rest = url.removeprefix("file:").removeprefix("//").partition("/")
-        if host not in ("", "localhost") or not slash:
-            raise UsageError(f"{url!r} names a host, not an absolute path", hint="write file:///absolute/path, or a plain path")
-        path = "/" + unquote(rest)
-    if not path or "\0" in path:
-        raise UsageError(f"{url!r} is not a path of a directory", hint="give the directory of a checkpoint or of a run")
-    path = os.path.expanduser(path)
-    parts = path.split("/")
-    if ".." in parts:
-        # ``a/link/..`` is the parent of where the link leads, not ``a``. os.path.normpath would take the text alone, and
-        # with that another directory.
-        after = len(parts) - parts[::-1].index("..")
-        path = os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
-    return "/" + os.path.abspath(path).lstrip("/")  # POSIX lets abspath keep two leading slashes
-
-
 class PosixBackend(Backend):
     """A directory of a file system. ``url`` is a plain path (``~`` is expanded) or ``file://`` with an absolute, percent-encoded one."""
 
+    io_hints = IOHints()
+
     def __init__(self, url: str) -> None:
-        self._root = _root_of(url)
+        path = url
+        if url.startswith("file:"):
+            host, slash, rest = url.removeprefix("file:").removeprefix("//").partition("/")
+            if host not in ("", "localhost") or not slash:
+                raise UsageError(f"{url!r} names a host, not an absolute path", hint="write file:///absolute/path, or a plain path")
+            path = "/" + unquote(rest)
+        if not path or "\0" in path:
+            raise UsageError(f"{url!r} is not a path of a directory", hint="give the directory of a checkpoint or of a run")
+        path = os.path.expanduser(path)
+        parts = path.split("/")
+        if ".." in parts:
+            # ``a/link/..`` is the parent of where the link leads, not ``a``. os.path.normpath would take the text alone, and
+            # with that another directory.
+            after = len(parts) - parts[::-1].index("..")
+            path = os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
+        self._root = "/" + os.path.abspath(path).lstrip("/")  # POSIX lets abspath keep two leading slashes
 
     @property
     def url(self) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ckpt.concurrency import map_tasks, when_dropped
 from ckpt.settings import Direct
 
-from .files import start_writeback, write_all
+from .files import kind_of_file_system, start_writeback, write_all
 
 # Does a file system take direct writes, which go past the page cache, and do they pay there? Found out by trying, once per process.
 #
@@ -53,8 +53,7 @@ def pays(direct: Cost, buffered: Cost) -> bool:
 class FileSystem:
     """What one mounted file system makes of direct writes. Each question is answered by trying when it is first asked."""
 
-    def __init__(self, device: int) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._addresses: list[int | None] = []  # the one answer, once there is one
         self._pays: list[bool] = []
@@ -70,7 +69,9 @@ class FileSystem:
         """Whether direct writes pay. Writes 32 MiB into files without a name in ``directory``, or 64 if the first answer is no."""
         with self._lock:
             if not self._pays:
-                self._pays.append(not _in_memory(self._device) and bool(_or_no(lambda: any(_compare(directory) for _ in range(2)))))
+                self._pays.append(
+                    kind_of_file_system(directory) not in _IN_MEMORY and bool(_or_no(lambda: any(_compare(directory) for _ in range(2))))
+                )
             return self._pays[0]
 
     def refuse(self, where: str, reason: str) -> None:
@@ -163,16 +164,6 @@ def _cost(directory: str, block: memoryview, *, direct: bool) -> Cost:
         return Cost(wall=time.perf_counter() - wall, cpu=time.thread_time() - cpu)
 
 
-def _in_memory(device: int) -> bool:
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError), open("/proc/self/mountinfo") as mounts:
-        for line in mounts:
-            place, _, kind = line.partition(" - ")
-            if place.split()[2] == number and kind.split()[0] in _IN_MEMORY:
-                return True
-    return False
-
-
 log = logging.getLogger("ckpt")
 
 LARGE = 1 << 20
@@ -240,7 +231,7 @@ class DirectFile:
         self._usable = True
         device = os.fstat(fd).st_dev
         with _known_lock:
-            self._system = _known.setdefault(device, FileSystem(device))
+            self._system = _known.setdefault(device, FileSystem())
         self._late = os.major(device) == 0
         """Whether the file system may tell of a refusal only after the write. That of a disk does not; with others (FUSE, NFS) the first
         run is made durable before the next."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import socket
 import stat
@@ -279,6 +280,22 @@ def _remove_empty(name: str, directory: int | None = None) -> bool:
     return True
 
 
+MOUNTS = "/proc/self/mountinfo"
+
+
+def kind_of_file_system(path: str) -> str | None:
+    """What the kernel calls it, such as ``ext4``: that of the mount with the longest matching mount point. None if it does not say."""
+    path = os.path.realpath(path)
+    kinds: dict[str, str] = {}
+    with suppress(OSError), open(MOUNTS) as mounts:
+        for line in mounts:
+            place, _, kind = line.partition(" - ")
+            point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), place.split()[4])  # blanks and the like in octal
+            kinds[point] = kind.split()[0]  # of two mounted at one place the later one is seen
+    mount = max((m for m in kinds if path == m or path.startswith(m.rstrip("/") + "/")), key=len, default=None)
+    return None if mount is None else kinds[mount]
+
+
 def clock(directory: str) -> float:
     """The present time as the file system of a directory tells it, in seconds since 1970: that of a file made there for a moment."""
     try:
@@ -404,6 +421,8 @@ def _locked(directory: str) -> Iterator[None]:
     lock_file: str | None = None
     try:
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             _wait(lambda: _try_flock(fd), directory)
         except OSError as err:
             if err.errno not in _NO_FLOCK:

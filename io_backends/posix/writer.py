@@ -8,7 +8,6 @@ process, and a late write would go there.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import struct
 import threading
@@ -29,6 +28,7 @@ from .files import (
     SLICE,
     create_file,
     give_name,
+    kind_of_file_system,
     open_regular,
     remove_file,
     rename,
@@ -277,11 +277,11 @@ def _slices(views: list[memoryview], offset: int) -> Iterator[tuple[int, memoryv
 # of NFS) may then write old bytes back over a neighbour's, so on network file systems every process writes whole parts.
 
 PART = 16 << 20
-MOUNTS = "/proc/self/mountinfo"
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay")
 _CLUSTER = ("lustre", "gpfs", "beegfs", "ocfs2", "gfs2")
 COHERENT = frozenset((*_LOCAL, *_CLUSTER))
-"""File systems of one kernel, and those of several that keep their caches coherent."""
+"""File systems of one kernel, and those of several that keep their caches coherent: processes that write different bytes of one page both
+keep theirs. What is not in the list is taken for one that is not: whole parts are slower, and never wrong."""
 
 
 class PosixSharedObject(PosixWriter):
@@ -298,7 +298,7 @@ class PosixSharedObject(PosixWriter):
             try:
                 if self._began:
                     os.ftruncate(fd, size)
-                self.part_size = 0 if _is_coherent(aside) else PART
+                self.part_size = 0 if kind_of_file_system(aside) in COHERENT else PART
             except OSError:
                 os.close(fd)
                 raise
@@ -355,23 +355,3 @@ def _joined(aside: str) -> int:
         raise StorageError(
             "the file that another process has begun is not there", where=aside, hint="the URL must be on storage that all ranks share"
         ) from None
-
-
-def _is_coherent(file: str) -> bool:
-    """Whether processes that write different bytes of one page both keep theirs."""
-    # What is not known counts as no.
-    # The file system of a path is that of the mount with the longest matching mount point. What is not in the list is
-    # treated as incoherent: whole parts are slower, and never wrong.
-    path = os.path.realpath(file)
-    kinds: dict[str, str] = {}
-    with suppress(OSError), open(MOUNTS) as mounts:
-        for line in mounts:
-            place, _, kind = line.partition(" - ")
-            kinds[_unescaped(place.split()[4])] = kind.split()[0]  # of two mounted at one place the later one is seen
-    mount = max((m for m in kinds if path == m or path.startswith(m.rstrip("/") + "/")), key=len, default=None)
-    return mount is not None and kinds[mount] in COHERENT
-
-
-def _unescaped(place: str) -> str:
-    """A mount point as the kernel writes it: blanks and the like in octal."""
-    return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), place)

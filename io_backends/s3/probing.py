@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 from botocore.exceptions import ClientError
 
@@ -30,10 +30,8 @@ log = logging.getLogger("ckpt")
 _PROBE = b"probe"
 
 
-class _Send(Protocol):
-    """Sends the bytes of the probe with these checksums; gives the ETag."""
-
-    def __call__(self, boto: Any, sums: Sums, /) -> str: ...
+_Send = Callable[[Any, Sums], str]
+"""Sends the bytes of the probe with these checksums, by botocore's client; gives the ETag."""
 
 
 # ---- conditions
@@ -67,7 +65,10 @@ def probe(key: Key) -> None:
                 put(beside, _PROBE, {}, client.checks[bucket])
             else:
                 client.conditional[bucket] = _keeps_conditions(beside)
-                client.checks[bucket] = _first_compared(beside, _candidates(settings.s3_checksum(), secure=client.secure()), _whole(beside))
+                ways = _candidates(settings.s3_checksum(), secure=client.secure())
+                client.checks[bucket] = _first_compared(
+                    beside, ways, lambda boto, sums: tag_of(boto.put_object(**beside.names, **sums.names, Body=_PROBE))
+                )
         client.writable.add(run)
 
 
@@ -172,10 +173,6 @@ def part_checks_of(key: Key) -> Checks:
 def _candidates(asked: str, *, secure: bool) -> tuple[Checks, ...]:
     """TLS protects the way too, so there only a checksum that costs next to nothing is worth its while."""
     return tuple(Checks(way=way) for way in WAYS if asked == way or (asked == "auto" and (way == "crc32" or not secure)))
-
-
-def _whole(key: Key) -> _Send:
-    return lambda boto, sums: tag_of(boto.put_object(**key.names, **sums.names, Body=_PROBE))
 
 
 def _first_compared(key: Key, ways: tuple[Checks, ...], send: _Send | None) -> Checks:

@@ -119,7 +119,10 @@ def s3_options(options: Mapping[str, Any]) -> S3Options:
         client["verify"] = client["verify"].lower() == "true"
     if "region_name" in config:
         _put(client, "region_name", config.pop("region_name"), "config_kwargs.region_name")
-    _check_endpoint(client.get("endpoint_url"))
+    endpoint = client.get("endpoint_url")
+    if endpoint is not None and not str(endpoint).startswith(("http://", "https://")):
+        message = f"the storage option endpoint_url is no URL of a store: {endpoint!r}"
+        raise UsageError(message, hint="write https://host:port")
     anonymous = _flag(options, "anon", default=False)
     if anonymous:
         client = {name: value for name, value in client.items() if name not in _CREDENTIALS.values()}
@@ -146,12 +149,6 @@ def _check_credentials(client: Mapping[str, Any]) -> None:
     if given and not {"key", "secret"} <= given:
         lost = " and ".join(sorted({"key", "secret"} - given))
         raise UsageError(f"the storage options have {' and '.join(sorted(given))}, but no {lost}", hint="give key and secret together")
-
-
-def _check_endpoint(endpoint: object) -> None:
-    if endpoint is not None and not str(endpoint).startswith(("http://", "https://")):
-        hint = "write https://host:port"
-        raise UsageError(f"the storage option endpoint_url is no URL of a store: {endpoint!r}", hint=hint)
 
 
 def _text(options: Mapping[str, Any], name: str) -> str:

@@ -320,12 +320,6 @@ class S3Writer(WriterBase):
         else:
             self._complete()
 
-    def _give_back(self) -> None:
-        """Let go of the memory."""
-        self._gathered.clear()
-        room, self._room = self._room, 0
-        self._key.client.room.give_back(room)
-
     def _put_single(self) -> None:
         data = self._gathered[0].memory if self._size else b""
         self._perhaps_there = True
@@ -348,7 +342,7 @@ class S3Writer(WriterBase):
                 # A completed upload has no id any more, and its object has the name: so the second try of a request
                 # whose answer was lost looks exactly like a conflict. The mark in the object's metadata tells the two
                 # apart.
-                if status_of(err) in (404, 409, 412) and self._is_ours(tries):
+                if status_of(err) in (404, 409, 412) and self._is_ours(unmarked=tries.failed > 0):
                     return  # the same request, sent before, had its effect
                 if status_of(err) in (409, 412) and condition:
                     self._perhaps_there = False
@@ -371,12 +365,13 @@ class S3Writer(WriterBase):
             raise StorageError(f"part {number + 1} never arrived", where=self._key.where, hint="write it again, whole")
         return self._parts[number]
 
-    def _is_ours(self, tries: Tries) -> bool:
-        """Whether this upload made the object that is there; where marks are not kept, the size has to do."""
+    def _is_ours(self, *, unmarked: bool) -> bool:
+        """Whether this Writer made the object that is there. Where the store keeps no marks its size has to do, if it may be ours
+        ``unmarked``."""
         there = mark_of(self._key)
         if there is None or there[0]:
             return there is not None and there[0] == self._mark
-        return tries.failed > 0 and self._is_whole()
+        return unmarked and self._is_whole()
 
     def _is_whole(self) -> bool:
         try:
@@ -397,19 +392,14 @@ class S3Writer(WriterBase):
     def _close(self) -> None:
         for pending in self._sending:
             pending.wait()
-        self._give_back()
+        self._gathered.clear()
+        room, self._room = self._room, 0
+        self._key.client.room.give_back(room)
         if self._state == "committed":
             return
         if self._upload is not None:
             abort_upload(self._key, self._upload)
             self._upload = None
-        if self._perhaps_there and self._may_be_ours():
+        # If nobody looked whether the name was free, what is there may be somebody's.
+        if self._perhaps_there and self._is_ours(unmarked=not (self.single and self._condition)):
             delete(self._key)
-
-    def _may_be_ours(self) -> bool:
-        """Whether what is there may go."""
-        # Where a store keeps no marks: if nobody looked whether the name was free, it may be somebody's.
-        there = mark_of(self._key)
-        if there is None or there[0]:
-            return there is not None and there[0] == self._mark
-        return not (self.single and self._condition) and self._is_whole()

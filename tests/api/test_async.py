@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import ckpt
-from ckpt.engine.save import background, fence
+from ckpt.engine.save import fence
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.job import save_cache
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
@@ -55,7 +55,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(Capture, "_fill", held)
     yield gate
     gate.open()
-    handle = background._in_flight.get(current_group())
+    handle = save_cache(current_group()).in_flight
     if handle is not None:
         handle.wait(30)
 

@@ -20,11 +20,10 @@ from ckpt.engine.copy.copy import copy_checkpoint
 from ckpt.engine.save.job import SaveCache, save_cache
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.checks import find_problem
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RunBackend
-from ckpt.formats.native.writer import set_tags
+from ckpt.formats.native.writer import CheckpointJournal, set_tags
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends

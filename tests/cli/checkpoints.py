@@ -14,9 +14,9 @@ import xxhash
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.formats.journal import CheckpointJournal
+from ckpt.formats.native.commit import new_id, read_record
 from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, plan_data_file
-from ckpt.formats.native.writer import new_id, read_record, write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import even_cuts

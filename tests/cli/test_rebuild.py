@@ -13,8 +13,7 @@ import xxhash
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.writer import read_record
+from ckpt.formats.native.commit import CommitRecord, read_record
 from ckpt.io_backends import Fault, FaultyProcess, SimulatedCrash, wrap_backends
 from ckpt.io_backends.registry import open_backend
 from ckpt.runs.rebuild import rebuild_checkpoint

@@ -16,9 +16,9 @@ from ckpt.dtypes import DTYPES
 from ckpt.engine.verify.structure import check_tiling
 from ckpt.engine.verify.verify import Problem, verify
 from ckpt.errors import NotCommittedError, NotFoundError, StorageError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.native.writer import new_id, write_index
+from ckpt.formats.native.commit import new_id
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.plan.layout.geometry import Box

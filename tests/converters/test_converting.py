@@ -32,7 +32,6 @@ from ckpt.plan import views
 from ckpt.plan.layout.geometry import Box
 from tests.pairwise import pairwise
 
-FSDP = Path(__file__).parents[1] / "fixtures" / "fsdp"
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.complex64)
 
 
@@ -188,22 +187,6 @@ def test_a_training_state_keeps_everything(tmp_path: Path) -> None:
     assert torch.equal(loaded["rng"][0], state["rng"].value) and loaded["t"] == (1, 2.5, "x")
 
 
-def test_tensors_among_values(tmp_path: Path) -> None:
-    """Options of an optimizer that are tensors: ``torch.load`` takes the file with ``weights_only``, and so does our own reader."""
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD([{"params": [p], "lr": torch.tensor([0.25, 0.5][i])} for i, p in enumerate(model.parameters())])
-    ckpt.save(str(tmp_path / "s"), {"model": model, "optimizer": optimizer})
-    convert(str(tmp_path / "s"), str(tmp_path / "t.pt"), to="torch", verify=True)
-    for mmap in (False, True):
-        groups = torch.load(tmp_path / "t.pt", weights_only=True, mmap=mmap)["optimizer"]["param_groups"]
-        assert [raw(g["lr"]) for g in groups] == [raw(torch.tensor(0.25)), raw(torch.tensor(0.5))]
-    assert zipfile.ZipFile(tmp_path / "t.pt").testzip() is None
-    same(
-        {n: t.read() for n, t in ckpt.open(str(tmp_path / "t.pt")).items() if n.startswith("model.")},
-        dict(model.state_dict(prefix="model.")),
-    )
-
-
 def test_weights_alone_cast_and_filtered(tmp_path: Path) -> None:
     state, url = trained(), str(tmp_path / "source")
     ckpt.save(url, state)
@@ -240,16 +223,6 @@ def test_views_filling_and_padding(tmp_path: Path) -> None:
     q, k = held["q"], held["k"]
     fused = torch.cat([q[:2], k[:1], q[2:], k[1:], torch.zeros(1, 3)])
     same(load_file(tmp_path / "v.safetensors"), {"qk": fused, "qt": q.T})
-
-
-@pytest.mark.parametrize("name", ["fsdp1_sharded_orig1", "fsdp2_ws2"])
-def test_chunks_of_several_ranks(tmp_path: Path, name: str) -> None:
-    source = ckpt.open(str(FSDP / name))
-    convert(str(FSDP / name), str(tmp_path / "t.pt"), to="torch")
-    found = ckpt.open(str(tmp_path / "t.pt"))
-    assert set(found) == set(source)
-    for tensor in source.tensors():
-        assert raw(found[tensor.name].read()) == raw(tensor.read())
 
 
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +298,8 @@ def test_small_tensors_among_the_values_are_read_without_trust(tmp_path: Path) -
         found = torch.load(tmp_path / "t.pt", weights_only=True, **options)
         assert torch.equal(found["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.25))
         assert torch.equal(found["model"]["weight"], model.weight) and found["optimizer"]["state"]["weight"]["step"] == 1
+    assert zipfile.ZipFile(tmp_path / "t.pt").testzip() is None
+    assert torch.equal(ckpt.open(str(tmp_path / "t.pt"))["model.weight"].read(), model.weight)
     convert(str(tmp_path / "s"), str(tmp_path / "d"), to="dcp")
     assert ckpt.open(str(tmp_path / "d")).state()["optimizer"]["param_groups"][0]["lr"].read() == 0.25
 
@@ -483,7 +458,7 @@ def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gon
 
 FINISHING = """
 import os, signal, sys
-from ckpt.formats.journal import CheckpointJournal
+from ckpt.formats.native.writer import CheckpointJournal
 from ckpt import convert
 
 CheckpointJournal.commit = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)

@@ -18,8 +18,8 @@ from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.pipeline.conversion import Conversion, ConversionJournal
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, UsageError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.commit import COMMIT_PATH
+from ckpt.formats.native.writer import CheckpointJournal
 from ckpt.plan.views import Box, part, whole
 
 HELD = {f"w{i}": torch.full((4000,), float(i)) for i in range(3)}

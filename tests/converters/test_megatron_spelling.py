@@ -1,10 +1,9 @@
-"""Megatron checkpoints under the names of transformers, and back, bit for bit; the numbers come from the checkpoint's own arguments."""
+"""Numbers that a Megatron checkpoint's own arguments tell, and padding. tests/matrix has its tensors under other names, and back."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -15,12 +14,8 @@ from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
-from ckpt.converters.mapping.translation import load_translation
 from ckpt.formats.registry import open_catalog
-from tests.formats.megatron_files import STATE, Arrays, read_all
-from tests.plan.test_views import read
-
-HEAD, GROUPS, PER_GROUP = 6, 2, 2  # of tests/real/megatron_writer.py
+from tests.formats.megatron_files import STATE
 
 
 def test_arguments_tell_numbers(megatron_files):
@@ -28,50 +23,6 @@ def test_arguments_tell_numbers(megatron_files):
         numbers = numbers_of_files(str(megatron_files / "dp2" / form))
         assert (numbers["heads"], numbers["query_groups"], numbers["head_size"]) == (4, 2, 6)
         assert (numbers["vocabulary"], numbers["padded_vocabulary"], numbers["layers"]) == (42, 48, 4)
-
-
-def huggingface(arrays: Arrays, layer: int, head: str, tail: str = "") -> Arrays:
-    """What of a layer has to be where (tools/checkpoint/saver_hf_*.py of Megatron-LM), by plain numpy."""
-    at, to = f"{head}decoder.layers.{layer}.", f"{head}model.layers.{layer}."
-    fused = arrays[f"{at}self_attention.linear_qkv.weight{tail}"].reshape(GROUPS, PER_GROUP + 2, HEAD, -1)
-    hidden = fused.shape[-1]
-    gate, up = np.split(arrays[f"{at}mlp.linear_fc1.weight{tail}"], 2)
-    return {
-        f"{to}self_attn.q_proj.weight{tail}": fused[:, :PER_GROUP].reshape(-1, hidden),
-        f"{to}self_attn.k_proj.weight{tail}": fused[:, PER_GROUP].reshape(-1, hidden),
-        f"{to}self_attn.v_proj.weight{tail}": fused[:, PER_GROUP + 1].reshape(-1, hidden),
-        f"{to}mlp.gate_proj.weight{tail}": gate,
-        f"{to}mlp.up_proj.weight{tail}": up,
-        f"{to}mlp.down_proj.weight{tail}": arrays[f"{at}mlp.linear_fc2.weight{tail}"],
-    }
-
-
-@pytest.mark.parametrize("form", ["legacy", "dp_reshardable"])
-def test_to_transformers(megatron_files, tmp_path, form):
-    url = str(megatron_files / "tp2pp2vpp2" / form)
-    arrays = read_all(url)
-    import_checkpoint(url, str(tmp_path / "hf"), views=translated_views(url, "llama", "huggingface", {}))
-    found = read_all(tmp_path / "hf")
-    for layer in range(4):
-        for head, tail in (("model.", ""), (STATE, ".exp_avg"), (STATE, ".master")):
-            for name, expected in huggingface(arrays, layer, head, tail).items():
-                assert np.array_equal(found[name], expected), name
-    assert np.array_equal(found["model.lm_head.weight"], arrays["model.output_layer.weight"][:42])
-    assert ckpt.open(str(tmp_path / "hf"))["model.model.norm.weight"].shape == (24,)
-
-
-@pytest.mark.parametrize(("layout", "names"), [("tp2pp2vpp2", "llama"), ("tp2ep2", "mixtral"), ("moe_singleton", "mixtral")])
-def test_there_and_back(megatron_files, layout, names):
-    url = str(megatron_files / layout / "legacy")
-    numbers, rules = numbers_of_files(url), load_translation(names)
-    weights = {n.removeprefix("model."): a.astype(np.int64) for n, a in read_all(url).items() if n.startswith("model.")}
-    there = {n: read(v, weights) for n, v in rules.views({n: a.shape for n, a in weights.items()}, "leftwards", numbers).items()}
-    back = {n: read(v, there) for n, v in rules.views({n: a.shape for n, a in there.items()}, "rightwards", numbers).items()}
-    assert sorted(back) == sorted(weights)
-    for name, array in weights.items():
-        rows = 42 if "word_embeddings" in name or "output_layer" in name else len(array)
-        assert np.array_equal(back[name][:rows], array[:rows]), name
-    assert any(".w3.weight" in n for n in there) == (names == "mixtral")
 
 
 # --------------------------------------------------------------------------------------------------------------- padding

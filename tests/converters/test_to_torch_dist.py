@@ -23,8 +23,8 @@ from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from ckpt.converters.targets import torch_dist
 from ckpt.errors import NotCommittedError, UsageError
-from ckpt.formats.journal import publish
 from ckpt.formats.megatron.training import MegatronCatalog
+from ckpt.formats.native.writer import publish
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, Arrays, assert_same, bits, read_all, states, whole_model
 

@@ -102,8 +102,8 @@ def ruin(which: Trained) -> None:
         spoil(which)
 
 
-def save(layout: str, url: str, how: str = "save") -> tuple[Full, Full]:
-    """What was saved, and what comes of two more steps."""
+def save(layout: str, url: str, how: str = "save", later: int = 2) -> tuple[Full, Full]:
+    """What was saved, and what comes of more steps."""
     which = build(layout, 1).steps(2)
     if how == "save":
         ckpt.save(url, which.state())
@@ -114,16 +114,16 @@ def save(layout: str, url: str, how: str = "save") -> tuple[Full, Full]:
         which.steps(2)
         handle.result()
         return before, gathered(which)
-    return before, gathered(which.steps(2))
+    return before, gathered(which.steps(later)) if later else {}
 
 
-def load(layout: str, url: str, trained_before: int) -> tuple[Full, Full, list[str]]:
+def load(layout: str, url: str, trained_before: int, later: int = 2) -> tuple[Full, Full, list[str]]:
     which = build(layout, 2).steps(trained_before)
     if trained_before:
         loss_of(which.model)  # leaves the root gathered
         ruin(which)
     report = ckpt.load(url, which.state())
-    return gathered(which), gathered(which.steps(2)), [*report.missing, *report.unexpected]
+    return gathered(which), gathered(which.steps(later)) if later else {}, [*report.missing, *report.unexpected]
 
 
 def goes_on(layouts: list[str], root: str) -> list[str]:
@@ -160,11 +160,11 @@ def test_into_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     saved: dict[str, Full] = {}
     for world in (1, 2, 3, 4):
         layouts = sorted({before for before, _ in PAIRS if LAYOUTS[before][0] == world})
-        wanted = ranks.run_in_turn(world, [(save, layout, str(tmp_path / layout)) for layout in layouts])
+        wanted = ranks.run_in_turn(world, [(save, layout, str(tmp_path / layout), "save", 0) for layout in layouts])
         saved |= {layout: full for layout, ((full, _), *_) in zip(layouts, wanted, strict=True)}
     for world in (1, 2, 3, 4):
         pairs = [pair for pair in PAIRS if LAYOUTS[pair[1]][0] == world]
-        loads = ranks.run_in_turn(world, [(load, after, str(tmp_path / before), 0) for before, after in pairs])
+        loads = ranks.run_in_turn(world, [(load, after, str(tmp_path / before), 0, 0) for before, after in pairs])
         for (before, after), each_rank in zip(pairs, loads, strict=True):
             for found, _, problems in each_rank:
                 assert (before, after, problems, differences(found, saved[before])) == (before, after, [], [])

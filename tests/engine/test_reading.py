@@ -206,8 +206,7 @@ def flipped(backend: Any, path: str, at: int) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sizes")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("codec", [None, "zstd", "planes-zstd"])
+@pytest.mark.parametrize(("sizes", "codec", "way"), pairwise(list(SIZES), [None, "zstd", "planes-zstd"], list(WAYS)), indirect=["sizes"])
 def test_a_changed_byte_is_found_on_every_way(place: str, way: str, codec: str | None) -> None:
     stored = (
         coded_samples()[:6] if codec is not None else [sample("w", "float32", (16, 12), [[0, 5, 16], [0, 12]]), sample("s", "int8", (9,))]

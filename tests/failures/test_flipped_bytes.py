@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import ckpt
-from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError
 from tests.failures.damage import Copy, header
 from tests.failures.states import blank, number_of, state, stored
@@ -38,13 +37,13 @@ def flipped(copy: Copy, path: str, numbers: range) -> Iterator[int]:
 
 
 def undetected(copy: Copy, path: str, numbers: range, load: Callable[[str], object]) -> list[int]:
-    """Bytes whose change did not make the load raise one of our errors with a hint."""
+    """Bytes whose change did not make the load raise one of our errors that names the file and has a hint."""
     found = []
     for at in flipped(copy, path, numbers):
         try:
             load(copy.url)
         except CkptError as err:
-            if not err.hint:
+            if not err.hint or path not in str(err):
                 found.append(at)
         else:
             found.append(at)
@@ -90,13 +89,3 @@ def test_a_load_of_one_tensor_does_not_mind_damage_elsewhere(copy: Copy) -> None
         target["model"]["w"] = state(1)["model"]["w"]
         ckpt.load(copy.url, target, only=["model.[!w]*", "optimizer.*"])
         assert number_of(target) == 1
-
-
-def test_verify_finds_what_load_finds(copy: Copy) -> None:
-    for path, data in copy.files.items():
-        for at in flipped(copy, path, range(3, len(data), 211)):
-            try:
-                report = verify(copy.url, threads=1)
-            except CkptError:
-                continue
-            assert not report.ok and report.problems[0].file == path, f"byte {at} of {path}: {report.problems}"

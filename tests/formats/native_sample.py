@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Catalog, Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES, DType
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.codecs import decode, encode
 from ckpt.formats.native.commit import CODED, CommitRecord
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, coded_groups, plan_coded_file, plan_data_files
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.layout.geometry import Box, cells
 from tests.box_strategies import cuts_of, shapes, tilings

@@ -1,4 +1,7 @@
-"""DeepSpeed checkpoints against what DeepSpeed's own tools made of them, and against flat partitions that are cut here by hand."""
+"""DeepSpeed checkpoints against what DeepSpeed's own tools made of them, and against flat partitions that are cut here by hand.
+
+tests/matrix compares every tensor of every fixture, in every use, with ``by_hand`` or with what the ranks held in memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from torch import nn
 import ckpt
 from ckpt.converters.compare.comparison import compare
 from ckpt.converters.compare.semantic import check_semantic
-from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.reading import FIXTURES, counted, same
@@ -95,17 +97,6 @@ def by_hand(tag: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_masters_and_moments(name: str) -> None:
-    view = ckpt.open(str(DEEPSPEED / name))
-    expected = by_hand(DEEPSPEED / name / "global_step3")
-    stored = {n for n in view if n.startswith(PREFIX) and not n.endswith(".step")}
-    assert stored == set(expected)
-    assert all(same(view[n].read(), t) for n, t in expected.items())
-    rows = expected[f"{PREFIX}emb.weight.exp_avg"]
-    assert same(view[f"{PREFIX}emb.weight.exp_avg"][15:19, 3:9], rows[15:19, 3:9])
-
-
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_what_zero_to_fp32_made(name: str) -> None:
     """It made float32 of everything, and of ZeRO-1 left the frozen parameter out, which is there."""
     view = ckpt.open(str(DEEPSPEED / name))
@@ -114,20 +105,6 @@ def test_what_zero_to_fp32_made(name: str) -> None:
         master = f"{PREFIX}{n}.master"
         assert same(view[master if master in view else f"model.{n}"].read().float(), expected), n
     assert set(made) | {"frozen"} == {n.removeprefix("model.") for n in view if n.startswith("model.")}
-
-
-def test_weights() -> None:
-    """The low-precision weights of ZeRO-1 as they are; of ZeRO-3, which saves none, the masters."""
-    view = ckpt.open(str(DEEPSPEED / "zero1"))
-    module = loaded(DEEPSPEED / "zero1/global_step3/mp_rank_00_model_states.pt")["module"]
-    assert {n for n in view if n.startswith("model.")} == {f"model.{n}" for n in module}
-    assert all(same(view[f"model.{n}"].read(), t) for n, t in module.items())
-    view = ckpt.open(str(DEEPSPEED / "zero3"))
-    catalog = open_catalog(str(DEEPSPEED / "zero3"))
-    weight = view["model.fc2.weight"].read()
-    assert same(weight, view[f"{PREFIX}fc2.weight.master"].read()) and weight.dtype == torch.float32
-    assert catalog.tensors[f"{PREFIX}fc2.weight.master"].alias == "model.fc2.weight"
-    assert same(view["model.frozen"].read(), torch.arange(5.0).bfloat16())
 
 
 def test_values_and_parameter_groups() -> None:
@@ -151,37 +128,16 @@ def test_the_parent_leads_to_the_latest_tag() -> None:
         assert parent.url == tag.url == str(DEEPSPEED / name / "global_step3")
         assert (parent.format, parent.world_size, set(parent.tensors)) == (kind, 2, set(tag.tensors))
         assert find_format(str(DEEPSPEED / name)) == "DeepSpeed"
+    assert parent.tensors[f"{PREFIX}fc2.weight.master"].alias == "model.fc2.weight"  # of ZeRO-3, which saves no weights
     assert open_catalog(str(DEEPSPEED / "zero3/global_step3_universal")).format == "DeepSpeed ZeRO-3 universal"
     assert open_catalog(str(DEEPSPEED / "zero1/global_step3/mp_rank_00_model_states.pt")).format == "torch.save archive"
-
-
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_universal_directories_hold_the_same(name: str) -> None:
-    """``ds_to_universal`` made them of the same save. Of ZeRO-3 it writes flat tensors, and the steps only into the optimizer's file."""
-    view, made = ckpt.open(str(DEEPSPEED / name)), ckpt.open(str(DEEPSPEED / name / "global_step3_universal"))
-    assert set(made) == set(view)
-    assert all(same(made[n].read(), view[n].read()) for n in made)
-
-
-def masters_fit(view: ckpt.view.View) -> None:
-    """Every trained parameter has a master that rounds to its weight: elements that were put elsewhere would not."""
-    masters = [n for n in view if n.endswith(".master")]
-    for n in masters:
-        weight = view[f"model.{n.removeprefix(PREFIX).removesuffix('.master')}"].read()
-        assert same(view[n].read().to(weight.dtype), weight), n
-    assert masters
 
 
 def test_a_pipeline_with_a_tied_layer() -> None:
     """Two stages, each on two data-parallel ranks; the first and last layer share a weight, which both stages train."""
     path = DEEPSPEED / "pipeline/global_step3"
     view, catalog = ckpt.open(str(path)), open_catalog(str(path))
-    layers = {int(p.name[6:8]): torch.load(p) for p in path.glob("layer_*")}
-    expected = {f"model.{i}.{n}": t for i, layer in layers.items() for n, t in layer.items()}
-    assert {n for n in view if n.startswith("model.")} == {*expected, "model.tied_modules.embed.weight"}
-    assert all(same(view[n].read(), t) for n, t in expected.items())
     assert catalog.tensors["model.tied_modules.embed.weight"].alias == "model.0.weight"
-    masters_fit(view)
     assert catalog.world_size == 4
     assert [view.per_rank("mine.rank", rank) for rank in (0, 2)] == [0, 2]
     groups = view.state()["optimizer"]["param_groups"]
@@ -192,11 +148,9 @@ def test_experts() -> None:
     """Four experts on 2 × 2 ranks: those of an expert-parallel rank, which counts its own from 0, lie on two ranks each."""
     path = DEEPSPEED / "experts/global_step3"
     view = ckpt.open(str(path))
-    expected = {f"model.{n}": t for p in path.glob("layer_*_expert_*") for n, t in torch.load(p).items()}
-    assert len(expected) == 16 and all(same(view[n].read(), t) for n, t in expected.items())
-    masters_fit(view)
+    expected = {f"model.{n}" for p in path.glob("layer_*_expert_*") for n in torch.load(p)}
     trained = {n for g in view.state()["optimizer"]["param_groups"] for n in g["params"]}
-    assert set(expected) < trained and {f"{PREFIX}{n[6:]}.exp_avg" for n in trained} <= set(view)
+    assert len(expected) == 16 and expected < trained and {f"{PREFIX}{n[6:]}.exp_avg" for n in trained} <= set(view)
     assert open_catalog(str(path)).tensors["model.head.weight"].alias == "model.emb.weight"
 
 
@@ -233,15 +187,6 @@ def test_round_robin_partitions() -> None:
     made = torch.load(DEEPSPEED / "round_robin_fp32.bin")
     masters = {n for n in made if f"{PREFIX}{n}.master" in view}
     assert len(masters) == 7 and all(same(view[f"{PREFIX}{n}.master"].read(), made[n]) for n in masters)
-    masters_fit(view)
-
-
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_imported_without_copying(name: str, tmp_path: Path) -> None:
-    """A virtual checkpoint of it has the same tensors and values."""
-    source = str(DEEPSPEED / name)
-    import_checkpoint(source, str(tmp_path / "v"), digest=True)
-    assert compare(source, str(tmp_path / "v")).same
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])

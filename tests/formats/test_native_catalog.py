@@ -1,4 +1,4 @@
-"""Reading native checkpoints: round trips, and every kind of damage found and named."""
+"""Reading native checkpoints: round trips, and damage found and named. tests/failures/test_flipped_bytes.py flips every byte."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from hypothesis import given
 from ckpt.catalog import Contents
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotCommittedError, NotFoundError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.faulty import FaultyBackend
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
@@ -35,14 +34,6 @@ def backend():
 def on_disk(root: Path) -> list[Path]:
     save(open_backend(str(root)), two_ranks(), state={"step": 3})
     return sorted(p for p in root.rglob("*") if p.is_file())
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x55]))
 
 
 # -------------------------------------------------------------------------------------------------- round trips
@@ -138,52 +129,10 @@ def test_not_committed(backend, kept):
 # --------------------------------------------------------------------------------------------------------- damage
 
 
-def test_every_flipped_byte_is_found_and_named(tmp_path):
-    """Commit record, index files and headers; chunks are found by whoever reads them, see below."""
-    found = 0
-    for path in on_disk(tmp_path):
-        name = path.relative_to(tmp_path).as_posix()
-        is_data = name.startswith("data/")
-        # The padding of headers is tried at some places only: test_native_datafile has all of them.
-        size = path.stat().st_size
-        places = [*range(0, 4096, 7)] if is_data else range(size)
-        for at in places:
-            flip(path, at)
-            with pytest.raises(CorruptError) as caught:
-                touch_everything(tmp_path)
-            assert caught.value.where.endswith(name)
-            flip(path, at)
-            found += 1
-    assert found > 3000
-    touch_everything(tmp_path)
-
-
 def touch_everything(root: Path) -> None:
     catalog = NativeCatalog(open_backend(str(root)))
     for n in range(len(catalog.files)):
         catalog.header(n)
-
-
-def test_every_flipped_byte_of_a_chunk_is_found(tmp_path):
-    paths = [p for p in on_disk(tmp_path) if p.suffix == ".safetensors"]
-    assert sum(p.stat().st_size - 4096 for p in paths) == sum(s.data.size for s in two_ranks())
-    backend = open_backend(str(tmp_path))
-    for path in paths:
-        for at in range(4096, path.stat().st_size):
-            flip(path, at)
-            catalog = NativeCatalog(backend)
-            wrong = [s.name for s in two_ranks() if not reads(backend, catalog, s.name)]
-            assert len(wrong) == 1
-            flip(path, at)
-    assert all(reads(backend, NativeCatalog(backend), s.name) for s in two_ranks())
-
-
-def reads(backend, catalog, name):
-    try:
-        read(backend, catalog, name)
-    except AssertionError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("how", ["truncated", "longer", "missing", "empty"])

@@ -11,10 +11,9 @@ from hypothesis import given
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.rebuild import rebuild
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box

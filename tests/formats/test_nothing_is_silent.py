@@ -185,7 +185,8 @@ def lost_values(folder: Path) -> list[str]:
 
 MEGATRON = [
     *("dp2/legacy", "latent_tp2/legacy", "latent_tp2/dp_zero_gather_scatter"),
-    *("plain_bf16/legacy", "plain_fp16/legacy", "plain_fp16/plain", "plain_fp32/plain"),
+    *("plain_fp16/legacy", "plain_fp16/plain"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain_bf16/legacy", "plain_fp32/plain")),
 ]
 DEEPSPEED = ["zero1", "zero3", "pipeline", "experts", "round_robin", "zero1/global_step3_universal", "zero3/global_step3_universal"]
 OTHERS = ["fsdp/fsdp1_full_orig0", *(f"deepspeed/{name}" for name in DEEPSPEED)]

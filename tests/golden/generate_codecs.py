@@ -13,10 +13,9 @@ import numpy as np
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.formats.journal import CheckpointJournal
 from ckpt.formats.native.commit import CODED
 from ckpt.formats.native.datafile import ChunkSpec
-from ckpt.formats.native.writer import write_index
+from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
 from tests.formats.native_sample import coded_plans, write_file

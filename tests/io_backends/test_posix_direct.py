@@ -24,6 +24,7 @@ from ckpt.io_backends.posix import direct as posix_direct
 from ckpt.io_backends.posix import direct as posix_probe
 from ckpt.io_backends.posix import writer as posix_writer
 from ckpt.io_backends.posix.direct import LARGE_FILE, PAGE, Cost, FileSystem, pays, split
+from ckpt.io_backends.posix.files import kind_of_file_system
 
 MIB = 1 << 20
 SIZE = 6 * MIB + 1234
@@ -44,7 +45,7 @@ def backend(tmp_path: Path) -> PosixBackend:
 
 @pytest.fixture
 def takes_direct(tmp_path: Path) -> None:
-    if FileSystem(os.stat(tmp_path).st_dev).addresses(str(tmp_path)) is None:
+    if FileSystem().addresses(str(tmp_path)) is None:
         pytest.skip("the file system of the temporary directory takes no direct writes")
 
 
@@ -59,7 +60,7 @@ def pages() -> Iterator[memoryview]:
 
 def in_memory(path: str) -> bool:
     """Whether a path lies on a file system that keeps everything in memory."""
-    return posix_probe._in_memory(os.stat(path).st_dev)
+    return kind_of_file_system(path) in posix_probe._IN_MEMORY
 
 
 def cached(file: Path, offset: int) -> bool:
@@ -158,7 +159,7 @@ def test_small_files_and_off_go_through_the_cache(
         writer.write(0, [pages])
         writer.commit()
     assert cached(tmp_path / "root" / "a", 3 * MIB)
-    assert posix_probe._known.get(os.stat(tmp_path).st_dev, FileSystem(0))._addresses == []  # nobody was asked
+    assert posix_probe._known.get(os.stat(tmp_path).st_dev, FileSystem())._addresses == []  # nobody was asked
     assert from_device(tmp_path / "root" / "a") == DATA
 
 
@@ -449,7 +450,7 @@ def test_a_late_direct_write_reaches_no_other_file(backend: PosixBackend, tmp_pa
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", slow)
-    if FileSystem(os.stat(tmp_path).st_dev).addresses(str(tmp_path)) is None:
+    if FileSystem().addresses(str(tmp_path)) is None:
         pytest.skip("the file system of the temporary directory takes no direct writes")
     before = len(os.listdir("/proc/self/fd"))
     writer = backend.create("a", SIZE)
@@ -504,7 +505,7 @@ def test_the_probe_answers_once_and_leaves_nothing(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "pwritev", watched)
     before = len(os.listdir("/proc/self/fd"))
-    system = FileSystem(os.stat(tmp_path).st_dev)
+    system = FileSystem()
     first = system.pays(str(tmp_path)), system.addresses(str(tmp_path))
     written = len(seen)
     assert (system.pays(str(tmp_path)), system.addresses(str(tmp_path))) == first
@@ -519,13 +520,13 @@ def test_the_probe_answers_once_and_leaves_nothing(tmp_path: Path, monkeypatch: 
 def test_memory_never_pays() -> None:
     if not os.path.isdir("/dev/shm") or not in_memory("/dev/shm"):
         pytest.skip("no file system in memory")
-    assert FileSystem(os.stat("/dev/shm").st_dev).pays("/dev/shm") is False
+    assert FileSystem().pays("/dev/shm") is False
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSPC, errno.EACCES])
 def test_a_probe_that_fails_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     no_direct(monkeypatch, code)
-    system = FileSystem(os.stat(tmp_path).st_dev)
+    system = FileSystem()
     assert system.addresses(str(tmp_path)) is None
     assert system.pays(str(tmp_path)) is False
     assert os.listdir(tmp_path) == []

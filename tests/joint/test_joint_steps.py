@@ -334,8 +334,14 @@ def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path
     assert f"{root}/buffer/step-00000002" in ckpt_command("inspect", two).stdout
     stats = ckpt_command("stats", two)
     assert (stats.exit_code, stats.stdout) == (2, "") and f"{root}/buffer/step-00000002" in stats.stderr, "where the spans are"
-    verdicts = {save["step"]: save["problem"] for save in json.loads(ckpt_command("stats", "--json", root).stdout)["saves"]}
-    assert verdicts == dict.fromkeys((1, 2, 3), "this is a step of several jobs: trainer, buffer, rollouts")
+    saves = json.loads(ckpt_command("stats", "--json", root).stdout)["saves"]
+    assert [(save["step"], save["member"]) for save in saves] == [(n, name) for n in (1, 2, 3) for name in NAMES]
+    assert all(save["seconds"] > 0 and save["problem"] is None for save in saves)
+    table = [line.split() for line in ckpt_command("stats", root).stdout.splitlines()]
+    assert [row[:2] for row in table] == [["STEP", "MEMBER"], *([str(n), name] for n in (1, 2, 3) for name in NAMES)]
+    for command in (("report", root, "-o", str(tmp_path / "report.html")), ("watch", root)):
+        refused = ckpt_command(*command)
+        assert refused.exit_code == 2 and f"name the run of one: {root}/trainer, {root}/buffer" in refused.stderr
 
     assert ckpt.open(two, member="buffer").url == ckpt.open(f"{root}/buffer/step-00000002").url
     with pytest.raises(NotFoundError, match="member 'judge' has no part in this step: it is of trainer, buffer, rollouts"):

@@ -350,9 +350,14 @@ def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: A
 @pytest.mark.parametrize("capture", ["eager", "lazy"])
 def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.telemetry.callbacks.INTERVAL", 0.0)
-    model = torch.nn.ParameterDict({f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)})
+    model = torch.nn.Module()
+    for i in range(16):  # a buffer, which is captured in the call, lies between parameters, which may be captured later
+        model.register_parameter(f"t{i}", torch.nn.Parameter(torch.full((1 << 20,), float(i))))
+        model.register_buffer(f"t{i}b", torch.full((2025 + i,), -float(i)))
     state = {"m": model, "optimizer": torch.optim.SGD(model.parameters())}
-    total, counts = 64 << 20, []
+    counts: list[tuple[int, int]] = []
+    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    taken = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
         publication = source.publish(1, capture=capture, progress=lambda done, total: counts.append((done, total)))
         end = time.monotonic() + TIMEOUT
@@ -362,6 +367,9 @@ def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, 
         report = publication.report
         with pytest.raises(UsageError, match="progress= takes True or a function"):
             source.publish(2, progress=3)  # type: ignore[arg-type]
+        with Sink(source.address, {"m": taken}, strict=False, secret="s", timeout=TIMEOUT) as sink:
+            assert sink.take() == version, "each block has the digest of what was captured"
+        assert all(torch.equal(tensor, taken[name]) for name, tensor in model.state_dict().items())
         assert source.publish(2).result().step == 2
     assert counts == sorted(counts) and counts[-1] == (total, total) and any(0 < done < total for done, _ in counts)
     assert report is not None and (report.version, report.bytes) == (version, total)

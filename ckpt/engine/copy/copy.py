@@ -18,12 +18,11 @@ from ckpt import units
 from ckpt.concurrency import imap_unordered
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.journal import CheckpointJournal
-from ckpt.formats.native.catalog import NativeCatalog, read_index_file
+from ckpt.formats.native.catalog import NativeCatalog, read_index_file, replacement_noticed
 from ckpt.formats.native.clearing import check_free, check_no_link, check_there, claim, resume
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path, step_number
-from ckpt.formats.native.writer import read_record, replacement_noticed
+from ckpt.formats.native.writer import CheckpointJournal
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.registry import is_file_system, open_backend

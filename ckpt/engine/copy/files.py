@@ -15,8 +15,8 @@ from ckpt import settings
 from ckpt.catalog import DataFile, Extent
 from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CorruptError, NotFoundError, StorageError
-from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.header import Header, parse_header
+from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.checks import READS
 from ckpt.io_backends.protocol import Backend, CopySource, Writer
 from ckpt.plan.reads import RangeGroup, group_ranges

@@ -33,8 +33,7 @@ from ckpt.engine.load.reader import CopyStep, Reader, ReadPlan, same_chunk, step
 from ckpt.engine.load.shared_reads import SharedRead, SharedReads
 from ckpt.engine.load.whole_chunks import TensorLoad, WholeChunks, small_and_large
 from ckpt.errors import CkptError
-from ckpt.formats.native.catalog import read_record
-from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.commit import CommitRecord, read_record
 from ckpt.formats.native.paths import step_number
 from ckpt.formats.native.runlog import read_log
 from ckpt.formats.native.spans import read_spans

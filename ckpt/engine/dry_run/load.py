@@ -31,7 +31,7 @@ from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.shared_reads import SharedReads, what_is_worth
 from ckpt.engine.load.whole_chunks import TensorLoad, address_space
 from ckpt.errors import NamesError, UsageError
-from ckpt.formats.native.writer import replacement_noticed
+from ckpt.formats.native.catalog import replacement_noticed
 from ckpt.io_backends.registry import is_file_system
 from ckpt.net.channel import Row
 from ckpt.net.group import Group

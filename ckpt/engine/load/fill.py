@@ -23,7 +23,7 @@ import torch
 
 from ckpt import units
 from ckpt.catalog import Catalog
-from ckpt.engine.devices import settle_devices
+from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.digest_reader import Verify
 from ckpt.errors import CkptError
 from ckpt.net.call import Call
@@ -226,15 +226,18 @@ def fill(matched: Matched, plan: Callable[[Collection[torch.device]], ByteTransf
     targets = [local for local, _ in binding.targets.values()]
     devices = {part.memory.device for local in targets for part in local.parts if part.memory.is_cuda}
     if devices:
-        settle_devices(targets, job.call.url)
+        settle_devices(devices_of(targets), job.call.url)
     transfer = plan(devices)
     job.begun = True
     for memory in transfer.padding:
         (memory if reads_otherwise(memory) else raw_view(memory)).zero_()
-    with reported(job.options.progress, transfer.counts):
+    if job.options.progress is None:
         transfer.run()
+    else:
+        with reported(job.options.progress, transfer.counts):
+            transfer.run()
     if devices:
-        settle_devices(targets, job.call.url)
+        settle_devices(devices_of(targets), job.call.url)
     note_writes(targets)
 
 

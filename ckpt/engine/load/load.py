@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,28 +23,27 @@ import torch
 from ckpt import settings
 from ckpt.catalog import Catalog, identity
 from ckpt.concurrency import gc_paused
-from ckpt.engine.devices import pinned_bytes, settle_devices
+from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError, ConflictError, ConsistencyError
-from ckpt.formats.native.writer import replacement_noticed
+from ckpt.formats.native.catalog import replacement_noticed
 from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
-from ckpt.net.peers import peers_of
-from ckpt.plan import machines
-from ckpt.plan.machines import NearFiles
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.targets import Binding
 from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
 from .fill import ByteTransfer, LoadJob, LoadOptions, LoadReport, Matched, accept, fill, match, nothing, set_all
-from .read_exchange import ReadExchange
 from .reader import Reader, note_writes
-from .shared_reads import SharedReads, row_of_sharing, what_is_shared, what_is_worth
 from .validate import verdict_of
 from .whole_chunks import TensorLoad, as_if_created
+
+if TYPE_CHECKING:
+    from .read_exchange import ReadExchange
+    from .shared_reads import SharedReads
 
 log = logging.getLogger("ckpt")
 PARTLY_WRITTEN = "the state given to load is now partly overwritten: load another checkpoint into it before using it"
@@ -164,6 +164,8 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
             binding.targets |= {n: as_if_created(one, created[id(one.target)]) for n, one in jobs.items() if id(one.target) in created}
         row: Row = {"id": identity(catalog)}
         if shares:
+            from .shared_reads import SharedReads, row_of_sharing
+
             loads, piece = map(TensorLoad._make, binding.targets.values()), catalog.backend.io_hints.read_size
             sharing = SharedReads.of(loads, call.group.rank, parts=options.exchange == "parts", piece=piece)
             row |= row_of_sharing(call, catalog, sharing)
@@ -173,7 +175,11 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
         if len({row.get("id") for row in rows.values()}) > 1:
             return {"replaced": True}
         verdict = verdict_of(call, catalog, rows, options.selection, strict=options.strict)
-        return verdict | what_is_shared(call, rows) if all("shares" in row for row in rows.values()) else verdict
+        if not all("shares" in row for row in rows.values()):
+            return verdict
+        from .shared_reads import what_is_shared
+
+        return verdict | what_is_shared(call, rows)
 
     alone = call.group.size == 1 and not options.dry_run
     with replacement_noticed(catalog):
@@ -188,6 +194,12 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
 
 def exchange_of(matched: Matched, sharing: SharedReads, reader: Reader) -> ReadExchange:
     """Divide the reads among the ranks."""
+    from ckpt.net.peers import peers_of
+    from ckpt.plan import machines
+
+    from .read_exchange import ReadExchange
+    from .shared_reads import what_is_worth
+
     call, options, verdict = matched.job.call, matched.job.options, matched.verdict
     group = call.group
     for entry in sharing.entries():
@@ -197,7 +209,7 @@ def exchange_of(matched: Matched, sharing: SharedReads, reader: Reader) -> ReadE
     spelled = verdict.get("near_files")
     if isinstance(spelled, str):
         spelled = parse_json(call.fetch(spelled))
-    near_files = None if spelled is None else NearFiles(spelled, verdict["machines"], group.ranks)
+    near_files = None if spelled is None else machines.NearFiles(spelled, verdict["machines"], group.ranks)
     sharing.divide(verdict["refused"], near if parts else None, what_is_worth(parts=parts, verify=options.verify), near_files)
     return ReadExchange(sharing, reader.fetch, near, reader.threads, partial(peers_of, group, timeout=options.timeout), call)
 
@@ -234,7 +246,7 @@ def _read_again(matched: Matched, reader: Reader, wrong: Sequence[tuple[str, int
         return
     second = matched.job.reader(matched.catalog, "full")
     second.run(second.plan([job for job, _ in jobs.values()], {target: left_out for target, (_, left_out) in jobs.items()}))
-    settle_devices((job.target for job, _ in jobs.values()), matched.job.call.url)
+    settle_devices(devices_of(job.target for job, _ in jobs.values()), matched.job.call.url)
     note_writes(job.target for job, _ in jobs.values())
     reader.fetch.read += second.fetch.read
     reader.fetch.verified += second.fetch.verified

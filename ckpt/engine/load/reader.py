@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,10 @@ from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise, writable_
 from ckpt.telemetry.spans import Spans
 
 from .chunk_scan import ByFile, ChunkScan, FilePlan, cohorts_of
-from .read_exchange import ReadExchange
 from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of, wanted_boxes
+
+if TYPE_CHECKING:
+    from .read_exchange import ReadExchange
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
 

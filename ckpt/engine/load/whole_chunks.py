@@ -26,7 +26,7 @@ from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.match import common_box
 from ckpt.plan.reads import RangeGroup, group_ranges
-from ckpt.state.tensors import RAW, LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype, writable_bytes
+from ckpt.state.tensors import RAW, LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype
 
 SLICE = 256
 """Chunks that are looked up between two signs of life."""
@@ -159,9 +159,9 @@ def _read(fetch: DigestReader, exact: WholeChunks, group: RangeGroup, extents: S
 
 
 def _fill(fetch: DigestReader, exact: WholeChunks, i: int) -> None:
-    memory = writable_bytes(exact.jobs[i].target.parts[0].memory)
-    assert memory is not None
-    fetch.reread(exact.extents[i], partial(fetch.read_chunk, exact.chunk(i), memory))
+    extent = exact.extents[i]
+    memory = (ctypes.c_ubyte * extent.length).from_address(exact.addresses[i])
+    fetch.reread(extent, partial(fetch.read_chunk, exact.chunk(i), memoryview(memory).cast("B")))
 
 
 _memmove = ctypes.PyDLL(None).memmove  # keeps the interpreter lock: giving it up takes longer than the copy

@@ -7,7 +7,6 @@ An error is raised by the handle, or else by the job's next call; it is never on
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,27 +14,21 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 from ckpt.concurrency import Pending, gc_paused, program_ends
-from ckpt.engine.devices import devices_of
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
-from ckpt.net.liveness import Members
 
 from .capture import Capture
 from .fence import CaptureFence, Outcome, Throttle, in_trace
-from .job import BlockedTime, Heartbeat, SaveJob
+from .job import BlockedTime, Heartbeat, SaveJob, save_cache
 from .options import SaveOptions, SaveReport
 from .save import OnFailure, RankShare, begin, prepare, stage, write_and_commit
 
 log = logging.getLogger("ckpt")
 
 When = Literal["lazy", "eager"]
-
-_blocked: WeakKeyDictionary[Members, BlockedTime] = WeakKeyDictionary()
-"""Of the last save in the background of each job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +77,7 @@ class SaveHandle:
         """The phase that it failed in, if it failed."""
         self.ran: float | None = None
         """Seconds from the call to the failure, if it failed."""
-        # Not the job: whoever keeps a handle, ``_in_flight`` among them, would keep the group, and with it the job's store.
+        # Not the job: whoever keeps a handle, the job's cache among them, would keep the group, and with it the job's store.
         self._meter = job.meter
         self._cancelled = cancelled
         self._thread: threading.Thread | None = None
@@ -103,7 +96,7 @@ class SaveHandle:
 
     def hurry(self) -> None:
         """Take no more care of training's speed: somebody waits."""
-        self._fence.hurry()
+        self._fence.throttle.haste.set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
@@ -161,8 +154,8 @@ class SaveHandle:
 
     def start(self, run: BackgroundRun, threads: int, *, now: bool = False) -> None:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured."""
-        _in_flight[run.job.call.group] = self
-        self._fence.up(on_devices=bool(devices_of(run.share.collected.shard_table.tensors.values())))
+        run.job.cache.in_flight = self
+        self._fence.up(on_devices=bool(run.share.collected.shard_table.devices))
         copy = partial(self._capture, run.capture, threads, run.job.beat)
         if now:
             self.hurry()
@@ -225,32 +218,15 @@ def _afterwards(then: Callable[[], None], url: str) -> None:
         log.exception("%s is committed and whole; what was to follow has failed", url)
 
 
-_in_flight: WeakKeyDictionary[Members, SaveHandle] = WeakKeyDictionary()
-"""The last save in the background of each job."""
-
-
 def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
     """Raise BusyError on all ranks if a save of the job is still going on for any of them: the ranks' saves do not end at one moment."""
     # The ranks' saves do not end at the same moment: on one rank the last save may be over and on another not. A rank
     # that decided alone would leave the others waiting in a call that it never makes, so all decide together.
-    handle = _in_flight.get(group)
+    handle = save_cache(group).in_flight
     mine = handle is not None and not handle.done()
     call = group.call("save", url, timeout, overlaps=True)
     if call.map_reduce("busy", lambda: {"busy": mine}, lambda rows: any(row["busy"] for row in rows.values())):
         raise BusyError("a save of this job is still going on", where=url, hint='wait for its handle, or save with when_busy="wait"')
-
-
-def wait_for_pending_save(group: Group) -> None:
-    """Wait for the job's save in the background, before its next call."""
-    handle = _in_flight.get(group)
-    if handle is None:
-        return
-    # An error that nobody has seen is raised here, by the next call of the job, on every rank that has it. A save may
-    # be lost, but never without an exception.
-    handle.wait()
-    del _in_flight[group]
-    if not handle.error_reported():
-        handle.result()
 
 
 @in_trace("ckpt.save")
@@ -267,7 +243,8 @@ def start_save(
     """Begin a save in the background; collective over ``group``. ``then``, ``failed``: see ``BackgroundRun``; ``failed`` is also called
     where the save fails here."""
     began = time.perf_counter()
-    blocked = _blocked[group] = BlockedTime(_blocked.get(group))
+    cache = save_cache(group)
+    blocked = cache.blocked = BlockedTime(cache.blocked)
     heartbeat = Heartbeat(group.call("save", url, options.timeout))
     job = SaveJob.begin(heartbeat.call, options, heartbeat.give, blocked)
     try:
@@ -293,12 +270,3 @@ def start_save(
     handle.called = time.perf_counter() - began
     handle.stall.add(handle.called)
     return handle
-
-
-def _forget_parent() -> None:
-    """In a forked child no thread of the parent goes on: there is nothing to wait for."""
-    _in_flight.clear()
-    _blocked.clear()
-
-
-os.register_at_fork(after_in_child=_forget_parent)

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt.errors import ConsistencyError
 from ckpt.plan.layout.geometry import Box
-from ckpt.policies.save import TrustFrozen
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import LocalShard
 
 from .plan import RankPlan
+
+if TYPE_CHECKING:
+    from ckpt.policies.save import TrustFrozen
 
 log = logging.getLogger("ckpt")
 

@@ -30,7 +30,6 @@ import torch
 
 from ckpt import settings
 from ckpt.concurrency import run_tasks
-from ckpt.engine.devices import devices_of
 from ckpt.errors import ConsistencyError
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import RAW, raw_view, reads_otherwise
@@ -185,7 +184,8 @@ class Capture:
         replicas: Replicas | None = None,
         filled: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``filled`` hears of each range of a file that was captured in the background, right after the copy, as long as nobody waits."""
+        """``filled`` hears of each range of a file that was captured, right after the copy, from any thread; in the background only as
+        long as nobody waits."""
         self.plan = source.plan
         self.shard_table = shard_table
         self.source = source
@@ -205,8 +205,9 @@ class Capture:
         self._is_short = any(segment.waits_for is not None for segment in stage.segments)
         """The stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
         # For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host.
-        self._streams = [torch.cuda.Stream(device) for device in devices_of(shard_table.tensors.values())]  # type: ignore[no-untyped-call]
-        self._follow()
+        self._streams = [torch.cuda.Stream(device) for device in shard_table.devices]  # type: ignore[no-untyped-call]
+        if self._streams:
+            self._follow()
 
     # ---- in the caller's thread
 
@@ -229,7 +230,8 @@ class Capture:
                 self._samples.take(batch, self.stage.room(batch), unfenced)
             if self.replicas is not None:
                 self._samples.take_tensors(self.replicas.elsewhere() - unfenced)
-            self._follow()
+            if self._streams:
+                self._follow()
             # Addresses are noted last, since a clone has one of its own.
             self.source.note_addresses()
 
@@ -271,7 +273,8 @@ class Capture:
             nbytes = sum(self.source.nbytes(n) for _, inside in few for n in inside)
             with self.spans.span("capture", nbytes), self._aside():
                 for batch, inside in few:
-                    self.source.fill_batch(batch, self.stage.opened(batch), 0, skipped={*batch.numbers}.difference(inside))
+                    others = {*batch.numbers}.difference(inside)
+                    self.source.fill_batch(batch, self.stage.opened(batch), 0, self._on_filled, others)
             for batch, inside in few:
                 if len(inside) == len(batch.numbers):
                     self.stage.arrived(batch)
@@ -342,14 +345,17 @@ class Capture:
         kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
         with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
             with self._aside():
-                on_tensor = None if self._filled is None or self._streams else self._tell_filled
-                self.source.fill_batch(batch, room, 0, on_tensor, self._kept)
+                self.source.fill_batch(batch, room, 0, self._on_filled, self._kept)
             with self._aside():
                 _refuse(self._samples.changed(batch, room))
         self.meter.add(captured=batch.length - kept)
 
+    @property
+    def _on_filled(self) -> Callable[[int, int], None] | None:
+        return None if self._filled is None or self._streams else self._tell_filled
+
     def _tell_filled(self, start: int, stop: int) -> None:
-        if self._filled is not None and not self.stage.throttle.hurried:
+        if self._filled is not None and not self.stage.throttle.haste.is_set():
             self._filled(start, stop)
 
 

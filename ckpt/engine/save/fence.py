@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeoutError
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -63,18 +64,10 @@ LONGEST = 0.05
 
 
 class Throttle:
-    """The pace of one save. Without haste, :meth:`work` rests after its block; :meth:`hurry` ends all rests."""
+    """The pace of one save. Without haste, :meth:`work` rests after its block; ``haste`` is set when somebody waits, and ends all rests."""
 
     def __init__(self) -> None:
-        self._haste = threading.Event()
-
-    @property
-    def hurried(self) -> bool:
-        """Whether somebody waits for the save."""
-        return self._haste.is_set()
-
-    def hurry(self) -> None:
-        self._haste.set()
+        self.haste = threading.Event()
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -82,8 +75,8 @@ class Throttle:
         # from training, and needs no rest for that.
         began = time.thread_time()
         yield
-        if not self._haste.is_set():
-            self._haste.wait(min(RESTS * (time.thread_time() - began), LONGEST))
+        if not self.haste.is_set():
+            self.haste.wait(min(RESTS * (time.thread_time() - began), LONGEST))
 
 
 class Outcome(Future[R]):
@@ -111,26 +104,22 @@ class Outcome(Future[R]):
             raise TimeoutError(str(err)) from None
 
 
+@dataclass(eq=False)
 class CaptureFence:
     """What a state's changes wait for while it is captured in the background. ``captured`` is a :class:`concurrent.futures.Future` without
     a result; it raises what went wrong."""
 
-    def __init__(self, stall: Stall, throttle: Throttle) -> None:
-        self.captured: Outcome[None] = Outcome()
-        self.stall = stall
-        """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
-        self._throttle = throttle
+    stall: Stall
+    """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
+    throttle: Throttle
+    captured: Outcome[None] = field(default_factory=lambda: Outcome[None]())
 
     @in_trace("ckpt.wait")
     def wait(self) -> None:
         """Wait until the state may change again. Raises what capturing raised."""
-        self.hurry()
+        self.throttle.haste.set()
         with self.stall:
             self.captured.result()
-
-    def hurry(self) -> None:
-        """Take no more care of training's speed: somebody waits."""
-        self._throttle.hurry()
 
     def up(self, *, on_devices: bool) -> None:
         """From now on everything waits that may change the state. ``on_devices``: some of it is on GPUs."""
@@ -166,7 +155,7 @@ def fence() -> None:
 @in_trace("ckpt.wait")
 def _outwait(fences: Sequence[CaptureFence]) -> None:
     for each in fences:
-        each.hurry()
+        each.throttle.haste.set()
         with each.stall:
             each.captured.error()
 

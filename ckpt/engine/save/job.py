@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -36,6 +38,18 @@ from .staging import Arena
 log = logging.getLogger("ckpt")
 
 
+class PendingSave(Protocol):
+    """A save in the background, as the job's next call waits for it."""
+
+    def wait(self) -> bool: ...
+
+    def done(self) -> bool: ...
+
+    def error_reported(self) -> bool: ...
+
+    def result(self) -> object: ...
+
+
 @dataclass(eq=False)
 class SaveCache:
     """What a job keeps between its saves."""
@@ -47,6 +61,10 @@ class SaveCache:
     """Of the run that the last save referred to: another run may have other tensors by these names."""
     bases: list[RememberedBase] = field(default_factory=list)
     """Saves that later ones may refer to without reading anything, the last one that was used last."""
+    in_flight: PendingSave | None = None
+    """The last save in the background, until the job's next call has seen how it ended."""
+    blocked: BlockedTime | None = None
+    """By the last save in the background."""
 
     def remember(self, saved: RememberedBase, base: object) -> None:
         """Take a save that is committed; ``base`` is what it referred to."""
@@ -75,6 +93,29 @@ def save_cache(group: Members) -> SaveCache:
     if cache is None:
         cache = _caches[group] = SaveCache()
     return cache
+
+
+def wait_for_pending_save(group: Members) -> None:
+    """Wait for the job's save in the background, before its next call."""
+    cache = save_cache(group)
+    handle = cache.in_flight
+    if handle is None:
+        return
+    # An error that nobody has seen is raised here, by the next call of the job, on every rank that has it. A save may
+    # be lost, but never without an exception.
+    handle.wait()
+    cache.in_flight = None
+    if not handle.error_reported():
+        handle.result()
+
+
+def _forget_parent() -> None:
+    """In a forked child no thread of the parent goes on: there is nothing to wait for."""
+    for cache in _caches.values():
+        cache.in_flight = cache.blocked = None
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,12 +21,12 @@ from typing import NamedTuple
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, CkptError, ConsistencyError
-from ckpt.formats.journal import CheckpointJournal, files_of, without_referred
-from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear
-from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_in, new_id, read_record
+from ckpt.formats.native.index import IndexCache
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.spans import write_spans
-from ckpt.formats.native.writer import IndexCache, committed_id, new_id, read_record, write_index
+from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
@@ -77,6 +77,8 @@ class Leader:
     """Of the save, once it is open."""
     previous: bytes | None = None
     """The commit record that this save replaces."""
+    replaced: str | None = None
+    """The id in it, if it can be read."""
     branches: Branches = ()
     """See ``CommitRecord``."""
     first: bool = True
@@ -150,8 +152,9 @@ class Leader:
             self.branches = self.options.branches()
         self.backend.prepare()
         self.previous = read_record(self.backend)
-        earlier = [None if self.options.earlier is None else self.options.earlier(), *(b.id for b in self.branches)]
-        self.id = new_id(after=self.previous, later_than=max((id for id in earlier if id is not None), default=None))
+        self.replaced = id_in(self.previous)
+        earlier = None if self.options.earlier is None else self.options.earlier()
+        self.id = new_id(self.replaced, earlier, *(b.id for b in self.branches))
 
     @cached_property
     def values(self) -> Values:
@@ -265,17 +268,19 @@ class Leader:
         # that began after this one, from another job at the same URL.
         id, backend = self.id, self.backend
         try:
-            replaced = files_of(backend, self.previous)
-            stale, known = dict[str, list[str]](), set(replaced)
-            for path in sorted(self.listed or (e.path for e in backend.list_prefix())):
+            older = dict[str, list[str]]()
+            # A directory that is a link is listed by its own name alone: what is in it stays, and the log says so.
+            for path in sorted(self.listed or {e.path for prefix in ("", "data/") for e in backend.list_prefix(prefix)}):
                 save = id_of(path)
-                if save is not None and save < id and path not in known:
-                    stale.setdefault(save, []).append(path)
-            if stale:  # what others refer to is no orphan
-                stale = {save: [*kept] for save, paths in stale.items() if (kept := without_referred(backend, paths))}
+                if save is not None and save < id:
+                    older.setdefault(save, []).append(path)
+            if older:  # what others refer to has to stay
+                referrers = referred_files(backend)
+                older = {save: kept for save, paths in older.items() if (kept := [path for path in paths if not referrers.of(path)])}
+            replaced = older.pop(self.replaced, None) if self.replaced is not None else None
             if replaced:
-                backend.delete_many(without_referred(backend, replaced))
-            for save, paths in stale.items():
+                backend.delete_many(replaced)
+            for save, paths in older.items():
                 clear(backend, save, "", paths, partial(committed_id, backend))
             if self.first or self.longest > backend.io_hints.single_put_size:  # else no save of this job leaves any
                 uploads = []

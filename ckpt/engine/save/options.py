@@ -14,7 +14,6 @@ from ckpt.formats.native.commit import Branches
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.values import StatePart
-from ckpt.policies.save import TrustFrozen
 from ckpt.settings import check_flags
 from ckpt.telemetry.callbacks import ProgressCallback
 
@@ -22,6 +21,8 @@ from .base import SaveBase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ckpt.policies.save import TrustFrozen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +121,7 @@ class SaveOptions:
         if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
             raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
         check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
-        codec = arguments.get("codec")
+        only, trainable, codec = arguments.get("only"), arguments.get("trainable", False), arguments.get("codec")
         if codec is not None:
             check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
@@ -131,7 +132,7 @@ class SaveOptions:
             threads=settings.threads(arguments.get("threads")),
             merge_flat_shards=merge_flat_shards,
             codec=codec,
-            part=StatePart.of(arguments.get("only"), trainable=arguments.get("trainable", False)),
+            part=None if only is None and trainable is False else StatePart.of(only, trainable=trainable),
             spans=settings.spans(),
             staging=staging,
             progress=progress,

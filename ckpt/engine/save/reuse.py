@@ -25,7 +25,7 @@ import xxhash
 
 from ckpt import units
 from ckpt.concurrency import run_tasks
-from ckpt.engine.devices import settle_devices
+from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.opening import open_together
 from ckpt.errors import CkptError, MismatchError
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR
@@ -127,7 +127,7 @@ def find_reuse(job: SaveJob, backend: Backend, shard_table: ShardTable, source: 
     plan, base, threads = source.plan, job.options.base, job.options.threads
     seen = job.cache.seen_in(real_url(split_url(backend)[0]))
     asked = seen.candidates(shard_table)
-    settle_devices((shard_table.tensors[name] for name in asked), job.call.url)
+    settle_devices(devices_of(shard_table.tensors[name] for name in asked), job.call.url)
     trust = None
     if job.options.trust is not None:
         trust = Trust.of(job.options.trust, seen.trusted, shard_table, asked, seen.versions)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckpt.concurrency import Pending, gc_paused, program_ends
-from ckpt.engine.devices import devices_of, refuse_in_graph, settle_devices
+from ckpt.engine.devices import refuse_in_graph, settle_devices
 from ckpt.errors import CkptError
 from ckpt.formats.native.ranks import encode_row
 from ckpt.formats.native.writer import committed_id
@@ -37,7 +37,6 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
-from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.mesh import coordinates
 from ckpt.state.collect import Collected, collect
@@ -116,7 +115,8 @@ def _save_now(job: SaveJob, state: object) -> SaveReport:
     with job.noted():
         with job.spans.span("agree"), job.call.phase("begin"):
             share = prepare(job, state)
-            settle_devices(share.collected.shard_table.tensors.values(), job.call.url)
+            if devices := share.collected.shard_table.devices:
+                settle_devices(devices, job.call.url)
             writer, leader = begin(job, share)
         return write_and_commit(job, share, writer, leader).report
 
@@ -182,6 +182,11 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankSha
         extensions.append(ReplicaCheck(replicas, job.call, 0 if background else options.threads))
     job.meter.total = plan.nbytes
     moves = plan.sends or plan.receives
+    fragments = None
+    if moves:
+        from ckpt.net.peers import peers_of
+
+        fragments = FragmentExchange(plan, source, peers_of(group, timeout=options.timeout))
     return RankShare(
         backend=backend,
         collected=collected,
@@ -190,7 +195,7 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankSha
         plan=plan,
         source=source,
         extensions=extensions,
-        fragments=FragmentExchange(plan, source, peers_of(group, timeout=options.timeout)) if moves else None,
+        fragments=fragments,
         replicas=replicas,
         reuse=reuse,
     )
@@ -200,8 +205,8 @@ def stage(job: SaveJob, share: RankShare) -> Capture:
     """Make room for a copy of this rank's share, so that the state may change before it is written."""
     shard_table, plan = share.collected.shard_table, share.plan
     with job.spans.span("stage"):
-        devices = devices_of(shard_table.tensors.values())
-        refuse_in_graph(devices, job.call.url)
+        if devices := shard_table.devices:
+            refuse_in_graph(devices, job.call.url)
         # Lent memory is not pinned, as a device's copies need it; and the size of a coded file is not known yet.
         lent = borrow(share.backend, [file.size for file in plan.files]) if not devices and job.options.codec is None else ()
         if lent:
@@ -323,7 +328,8 @@ def _row_of_spans(job: SaveJob, share: RankShare) -> Row:
     if row:
         layout, meshes = job.options.layout, share.collected.shard_table.meshes
         row["host"] = job.meter.host or None
-        row["at"] = coordinates((layout.mesh, *meshes) if layout is not None else meshes, job.call.group.rank)
+        if meshes or layout is not None:
+            row["at"] = coordinates((layout.mesh, *meshes) if layout is not None else meshes, job.call.group.rank)
         row["storage"] = list(checks.total().since(job.refused_before))
         if job.blocked is not None:
             row |= job.blocked.report()

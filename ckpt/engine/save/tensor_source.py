@@ -11,17 +11,20 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from ckpt import settings
 from ckpt.errors import ConsistencyError, CoverageError
-from ckpt.net.peers import Peers
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.ownership import Fragment
 from ckpt.state.tensors import RAW, LocalShard, LocalTensor, as_bytes, raw_view
 
 from .plan import Batch, RankPlan
+
+if TYPE_CHECKING:
+    from ckpt.net.peers import Peers
 
 FENCE = (
     "call fence(), of the save's handle or of the publication, or ckpt.fence(), right before the line that changes it: only an optimizer's "
@@ -96,13 +99,16 @@ class ChunkSource:
         base, offset, reported = into.data_ptr(), batch.start - at, at
         for number, length in zip(batch.numbers, batch.lengths, strict=True):
             if number in skipped:
+                if filled is not None and reported < at:
+                    filled(offset + reported, offset + at)
                 at += length
+                reported = at
                 continue
             address, end = self.address(number), at + length
-            if address and filled is not None and length > settings.PIECE:
+            if address and filled is not None and length > settings.CACHE_BLOCK:
                 while at < end:
-                    # Not less: after each copy this thread waits for the interpreter's lock.
-                    step = min(settings.PIECE - (offset + at) % settings.PIECE, end - at)
+                    # More is not in the cache any more; less costs more waits for the interpreter's lock.
+                    step = min(settings.CACHE_BLOCK - (offset + at) % settings.CACHE_BLOCK, end - at)
                     ctypes.memmove(base + at, address + length - (end - at), step)
                     at += step
                     filled(offset + reported, offset + at)

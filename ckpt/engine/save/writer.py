@@ -17,9 +17,9 @@ from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.concurrency import Pending, run_tasks
 from ckpt.errors import CkptError
-from ckpt.formats.journal import WriteJournal
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR, encode, encode_difference
 from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file
+from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans

@@ -15,9 +15,9 @@ import numpy as np
 from ckpt.catalog import Catalog, DataFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
-from ckpt.formats.native.catalog import NativeCatalog, read_index_file, read_record
+from ckpt.formats.native.catalog import NativeCatalog, read_index_file
 from ckpt.formats.native.codecs import CODECS
-from ckpt.formats.native.commit import CODED, COMMIT_PATH, CommitRecord
+from ckpt.formats.native.commit import CODED, COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.datafile import chunk_key, coded_key
 from ckpt.formats.native.paths import is_reference
 from ckpt.io_backends.protocol import Backend

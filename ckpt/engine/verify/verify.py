@@ -18,8 +18,7 @@ from ckpt.concurrency import imap_unordered
 from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError
 from ckpt.formats.external.base import ExternalCatalog
-from ckpt.formats.native.catalog import NativeCatalog, read_index_file
-from ckpt.formats.native.writer import replacement
+from ckpt.formats.native.catalog import NativeCatalog, read_index_file, replacement
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend

@@ -22,7 +22,7 @@ from ckpt import settings
 from ckpt.concurrency import ProcessLock, when_dropped
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 from ckpt.net.dialing import IdleConnections
-from ckpt.net.shared_memory import protect, whole_pages
+from ckpt.net.shared_memory import populate, protect, whole_pages
 from ckpt.text import address_text
 
 from . import connection as place
@@ -38,9 +38,6 @@ from .remote import split_host
 
 _KEPT = 64
 """Mappings that are kept: the files of three versions of a rank's state."""
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14: one call in place of a fault for each page."""
-
 _STRETCH = 16 * settings.MIB
 """The protection of so many bytes is changed at once: page faults of other threads wait no longer than that."""
 
@@ -55,7 +52,7 @@ class FileMapping:
         memory = mmap.mmap(file, capacity)
         memory.madvise(mmap.MADV_DONTFORK)
         if not fresh:
-            populate(memory, _POPULATE_WRITE)
+            populate(memory, 0, capacity, write=True)
         self.data: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.address = int(self.data.ctypes.data)
         self.protected = False
@@ -73,14 +70,6 @@ class FileMapping:
     def _change(self, first: int, last: int, *, writable: bool) -> None:
         for at in range(first, last, _STRETCH):
             protect(self.address + at, min(_STRETCH, last - at), writable=writable)
-
-
-def populate(memory: mmap.mmap, advice: int) -> None:
-    """Ask for all pages of a mapping at once; a kernel that cannot do it brings them one by one."""
-    try:
-        memory.madvise(advice)
-    except OSError:
-        return
 
 
 class MappingCache:

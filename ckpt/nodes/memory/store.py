@@ -21,12 +21,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 from ckpt import settings, units
 from ckpt.errors import NoSpaceError, NotFoundError
 from ckpt.io_backends.checks import put_conflict
-from ckpt.net.shared_memory import end_lease, is_unread, make_file, whole_pages
+from ckpt.net.shared_memory import c_function, end_lease, is_unread, make_file, whole_pages
 
 from .connection import MemoryObject, Message, close_all
 
@@ -72,14 +71,7 @@ def open_to_read(file: int) -> int:
 
 def free_pages(file: int, start: int, length: int) -> None:
     """Free pages of a file, though processes may still map it. A core frees some 4 GB a second."""
-    _fallocate()(file, _PUNCH_HOLE | _KEEP_SIZE, start, length)
-
-
-@cache
-def _fallocate() -> ctypes._NamedFuncPointer:
-    call = ctypes.CDLL(None).fallocate
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return call
+    c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(file, _PUNCH_HOLE | _KEEP_SIZE, start, length)
 
 
 SPARE_SECONDS = 300.0
@@ -155,15 +147,12 @@ class MemoryStore:
                 lent = Lent(best.file, best.capacity, size, fresh=False)
             else:
                 self._make_room(capacity)
-                lent = Lent(self._new_file(capacity), capacity, size, fresh=True)
+                try:
+                    lent = Lent(make_object_file(capacity), capacity, size, fresh=True)
+                except OSError as err:
+                    raise _no_file(capacity, err) from err
             self._lent.add(lent)
             return lent
-
-    def _new_file(self, capacity: int) -> int:
-        try:
-            return make_object_file(capacity)
-        except OSError as err:
-            raise _no_file(capacity, err) from err
 
     def _make_room(self, capacity: int) -> None:
         while (used := self._used()) + capacity > self.budget and (self._freeing or self._spare):

@@ -159,7 +159,8 @@ def even_cuts(size: int, parts: int) -> tuple[int, ...]:
 
 def merge_cuts(*cuts: Sequence[int] | IntArray) -> Cuts:
     """The union of several boundaries of one dimension, increasing, without repeats."""
-    return Cuts.of(np.unique(np.concatenate([np.asarray(c, dtype=np.int64) for c in cuts])))
+    merged = np.sort(np.concatenate([np.asarray(c, dtype=np.int64) for c in cuts]))
+    return Cuts.of(merged[np.append(True, merged[1:] != merged[:-1])])  # `np.unique` imports all of numpy.ma
 
 
 def cells(cuts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:

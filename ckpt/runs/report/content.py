@@ -258,6 +258,9 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         history = read_history(urls[0])
         log = history.log
         saves = history.saves or (() if log else (read_save(urls[0]),))  # raises what is there
+        if members := {saved.member: saved.url.rpartition("/")[0] for saved in saves if saved.member is not None}:
+            runs = ", ".join(members.values())
+            raise UsageError(f"this is a run of several jobs: {', '.join(members)}", where=urls[0], hint=f"name the run of one: {runs}")
         if history.log_problem is not None:
             notes.append(f"What failed and what was loaded: {history.log_problem}.")
         if history.left_out:

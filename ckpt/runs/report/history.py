@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.catalog import joint_step, read_record
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.formats.native.catalog import joint_step
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.paths import SPANS, index_path, step_number
 from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
 from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.runs.members import member_urls
 from ckpt.runs.step_listing import is_of_checkpoint
 from ckpt.telemetry.spans import SpanTable
 
@@ -39,6 +40,8 @@ class SavedSpans:
 
     url: str
     step: int | None = None
+    member: str | None = None
+    """Of a step of several jobs: whose checkpoint this is."""
     record: CommitRecord | None = None
     tables: Mapping[int, SpanTable] = field(default_factory=dict)
     summary: SaveSummary | None = None
@@ -53,18 +56,16 @@ class SavedSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The saves of a run that were read, the highest step last. ``candidates`` are the directories that looked like steps."""
+    """The saves of a run that were read, the highest step last. ``candidates`` are the directories that looked like steps, ``left_out``
+    those that were not read."""
 
     url: str
     saves: tuple[SavedSpans, ...]
     candidates: int
+    left_out: int = 0
     log: tuple[LogEntry, ...] = ()
     """Saves that failed and loads, the newest last."""
     log_problem: str | None = None
-
-    @property
-    def left_out(self) -> int:
-        return self.candidates - len(self.saves)
 
 
 def is_checkpoint(url: str) -> bool:
@@ -98,28 +99,29 @@ def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) 
     backend = open_backend(url)
     numbers = {name.rstrip("/"): step_number(name) for name in backend.list_dir("") if name.endswith("/")}
     names = sorted((name for name, number in numbers.items() if number is not None), key=lambda name: (numbers[name] or 0, name))
-    read: dict[int, SavedSpans | None] = {}
+    read: dict[int, tuple[SavedSpans, ...]] = {}
     for place in range(len(names) - 1, max(len(names) - 1 - _NEWEST, -1), -1):
-        newest = read[place] = _try(join_url(url, names[place]))
-        if newest is not None and newest.summary is not None:
+        newest = read[place] = _saves_at(url, names[place])
+        if any(saved.summary is not None for saved in newest):
             break
-    total = largest = sum(saved.span_bytes for saved in read.values() if saved is not None)
+    total = largest = sum(saved.span_bytes for saves in read.values() for saved in saves)
     rest = [place for place in spread_evenly(len(names)) if place not in read]
     with ThreadPoolExecutor(_TOGETHER) as pool:
         while rest and len(read) < limit and total < most_bytes:
             together = min(_TOGETHER, limit - len(read), -(-(most_bytes - total) // largest) if largest else _TOGETHER)
             some, rest = rest[:together], rest[together:]
-            read |= zip(some, pool.map(lambda place: _try(join_url(url, names[place])), some), strict=True)
-            sizes = [saved.span_bytes for place in some if (saved := read[place]) is not None]
+            read |= zip(some, pool.map(lambda place: _saves_at(url, names[place]), some), strict=True)
+            sizes = [saved.span_bytes for place in some for saved in read[place]]
             total, largest = total + sum(sizes), max(largest, *sizes, 0)
-    saves = tuple(saved for _, saved in sorted(read.items()) if saved is not None)
+    saves = tuple(saved for place in sorted(read) for saved in read[place])
+    absent = sum(not found for found in read.values())
     log: tuple[LogEntry, ...] = ()
     problem = None
     try:
         log = read_log(backend)
     except CorruptError as err:
         problem = err.message
-    return History(url=url, saves=saves, candidates=len(names) - len(read) + len(saves), log=log, log_problem=problem)
+    return History(url=url, saves=saves, candidates=len(names) - absent, left_out=len(rest), log=log, log_problem=problem)
 
 
 def spread_evenly(count: int) -> Iterator[int]:
@@ -139,11 +141,15 @@ def spread_evenly(count: int) -> Iterator[int]:
         gaps = halves
 
 
-def _try(url: str) -> SavedSpans | None:
-    """None if nothing is there."""
+def _saves_at(run: str, name: str) -> tuple[SavedSpans, ...]:
+    """Of a step of several jobs one for each member; none if nothing is there."""
+    url, step = join_url(run, name), step_number(name)
     try:
-        return replace(read_save(url), tables={})
+        return (replace(read_save(url), tables={}),)
     except NotFoundError:
-        return None
+        return ()
+    except UsageError:  # a step of several jobs
+        members = ((member, one.rpartition("/")) for member, one in member_urls(url).items())
+        return tuple(replace(saved, member=member) for member, (own, _, its) in members for saved in _saves_at(own, its))
     except CkptError as err:
-        return SavedSpans(url=url, step=step_number(url.rpartition("/")[2]), error=err)
+        return (SavedSpans(url=url, step=step, error=err),)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckpt.errors import CkptError, NotFoundError
+from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.formats.native.paths import data_prefix, step_number
 from ckpt.formats.native.runlog import entry_line, find_progress, read_log, read_progress
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.runs.members import member_urls
 from ckpt.telemetry.progress import PHASES, SaveProgress, SlowRank, patience
 
 from .history import is_checkpoint, read_save
@@ -55,6 +57,14 @@ class SaveWatcher:
             hint = "name the directory of the run; the first save of a job creates it"
             raise NotFoundError("nothing exists here, so no save is in progress", where=url, hint=hint)
         self._single = is_checkpoint(url) or step_number(url.rstrip("/").rpartition("/")[2]) is not None
+        newest = max(self._directories(), key=lambda name: step_number(name) or 0, default=None)
+        members: dict[str, str] = {}
+        if not self._single and newest is not None:
+            with suppress(CkptError):  # a damaged record is none of a joint step
+                members = member_urls(self._url(newest))
+        if members:
+            runs = ", ".join(url.rpartition("/")[0] for url in members.values())
+            raise UsageError(f"this is a run of several jobs: {', '.join(members)}", where=url, hint=f"name the run of one: {runs}")
         self._known: set[str] | None = None
         """Directories that were there at the first look."""
         self._ids: dict[str, str] = {}
@@ -94,8 +104,11 @@ class SaveWatcher:
     def _url(self, name: str) -> str:
         return join_url(self.url, name) if name else self.url
 
+    def _directories(self) -> set[str]:
+        return {name.rstrip("/") for name in self.backend.list_dir("") if name.endswith("/") and step_number(name) is not None}
+
     def _steps(self) -> Iterator[str]:
-        names = {name.rstrip("/") for name in self.backend.list_dir("") if name.endswith("/") and step_number(name) is not None}
+        names = self._directories()
         if self._known is None:
             self._known = names
         ordered = sorted(names, key=lambda name: (step_number(name) or 0, name), reverse=True)
