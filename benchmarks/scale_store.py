@@ -153,7 +153,7 @@ def played(ranks: int) -> dict[str, float]:
             asked, before, of_server, said = calls(), cpu_seconds(), server.cpu(), rows(0)
             with gc_paused():
                 save(call, said=said)
-                call.linger()
+                call.drain()
             found |= {f"{name} save, CPU s": cpu_seconds() - before, f"{name} save, calls": calls() - asked}
             found |= {f"{name} save, server's CPU s": server.cpu() - of_server}
         return found
@@ -173,7 +173,7 @@ def _clients(port: int, ranks: int, mine: range, pipe: Any) -> None:
         def work(group: Group) -> None:
             call = group.call("save", "run/step", 600.0)
             save(call, said=rows(group.rank))
-            call.linger()
+            call.drain()
 
         threads = [threading.Thread(target=work, args=(group,)) for group in groups]
         for thread in threads:

@@ -189,25 +189,11 @@ class SaveRecord(Protocol):
 class CatalogDefaults:
     """The answers of a format that does not know: catalogs inherit them, and override what their format tells."""
 
-    @property
-    def record(self) -> SaveRecord | None:
-        return None
-
-    @property
-    def files(self) -> Sequence[StoredFile]:
-        return ()
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return ()
-
-    @property
-    def suspect(self) -> str | None:
-        return None
-
-    @property
-    def about_storage(self) -> Sequence[str]:
-        return ()
+    record: SaveRecord | None = None
+    files: Sequence[StoredFile] = ()
+    notes: Sequence[str] = ()
+    suspect: str | None = None
+    about_storage: Sequence[str] = ()
 
     def replicas(self) -> Sequence[Replica]:
         return ()

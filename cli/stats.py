@@ -162,25 +162,13 @@ def _rate(rate: float | None) -> str:
 
 
 def _document(url: str, record: CommitRecord, save: SaveSummary, tables: Mapping[int, SpanTable], *, by_rank: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "url": url,
-        "id": record.id,
-        "created": record.created,
-        "world_size": record.world_size,
-        "tensor_bytes": record.tensor_bytes,
-        "seconds": save.seconds,
-        "median": save.median,
-        "stragglers": list(save.stragglers),
-        "missing": list(save.missing),
-        "folded": save.folded,
+    fields = {name: value for name, value in asdict(save).items() if name not in ("work", "slowest", "measured")}
+    fields |= {"url": url, "id": record.id, "created": record.created, "world_size": record.world_size, "tensor_bytes": record.tensor_bytes}
+    fields |= {
         "phases": [{**asdict(phase), "rate": phase.rate} for phase in save.phases],
-        "blocked": save.blocked,
-        "background": save.background,
         "blocked_measured": save.measured,
         "retries": sum(again for again, _ in save.retries.values()),
         "throttled": sum(throttled for _, throttled in save.retries.values()),
-        "unaccounted": None if save.unaccounted is None else asdict(save.unaccounted),
-        "verdict": save.verdict,
     }
     return {**fields, "ranks": [_rank(rank, tables[rank]) for rank in save.slowest]} if by_rank else fields
 

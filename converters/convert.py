@@ -63,7 +63,13 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
     plans: list[OutputPlan] = []
 
     def begin(rows: dict[int, Row]) -> Row:
-        _check_same(rows)
+        (first, expected), *others = rows.items()
+        for rank, row in others:
+            if row != expected:
+                raise ConsistencyError(
+                    f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
+                    hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
+                )
         plans.append(conversion.begin((0, 1)))
         left = conversion.missing(plans[0])
         if left and len(left) < work.count:
@@ -98,16 +104,6 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
         if issubclass(kind, MismatchError):
             work.agree("discard", dict, lambda rows: conversion.discard(plan))
         raise
-
-
-def _check_same(rows: dict[int, Row]) -> None:
-    (first, expected), *others = rows.items()
-    for rank, row in others:
-        if row != expected:
-            raise ConsistencyError(
-                f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
-                hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
-            )
 
 
 @contextmanager
@@ -219,9 +215,7 @@ def _mended(
 ) -> tuple[MegatronCatalog, tuple[RepairedTensor, ...]] | None:
     """The catalog repaired for such buckets; None if masters would not be weights."""
     try:
-        states = repaired_states(
-            catalog, bucket_size=buckets.size, data_parallel=buckets.ranks, divisor=buckets.divisor, arguments=arguments
-        )
+        states = repaired_states(catalog, buckets, arguments)
     except UsageError:
         return None
     mended, tensors = repaired_catalog(catalog, states)

@@ -207,7 +207,9 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     if CONVERTING in names:
         message = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
-    _check_no_data(url, backend, names)
+    if _is_data(backend, names):
+        message = "these are the data files of a checkpoint, which say nothing without its index"
+        raise FormatError(message, where=url, hint="name the directory above it")
     known, unusable = list[str](), list[str]()
     for candidate in formats(unusable):
         if candidate.recognises(backend, names):
@@ -276,12 +278,6 @@ def _is_data(backend: Backend, names: list[str]) -> bool:
     from ckpt.formats.native.paths import id_of
 
     return not isinstance(backend, SingleFile) and any(id_of(f"data/{name}") is not None for name in names)
-
-
-def _check_no_data(url: str, backend: Backend, names: list[str]) -> None:
-    if _is_data(backend, names):
-        message = "these are the data files of a checkpoint, which say nothing without its index"
-        raise FormatError(message, where=url, hint="name the directory above it")
 
 
 def _some(names: list[str]) -> str:

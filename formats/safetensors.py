@@ -98,17 +98,14 @@ def _json(data: bytes, where: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         by_name = dict(pairs)
         if len(by_name) != len(pairs):
-            _damaged(where, f"the same name twice in its header: {_twice([k for k, _ in pairs])!r}")
+            twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+            _damaged(where, f"the same name twice in its header: {twice!r}")
         return by_name
 
     try:
         return parse_object(data, object_of=once)
     except ValueError as err:
         _damaged(where, f"a damaged header: {err}", err)
-
-
-def _twice(names: list[str]) -> str:
-    return next(name for name, times in Counter(names).items() if times > 1)
 
 
 def _stored(name: str, entry: Any, base: int, where: str) -> TensorSpan:

@@ -157,7 +157,7 @@ def test_few_bytes_do_not_stand_for_very_many_ranks(groups: int, ranks: int) -> 
     ids=str,
 )
 def test_what_ranks_cannot_say(change: dict[str, Any]) -> None:
-    assert decode_about(members(), [0, 1, 2])[2].coordinates == {"pp": 0, "dp": 0, "tp": 2}
+    assert decode_about(members(), [0, 1, 2])[2]["coordinates"] == {"pp": 0, "dp": 0, "tp": 2}
     with pytest.raises(ValueError, match=r"\w"):
         decode_about({**members(), **change}, [0, 1, 2])
 

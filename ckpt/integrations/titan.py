@@ -19,7 +19,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ckpt.api import load as load_checkpoint
-from ckpt.errors import UsageError
+from ckpt.converters.export.export import export
+from ckpt.errors import NamesError, UsageError
 from ckpt.io_backends.registry import join_url
 from ckpt.policies import All, EverySteps, Latest
 from ckpt.runs.checkpointer import Checkpointer
@@ -42,7 +43,10 @@ class Settings(Protocol):
     exclude_from_loading: list[str]
     initial_load_path: str | None
     initial_load_model_only: bool
+    initial_load_in_hf: bool
+    initial_load_in_hf_quantized: bool
     last_save_model_only: bool
+    last_save_in_hf: bool
     export_dtype: Any
 
 
@@ -50,7 +54,9 @@ class Settings(Protocol):
 class Config:
     """``folder`` is a path or URL below ``base_folder``; ``interval`` in steps; ``keep_latest_k`` 0 keeps all checkpoints. ``async_mode``
     ``"async"`` saves in the background. ``exclude_from_loading``: names of states that a load leaves alone. ``initial_load_path`` is loaded
-    when the folder has no checkpoint. With ``last_save_model_only`` the last step's checkpoint has the model alone, in ``export_dtype``."""
+    when the folder has no checkpoint; with ``initial_load_in_hf`` that is a Hugging Face model, by default the one that ``sd_adapter`` has
+    its assets of, and its dtypes are converted. With ``last_save_model_only`` the last step's checkpoint has the model alone, in
+    ``export_dtype``; with ``last_save_in_hf`` it is a Hugging Face model in ``hf/`` below the folder."""
 
     folder: str = "checkpoint"
     interval: int = 500
@@ -60,7 +66,10 @@ class Config:
     exclude_from_loading: list[str] = field(default_factory=list)
     initial_load_path: str | None = None
     initial_load_model_only: bool = True
+    initial_load_in_hf: bool = False
+    initial_load_in_hf_quantized: bool = False
     last_save_model_only: bool = True
+    last_save_in_hf: bool = False
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     async_mode: Literal["disabled", "async"] = "async"
     codec: str | None = None
@@ -76,6 +85,7 @@ class CheckpointManager:
         model_parts: the model, or this rank's stages of it: then their names do not collide, and ``optimizers`` is a container whose
             state goes by names, as torchtitan's does.
         states: further objects with a state, by name.
+        sd_adapter: translates tensors into those of Hugging Face and back: ``to_hf``, ``from_hf``, ``hf_assets_path``.
         base_folder: what ``config.folder`` is relative to.
     """
 
@@ -91,9 +101,16 @@ class CheckpointManager:
         sd_adapter: Any = None,
         base_folder: str = "",
     ) -> None:
-        if getattr(config, "last_save_in_hf", False) or getattr(config, "initial_load_in_hf", False):
-            raise UsageError("Hugging Face files are not read or written here", hint="leave last_save_in_hf and initial_load_in_hf out")
+        if (config.initial_load_in_hf or config.last_save_in_hf) and sd_adapter is None:
+            raise UsageError(
+                "Hugging Face files need names of the model", hint="pass sd_adapter=, the model's StateDictAdapter of torchtitan"
+            )
+        if config.last_save_in_hf and not config.last_save_model_only:
+            raise UsageError("last_save_in_hf writes the model alone", hint="leave last_save_model_only=True")
+        if config.initial_load_in_hf_quantized:
+            raise UsageError("initial_load_in_hf_quantized is not supported", hint="load a model that is not quantised")
         self.config = config
+        self.sd_adapter = sd_adapter
         self.background = getattr(config, "async_mode", "async") != "disabled"
         self.model_parts = list(model_parts)
         parts = {"optimizer": optimizers, "lr_scheduler": lr_schedulers, "dataloader": dataloader, **states}
@@ -120,6 +137,9 @@ class CheckpointManager:
         state = self.state()
         path = self.config.initial_load_path
         latest = agreed_latest(self.checkpointer) if step == -1 else step
+        if latest is None and self.config.initial_load_in_hf:
+            self._load_from_hf(path or self.sd_adapter.hf_assets_path)
+            return True
         if latest is None and path is None:
             return False
         model_only = self.config.initial_load_model_only if latest is None else latest == 0
@@ -129,6 +149,18 @@ class CheckpointManager:
         else:
             self.checkpointer.restore(state, step=None if step == -1 and latest else latest, only=only)
         return True
+
+    def _load_from_hf(self, url: str) -> None:
+        tensors = self.sd_adapter.to_hf(self._tensors())
+        there = self.sd_adapter.from_hf(dict(tensors))  # first: some of the tensors are the model's own
+        buffers = {name for part in self.model_parts for name, _ in part.named_buffers()}
+        if missing := sorted(self._tensors().keys() - there.keys() - buffers):
+            names = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+            raise NamesError(f"sd_adapter gives nothing for {len(missing)} tensors: {names}", where=url, hint="mend its from_hf")
+        load_checkpoint(url, tensors, only=list(tensors), cast=True)
+        loaded = self.sd_adapter.from_hf(tensors)
+        for part in self.model_parts:
+            part.load_state_dict({name: loaded[name] for name in part.state_dict() if name in loaded}, strict=False)
 
     def _wanted(self, state: Mapping[str, Any], *, model_only: bool) -> list[str] | None:
         """What to load, as globs; None for everything."""
@@ -147,6 +179,10 @@ class CheckpointManager:
         state = self.state()
         if last_step and self.config.last_save_model_only:
             dtype, tensors = getattr(torch, self.config.export_dtype), self._tensors()
+            if self.config.last_save_in_hf:
+                self.checkpointer.wait()
+                export(join_url(self.folder, "hf"), self.sd_adapter.to_hf(tensors), dtype=dtype, overwrite=True)
+                return True
             floats = {n: t.to(dtype) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
             state = {MODEL: {**tensors, **floats}}
         self.checkpointer.save(curr_step, state)

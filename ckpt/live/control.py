@@ -284,7 +284,6 @@ def _path(address: str) -> Path:
 # What a source says of itself: versions, and which sink has which.
 
 _VERSION = {"step": is_count, "digest": str, "bytes": is_count, "ranks": is_count, "age": is_seconds, "taken_by": [str]}
-_TOOK = {"digest": str, "bytes": is_count, "seconds": is_seconds, "from": {str: is_count}, "dense": {str: is_count}}
 _SINK = {
     "sink": str,
     "ranks": is_count,
@@ -293,8 +292,10 @@ _SINK = {
     "step": Either(is_count, None),
     "relays": bool,
     "late": bool,
-    "taking": Either({"seconds": is_seconds}, None),
-    "took": [_TOOK],
+    "seconds": Either(is_seconds, None),
+    "took": [(str, is_count, is_seconds)],
+    "took_from": {str: is_count},
+    "dense": {str: is_count},
     "error": Either(str, None),
 }
 STATUS: Kind = {"run": str, "versions": [_VERSION], "sinks": [_SINK], "lost_ranks": [is_count]}
@@ -354,24 +355,10 @@ class SourceStatus:
         """
         checked(data, STATUS, "status", address)
         versions = tuple(
-            VersionStatus(**{name: v[name] for name in _VERSION if name != "taken_by"}, taken_by=tuple(v["taken_by"]))
-            for v in data["versions"]
+            VersionStatus(**{name: v[name] for name in _VERSION} | {"taken_by": tuple(v["taken_by"])}) for v in data["versions"]
         )
         sinks = tuple(
-            SinkStatus(
-                sink=s["sink"],
-                ranks=s["ranks"],
-                state=s["state"],
-                step=s["step"],
-                late=s["late"],
-                seconds=s["taking"]["seconds"] if s["taking"] else None,
-                took=tuple((t["digest"], t["bytes"], t["seconds"]) for t in s["took"]),
-                took_from=s["took"][-1]["from"] if s["took"] else {},
-                relays=s["relays"],
-                error=s["error"],
-                lost_ranks=tuple(s["lost_ranks"]),
-                dense=s["took"][-1]["dense"] if s["took"] else {},
-            )
+            SinkStatus(**{name: s[name] for name in _SINK} | {"took": tuple(map(tuple, s["took"])), "lost_ranks": tuple(s["lost_ranks"])})
             for s in data["sinks"]
         )
         return cls(address=address, run=data["run"], versions=versions, sinks=sinks, lost_ranks=tuple(data["lost_ranks"]))

@@ -17,6 +17,7 @@ from ckpt import settings
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.errors import FormatError, NotFoundError, UsageError
 from ckpt.io_backends.protocol import Backend
+from ckpt.net.wire import Kind, checked, is_count, is_hex
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -80,37 +81,36 @@ class Holdings:
 
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
         """Pack the boxes of a piece into ``out``, row-major, each at its place; how many bytes that is."""
-        places, length = requests.places(piece)
-        for request, place in zip(requests.pieces[piece], places, strict=True):
-            number, nbytes, box = self._asked(requests, request)
-            self.gather(number, box, out[place : place + nbytes])
-        return length
+        for request, start, stop in requests.spans(piece):
+            number, box = self._asked(requests, request, stop - start)
+            self.gather(number, box, out[start:stop])
+        return requests.places(piece)[1]
 
-    def _asked(self, requests: RequestList, request: int) -> tuple[int, int, Box]:
-        """Number of the tensor, bytes and box of a request, if this rank has anything of the kind."""
-        number, nbytes = int(requests.numbers[request]), int(requests.nbytes[request])
+    def _asked(self, requests: RequestList, request: int, nbytes: int) -> tuple[int, Box]:
+        """Number of the tensor and box of a request of so many bytes, if this rank has anything of the kind."""
+        number = int(requests.numbers[request])
         tensor = self.tensors.get(number)
         if tensor is None or tensor.dimensions > requests.offsets.shape[1]:
             raise _not_here(f"nothing of tensor number {number}")
         box = requests.box(request, tensor.dimensions)
         if box.numel * tensor.itemsize != nbytes:
             raise _not_here(f"{box.numel * tensor.itemsize} bytes in {box} of tensor number {number}, not {nbytes}")
-        return number, nbytes, box
+        return number, box
 
     def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
         """The bytes of a piece as views, in order: of this rank's memory where long boxes lie in it as they are asked for and it is sealed,
         and of ``out``, into which everything else is packed."""
-        places, length = requests.places(piece)
+        length = requests.places(piece)[1]
         views: list[memoryview] = []
         packed = 0
-        for request, place in zip(requests.pieces[piece], places, strict=True):
-            number, nbytes, box = self._asked(requests, request)
-            view = self._in_place(number, box) if self.is_sealed and nbytes >= settings.WORTH_A_CALL else None
+        for request, start, stop in requests.spans(piece):
+            number, box = self._asked(requests, request, stop - start)
+            view = self._in_place(number, box) if self.is_sealed and stop - start >= settings.WORTH_A_CALL else None
             if view is None:
-                self.gather(number, box, out[place : place + nbytes])
+                self.gather(number, box, out[start:stop])
                 continue
-            views += [out[packed:place], view] if place > packed else [view]
-            packed = place + nbytes
+            views += [out[packed:start], view] if start > packed else [view]
+            packed = stop
         return [*views, out[packed:length]] if length > packed else views
 
     def _in_place(self, number: int, box: Box) -> memoryview | None:
@@ -246,6 +246,19 @@ class LiveCatalog(CatalogDefaults):
 
 # Versions of a live state, and the manifest that says what one consists of. JSON, nothing is unpickled.
 
+_WHAT = "version of a live state"
+VERSION = {"run": is_hex, "step": is_count, "digest": is_hex}
+_MANIFEST: Kind = {
+    "run": is_hex,
+    "step": is_count,
+    "number": is_count,
+    "ranks": [is_count],
+    "state": is_hex,
+    "tables": [(is_hex, [is_count])],
+    "own": [(is_count, is_hex)],
+    "segments": [(is_count, is_count, is_hex)],
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Version:
@@ -267,10 +280,8 @@ class Version:
         """Raises:
         FormatError: it is no version.
         """
-        try:
-            return cls(run=_hex(data["run"]), step=_count(data["step"]), digest=_hex(data["digest"]))
-        except (KeyError, TypeError, ValueError) as err:
-            raise _malformed(err) from err
+        checked(data, VERSION, _WHAT, None)
+        return cls(**{name: data[name] for name in VERSION})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,19 +326,16 @@ class Manifest:
         FormatError: it is no manifest.
         """
         try:
-            raw = parse_json(data)
-            return cls(
-                run=_hex(raw["run"]),
-                step=_count(raw["step"]),
-                number=_count(raw["number"]),
-                ranks=tuple(map(_count, raw["ranks"])),
-                tables=tuple((_hex(digest), tuple(map(_count, ranks))) for digest, ranks in raw["tables"]),
-                state=_hex(raw["state"]),
-                own={_count(rank): _hex(digest) for rank, digest in raw["own"]},
-                segments={_count(r): SegmentDigest(nbytes=_count(n), digest=_hex(d)) for r, n, d in raw["segments"]},
-            )
-        except (KeyError, TypeError, ValueError) as err:
+            raw = checked(parse_json(data), _MANIFEST, _WHAT, None)
+        except ValueError as err:
             raise _malformed(err) from err
+        return cls(
+            **{name: raw[name] for name in ("run", "step", "number", "state")},
+            ranks=tuple(raw["ranks"]),
+            tables=tuple((digest, tuple(ranks)) for digest, ranks in raw["tables"]),
+            own=dict(raw["own"]),
+            segments={rank: SegmentDigest(nbytes=nbytes, digest=digest) for rank, nbytes, digest in raw["segments"]},
+        )
 
     @property
     def name(self) -> str:
@@ -379,17 +387,5 @@ def tensors_of(manifest: Manifest, blobs: Mapping[str, bytes], rank: int) -> lis
     return [tensor for table in tables for tensor in table.tensors]
 
 
-def _hex(value: object) -> str:
-    if not isinstance(value, str) or len(value) > 64 or not all(c in "0123456789abcdef" for c in value):
-        raise ValueError(f"{value!r} is no digest")
-    return value
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
 def _malformed(err: Exception) -> FormatError:
-    return FormatError(f"what came is no version of a live state: {err!r}", hint="use the same release of ckpt at both ends")
+    return FormatError(f"what came is no {_WHAT}: {err!r}", hint="use the same release of ckpt at both ends")

@@ -24,7 +24,7 @@ from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json
 
 from .control import ControlClient, SinkSecret, split_address
-from .holdings import Manifest, Version, digest_of_blob
+from .holdings import VERSION, Manifest, Version, digest_of_blob
 from .relay import RELAY, RelayHolders, RelayOffer
 
 # What the leader of a sink asks the leader of the source, and tells it.
@@ -49,7 +49,7 @@ _HOLDER: Kind = {
 }
 NEWEST: Kind = Either(
     {"version": None, "lost": [is_count]},
-    {"version": {"run": str, "step": is_count, "digest": is_hex}, "holders": [_HOLDER], "relays": [RELAY | {"sink": str}], "kept": [str]},
+    {"version": VERSION, "holders": [_HOLDER], "relays": [RELAY | {"sink": str}], "kept": [str]},
 )
 """The answer to the question for the newest version."""
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +89,25 @@ VERSIONS = 2
 MOST_BOXES = 1 << 20
 """Of one version; a piece that would be more is computed each time."""
 AT_ONCE = 2
-"""Pieces that are packed for it at a time, each in memory of its own."""
+"""Pieces that a server hashes, or compares, at a time, each in memory of its own: it takes a core, and more threads would only wait."""
+
+
+class _PieceMemory:
+    """Memory for so many pieces, lent to ``AT_ONCE`` threads at a time."""
+
+    def __init__(self, pieces: int) -> None:
+        self._size = pieces * MOST_PIECE
+        self._turn = threading.BoundedSemaphore(AT_ONCE)
+        self._free: deque[bytearray] = deque()
+
+    @contextmanager
+    def lent(self) -> Iterator[memoryview]:
+        with self._turn:
+            memory = self._free.pop() if self._free else bytearray(self._size)
+            try:
+                yield memoryview(memory)
+            finally:
+                self._free.append(memory)
 
 
 class BoxDigests:
@@ -97,8 +116,7 @@ class BoxDigests:
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[bytes, int]] = OrderedDict()
         self._lock = threading.Lock()
-        self._turn = threading.BoundedSemaphore(AT_ONCE)
-        self._free: list[bytearray] = []
+        self._memory = _PieceMemory(1)
 
     def of_piece(self, version: str, holdings: Packable, requests: RequestList, piece: int) -> bytes:
         """The digests of the boxes of a piece, as little-endian numbers of 8 bytes."""
@@ -111,31 +129,18 @@ class BoxDigests:
                 self._known.popitem(last=False)
             digests = [known.get(key) for key in keys]
         if None in digests:
-            digests = list(self._computed(holdings, requests, piece))
+            with self._memory.lent() as view:
+                holdings.pack(requests, piece, view)
+                digests = list(box_digests(requests, piece, view))
             with self._lock:
                 if len(known) + len(keys) <= MOST_BOXES:
                     known.update(zip(keys, digests, strict=True))  # type: ignore[arg-type]
         return np.array(digests, dtype="<u8").tobytes()
 
-    def _computed(self, holdings: Packable, requests: RequestList, piece: int) -> list[int]:
-        with self._turn:
-            with self._lock:
-                memory = self._free.pop() if self._free else bytearray(MOST_PIECE)
-            try:
-                view = memoryview(memory)
-                holdings.pack(requests, piece, view)
-                return box_digests(requests, piece, view)
-            finally:
-                with self._lock:
-                    self._free.append(memory)
-
 
 def box_digests(requests: RequestList, piece: int, view: memoryview) -> list[int]:
     """Of each box of a packed piece."""
-    rows = requests.pieces[piece]
-    places, _ = requests.places(piece)
-    sizes = requests.nbytes[rows.start : rows.stop].tolist()
-    return [xxhash.xxh3_64_intdigest(view[at : at + size]) for at, size in zip(places, sizes, strict=True)]
+    return [xxhash.xxh3_64_intdigest(view[start:stop]) for _, start, stop in requests.spans(piece)]
 
 
 # Why pieces come whole from a source that could have sent what changed in them.
@@ -175,8 +180,6 @@ REASONS: Mapping[int, str] = {WHOLE_NOT_KEPT: NOT_KEPT, WHOLE_NO_SHORTER: NO_SHO
 
 RESULT = struct.Struct("<Q")
 _BOX = struct.Struct("<IB")
-ENCODERS = 2
-"""Pieces that one server compares at a time, each in memory for two of them: comparing takes a core, and more threads would only wait."""
 
 Place = Callable[[int, memoryview], None]
 
@@ -193,38 +196,28 @@ class PieceComparer:
     """Compares versions of pieces on the side of a holder, a few at a time."""
 
     def __init__(self) -> None:
-        self._free: list[bytearray] = []
-        self._turn = threading.BoundedSemaphore(ENCODERS)
-        self._lock = threading.Lock()
+        self._memory = _PieceMemory(2)
 
     def changes(self, base: Packable, new: Packable, requests: RequestList, piece: int) -> bytes | int:
         """What makes the new version of a piece of the base; or the parcel of the piece itself, if that is no longer, or the base lacks
         some of it."""
-        with self._turn:
-            with self._lock:
-                memory = self._free.pop() if self._free else bytearray(2 * MOST_PIECE)
+        with self._memory.lent() as view:
+            after, before = view[:MOST_PIECE], view[MOST_PIECE:]
+            length = new.pack(requests, piece, after)
             try:
-                view = memoryview(memory)
-                after, before = view[:MOST_PIECE], view[MOST_PIECE:]
-                length = new.pack(requests, piece, after)
-                try:
-                    base.pack(requests, piece, before)
-                except CkptError:  # it has other tensors, or its memory is damaged: the new version is not
-                    return WHOLE_OTHER_BASE
-                itemsizes = [int(requests.nbytes[row] // requests.shapes[row].prod()) for row in requests.pieces[piece]]
-                changes = _encoded(before, after, _spans(requests, piece), itemsizes, length)
-                return WHOLE_NO_SHORTER if changes is None else changes
-            finally:
-                with self._lock:
-                    self._free.append(memory)
+                base.pack(requests, piece, before)
+            except CkptError:  # it has other tensors, or its memory is damaged: the new version is not
+                return WHOLE_OTHER_BASE
+            changes = _encoded(before, after, requests, piece, length)
+            return WHOLE_NO_SHORTER if changes is None else changes
 
 
-def _encoded(
-    before: memoryview, after: memoryview, spans: Sequence[tuple[int, int]], itemsizes: Sequence[int], length: int
-) -> bytes | None:
+def _encoded(before: memoryview, after: memoryview, requests: RequestList, piece: int, length: int) -> bytes | None:
+    spans = requests.spans(piece)
     parts = [RESULT.pack(_result_digest(after, spans))]
     changed, size = False, RESULT.size
-    for (start, stop), itemsize in zip(spans, itemsizes, strict=True):
+    for row, start, stop in spans:
+        itemsize = (stop - start) // int(requests.shapes[row].prod())
         packed = pack(encode_run(before[start:stop], after[start:stop], itemsize))
         changed = changed or bool(packed)
         parts += [_BOX.pack(len(packed), itemsize), packed]
@@ -236,12 +229,12 @@ def _encoded(
 
 def apply_changes(data: memoryview, into: memoryview, requests: RequestList, piece: int, where: str) -> bool:
     """Make the new version of a piece of the base, which ``into`` has; whether the result is what the holder has."""
-    spans = _spans(requests, piece)
+    spans = requests.spans(piece)
     if len(data) < RESULT.size:
         raise FormatError(f"{len(data)} bytes of changes of a piece", where=where)
     (result,) = RESULT.unpack(data[: RESULT.size])
     at = RESULT.size
-    for start, stop in spans if len(data) > at else ():
+    for _, start, stop in spans if len(data) > at else ():
         if len(data) < at + _BOX.size:
             raise FormatError("changes of a piece that end early", where=where)
         length, itemsize = _BOX.unpack(data[at : at + _BOX.size])
@@ -257,16 +250,9 @@ def apply_changes(data: memoryview, into: memoryview, requests: RequestList, pie
     return made == int(result)
 
 
-def _spans(requests: RequestList, piece: int) -> list[tuple[int, int]]:
-    """Where the boxes of a piece begin and end in it."""
-    places, _ = requests.places(piece)
-    rows = requests.pieces[piece]
-    return [(at, at + size) for at, size in zip(places, requests.nbytes[rows.start : rows.stop].tolist(), strict=True)]
-
-
-def _result_digest(view: memoryview, spans: Sequence[tuple[int, int]]) -> int:
+def _result_digest(view: memoryview, spans: Sequence[tuple[int, int, int]]) -> int:
     """Of the boxes alone: what lies between them is nobody's."""
     digest = xxhash.xxh3_64()
-    for start, stop in spans:
+    for _, start, stop in spans:
         digest.update(view[start:stop])
     return digest.intdigest()

@@ -434,8 +434,4 @@ def _run_alive(tasks: Sequence[Callable[[], None]], threads: int, alive: Callabl
 
 def piece_boxes(share: Share, piece: int) -> list[tuple[int, int, int, int]]:
     """For each box of a piece: the number of its want and of its request, and where in the piece it begins and ends."""
-    places, _ = share.requests.places(piece)
-    rows = share.requests.pieces[piece]
-    nbytes = share.requests.nbytes[rows.start : rows.stop].tolist()
-    wants = share.wants[rows.start : rows.stop].tolist()
-    return [(want, request, at, at + size) for want, request, at, size in zip(wants, rows, places, nbytes, strict=True)]
+    return [(int(share.wants[request]), request, start, stop) for request, start, stop in share.requests.spans(piece)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.errors import FormatError, NotFoundError
 from ckpt.net.channel import Row
-from ckpt.net.wire import check, is_count
+from ckpt.net.wire import check, is_count, is_seconds
 
 from .control import Answer
 from .holdings import Manifest, Version
@@ -22,6 +22,8 @@ REMEMBERED = 1024
 """Sinks that are gone, of which the report still tells."""
 FORMING = 1.0
 """Seconds within which a sink that passes a version on says so, once it was told of it: as long the next one waits for it."""
+_TOOK = {"bytes": is_count, "seconds": is_seconds, "took_from": {str: is_count}, "dense": {str: is_count}}
+"""What a sink tells of a version that it has taken."""
 MOST_RELAYS = 7
 """Sinks that another one is told to take from: with the source, as many as one receiver divides its requests among."""
 
@@ -71,6 +73,24 @@ class SinkRecord:
         if self.left and not self.lost_ranks:
             return "left"
         return "lost" if self.lost or self.lost_ranks else "taking" if self.taking else "waiting"
+
+    def status(self, newest: Version | None, now: float) -> Row:
+        """For ``control.SinkStatus``."""
+        last: Row = next(reversed(self.took.values()), {"took_from": {}, "dense": {}})
+        return {
+            "sink": self.name,
+            "ranks": self.ranks,
+            "state": self.state,
+            "lost_ranks": sorted(self.lost_ranks),
+            "step": None if self.has is None else self.has.step,
+            "relays": bool(self.relays) and not (self.lost or self.left),
+            "late": not self.left and newest is not None and self.has != newest,
+            "seconds": None if self.taking is None else round(now - self.since, 3),
+            "took": [(digest, row["bytes"], row["seconds"]) for digest, row in self.took.items()],
+            "took_from": last["took_from"],
+            "dense": last["dense"],
+            "error": self.error,
+        }
 
 
 class VersionRegistry:
@@ -223,7 +243,7 @@ class VersionRegistry:
         """A sink says how far it is."""
         version = Version.from_json(question["version"])
         if question["phase"] == "taken":
-            check(question, {"took_from": {str: is_count}, "dense": {str: is_count}})
+            check(question, _TOOK)
         with self._condition:
             sink = self._sink(peer, question)
             sink.error, sink.forming = None, sink.forming if question["phase"] == "taking" else ""
@@ -232,12 +252,8 @@ class VersionRegistry:
                 sink.taking, sink.since = version, time.time()
             elif question["phase"] == "taken":
                 sink.has, sink.taking = version, None
-                sink.took[version.digest] = {
-                    "bytes": int(question["bytes"]),
-                    "seconds": float(question["seconds"]),
-                    "from": dict(question["took_from"]),
-                    "dense": dict(question["dense"]),
-                }
+                if version.digest in {each.version.digest for each in self._versions}:
+                    sink.took[version.digest] = {name: question[name] for name in _TOOK}
             else:
                 sink.taking, sink.error = None, str(question["error"])[:2000]
                 sink.offered, sink.relays = "", ()
@@ -257,7 +273,6 @@ class VersionRegistry:
         """For ``ckpt live status`` and reports: versions, the oldest first, and sinks."""
         now = time.time()
         with self._condition:
-            known = {each.version.digest for each in self._versions}
             newest = self._versions[-1].version if self._versions else None
             return {
                 "run": self.run,
@@ -274,19 +289,5 @@ class VersionRegistry:
                     }
                     for each in self._versions
                 ],
-                "sinks": [
-                    {
-                        "sink": s.name,
-                        "ranks": s.ranks,
-                        "state": s.state,
-                        "lost_ranks": sorted(s.lost_ranks),
-                        "step": None if s.has is None else s.has.step,
-                        "relays": bool(s.relays) and not (s.lost or s.left),
-                        "late": not s.left and newest is not None and s.has != newest,
-                        "taking": None if s.taking is None else {"step": s.taking.step, "seconds": round(now - s.since, 3)},
-                        "took": [{"digest": d, **row} for d, row in s.took.items() if d in known],
-                        "error": s.error,
-                    }
-                    for s in self._sinks.values()
-                ],
+                "sinks": [sink.status(newest, now) for sink in self._sinks.values()],
             }

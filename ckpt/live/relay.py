@@ -40,12 +40,9 @@ class RelayedVersion:
 
     def add(self, requests: RequestList, piece: int, data: memoryview) -> None:
         """A piece is here; its bytes have just been verified. ``data`` is this version's from now on."""
-        rows = requests.pieces[piece]
-        places, _ = requests.places(piece)
-        boxes = {}
-        for row, at, size in zip(rows, places, requests.nbytes[rows.start : rows.stop].tolist(), strict=True):
-            box = data[at : at + size]
-            boxes[requests.key(row)] = box, xxhash.xxh3_64_intdigest(box)
+        boxes = {
+            requests.key(row): (data[start:stop], xxhash.xxh3_64_intdigest(data[start:stop])) for row, start, stop in requests.spans(piece)
+        }
         with self._condition:
             self._boxes.update(boxes)
             self._memory.append(data)
@@ -61,17 +58,15 @@ class RelayedVersion:
 
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
         """Pack a piece that is ready; as ``Holdings.pack``."""
-        places, length = requests.places(piece)
         with self._reading():
-            for row, at in zip(requests.pieces[piece], places, strict=True):
+            for row, start, stop in requests.spans(piece):
                 box, digest = self._boxes.get(requests.key(row), (None, 0))
-                if box is None or len(box) != requests.nbytes[row]:
+                if box is None or len(box) != stop - start:
                     raise NotFoundError("this relay has other boxes", hint="take again")
-                target = out[at : at + len(box)]
-                target[:] = box
-                if xxhash.xxh3_64_intdigest(target) != digest:
+                out[start:stop] = box
+                if xxhash.xxh3_64_intdigest(out[start:stop]) != digest:
                     raise CorruptError("a box that this relay has taken has changed since", hint="look at that machine's memory")
-        return length
+        return requests.places(piece)[1]
 
     def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
         """A piece that is ready, in ``out``: its own memory may be another version's before it is sent."""

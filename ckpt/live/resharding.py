@@ -239,7 +239,7 @@ class _Reshard:
             finally:
                 if server is not None:
                     server.close()
-        self.call.linger()
+        self.call.drain()
         return self._report(matched, meeting, traffic, time.perf_counter() - began)
 
     def _holdings(self, version: str) -> Holdings:

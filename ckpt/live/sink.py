@@ -226,7 +226,7 @@ class Sink:
                 catalog = in_other_names(catalog, self._views, strict=False)
             named = selection.view({name: entry for name, entry in catalog.tensors.items() if entry.rank is None})
             LoadJob(call=call, options=self._options).agree({}, nothing)
-        call.linger()
+        call.drain()
         return {
             name: torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
             for name, entry in named.items()
@@ -295,7 +295,7 @@ class Sink:
         if switched is None:
             return None
         done = time.monotonic()
-        call.linger()
+        call.drain()
         return TakeReport.of(staged, switched, waited=waited, seconds=done - began, switch=done - switched.began, spans=meter.spans.table())
 
     def _stage(self, job: LoadJob, matched: MatchedTake, puller: Puller, *, last: bool) -> StagedTake | None:

@@ -48,7 +48,7 @@ log = logging.getLogger("ckpt")
 
 FIRST_SIGN = 1.0
 """Seconds of a call after which ranks say how far they are: most calls are over by then."""
-_LINGER, _LINGER_FOR_DEAD = 2.0, 0.75
+_DRAIN, _DRAIN_WITHOUT_DEAD = 2.0, 0.75
 """Seconds that a leader waits at the end of a call for ranks that may be dead, and where some are known to be."""
 
 
@@ -330,7 +330,7 @@ class Call:
                 raise
             raise DeadlineError(f"{self.kind}: {err.message}", where=self.url, hint=err.hint) from err
 
-    def linger(self, seconds: float = _LINGER) -> None:
+    def drain(self, seconds: float = _DRAIN) -> None:
         """On the leader: wait for a moment until all ranks have heard what it decided last. Its process may serve the job's store, and end
         as soon as the call does."""
         if self._store is None or not self.is_leader:
@@ -362,7 +362,7 @@ class Call:
                     channel.confirm()
                     return
                 channel.say(report)
-            self.linger(_LINGER_FOR_DEAD if departed or isinstance(err, DeadlineError) else _LINGER)
+            self.drain(_DRAIN_WITHOUT_DEAD if departed or isinstance(err, DeadlineError) else _DRAIN)
         except DeadlineError as lost:
             log.warning("%s of %s failed, and the other ranks could not be told: %s", self.kind, self.url, lost)
 

@@ -371,7 +371,7 @@ class WrongMemberError(ValueError):
     """What is wrong; :func:`checked` makes an error of it that says where it came from."""
 
 
-def checked(message: Any, kind: Kind, what: str, where: str, hint: str = "use the same release of ckpt at both ends") -> Any:
+def checked(message: Any, kind: Kind, what: str, where: str | None, hint: str = "use the same release of ckpt at both ends") -> Any:
     """The message, which is of this kind; ``what`` it should be."""
     try:
         check(message, kind)

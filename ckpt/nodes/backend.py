@@ -254,12 +254,12 @@ def is_spread(url: str) -> bool:
     return url.startswith(f"{SCHEME}://")
 
 
-def know(nodes: NodeSet) -> None:
+def register_run(nodes: NodeSet) -> None:
     """From now on URLs below that of ``nodes`` lead to them."""
     _runs[nodes.url] = nodes
 
 
-def forget(nodes: NodeSet) -> None:
+def unregister_run(nodes: NodeSet) -> None:
     """The job has ended, unless another one of the same name has begun."""
     if _runs.get(nodes.url) is nodes:
         del _runs[nodes.url]

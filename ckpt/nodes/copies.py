@@ -188,7 +188,7 @@ def lost_files(backend: SpreadBackend, catalog: NativeCatalog) -> list[int]:
     return [n for n in lost if there.get(catalog.files[n].path) != catalog.files[n].size]
 
 
-def loss(url: str) -> str | None:
+def missing_data(url: str) -> str | None:
     """Why the checkpoint cannot be loaded from the nodes that answer; None if it can, as far as listings say."""
     backend = open_backend(url)
     try:
@@ -241,13 +241,13 @@ def _chunks(catalog: NativeCatalog, files: Collection[int]) -> Iterator[str]:
 
 
 class ParityWriter:
-    """Makes the parity files of one node. ``pace``: bytes a second that it reads from others at most, or None."""
+    """Makes the parity files of one node. ``max_bandwidth``: bytes a second that it reads from others at most, or None."""
 
-    def __init__(self, nodes: NodeSet, pace: float | None) -> None:
+    def __init__(self, nodes: NodeSet, max_bandwidth: float | None) -> None:
         self.received = 0
         """Bytes that were read from other nodes."""
         self._nodes = nodes
-        self._pace = pace
+        self._max_bandwidth = max_bandwidth
 
     def make_missing(self, there: SpreadFiles) -> None:
         """Make those that this node lacks of a checkpoint."""
@@ -286,9 +286,14 @@ class ParityWriter:
         block = np.zeros(length, dtype=np.uint8).data
         received = add_xor(block, [*layout.overlapping(at, at + length)], backend.reader.read_from_any)
         self.received += received
-        if self._pace is not None:
-            time.sleep(max(0.0, received / self._pace - (time.monotonic() - began)))
+        _slow_down(received, began, self._max_bandwidth)
         return block
+
+
+def _slow_down(nbytes: int, began: float, max_bandwidth: float | None) -> None:
+    """Wait until ``nbytes`` that have moved since ``began`` are no more than the limit allows."""
+    if max_bandwidth is not None:
+        time.sleep(max(0.0, nbytes / max_bandwidth - (time.monotonic() - began)))
 
 
 def _compare(own: Backend, file: DataFile) -> None:
@@ -317,16 +322,19 @@ def _is_there(step: Step) -> bool:
 
 
 class NodeCopier:
-    """Copies the files of one node. ``pace``: bytes a second at most, or None. ``completed``: called once for each step that has all of its
-    copies, those by other nodes too, with its number, URL, id, and the seconds since this node saw it committed; on one node of the job."""
+    """Copies the files of one node. ``max_bandwidth``: bytes a second at most, or None.
 
-    def __init__(self, nodes: NodeSet, pace: float | None, completed: Completed | None = None) -> None:
+    ``completed``: called once for each step that has all of its copies, those by other nodes too, with its number, URL, id, and the seconds
+    since this node saw it committed; on one node of the job.
+    """
+
+    def __init__(self, nodes: NodeSet, max_bandwidth: float | None, completed: Completed | None = None) -> None:
         self.uncopied: tuple[int, ...] = ()
         """Steps of which files of this node are still to be copied, or could not be when that was tried last."""
         self._given = 0
-        self._parity = ParityWriter(nodes, pace)
+        self._parity = ParityWriter(nodes, max_bandwidth)
         self._nodes = nodes
-        self._pace = pace
+        self._max_bandwidth = max_bandwidth
         self._complete: set[str | None] = set()
         """Ids of steps whose files this node has given away."""
         self._completed = completed
@@ -459,8 +467,7 @@ class NodeCopier:
                 began = time.monotonic()
                 count = task()
                 self._given += count
-                if self._pace is not None:
-                    time.sleep(max(0.0, count / self._pace - (time.monotonic() - began)))
+                _slow_down(count, began, self._max_bandwidth)
         except ConflictError:
             return  # another process was first
         finally:

@@ -150,7 +150,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
 
         call.map_reduce("survivors", greet, lambda rows: None)
         call.map_reduce("apart", partial(_seen, local, mine, others), partial(_check_apart, directory, rows))
-        call.linger()
+        call.drain()
         failed.pop_all()
     if first:
         local.delete(token)

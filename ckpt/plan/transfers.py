@@ -123,6 +123,12 @@ class RequestList:
         rows = self.pieces[piece]
         return places[rows.start : rows.stop], lengths[piece]
 
+    def spans(self, piece: int) -> list[tuple[int, int, int]]:
+        """The requests of a piece, each with where its box begins and ends in the piece's bytes."""
+        rows = self.pieces[piece]
+        sizes = self.nbytes[rows.start : rows.stop].tolist()
+        return [(row, at, at + size) for row, at, size in zip(rows, self.places(piece)[0], sizes, strict=True)]
+
     def bytes_of(self, piece: int) -> int:
         """Bytes of the boxes of a piece, without what lies between them."""
         return self._places[2][piece]

@@ -17,8 +17,8 @@ import xxhash
 from ckpt.errors import CkptError, UsageError
 from ckpt.io_backends.registry import is_file_system, open_below, real_url
 from ckpt.net.group import Group
-from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copies import Completed, NodeCopier, loss, note_copies
+from ckpt.nodes.backend import register_run, run_url, unregister_run
+from ckpt.nodes.copies import Completed, NodeCopier, missing_data, note_copies
 from ckpt.nodes.nodes import PARITY, ROOT, NodeSet, StorageNode
 from ckpt.nodes.rendezvous import JobNodes, is_memory, meet, own_node
 from ckpt.plan.copies import MirrorPlacement
@@ -44,17 +44,17 @@ class NodeLocal:
             machines, or what ``CKPT_DOMAIN`` says. 0: none. By default 1, or none with ``parity``.
         parity: in place of copies, groups of so many failure domains keep the XOR of each other's files, which takes 1 / (``parity`` - 1)
             of their space. Of each group one domain may be lost. At least 3.
-        pace: bytes a second at which a node gives copies away, or reads for parity, at most.
+        max_bandwidth: bytes a second at which a node gives copies away, or reads for parity, at most.
 
     Raises:
         UsageError: ``directory`` is a URL of something else, ``copies`` no number of nodes, ``parity`` below 3 or given with copies, or
-            ``pace`` no speed.
+            ``max_bandwidth`` no speed.
     """
 
     directory: str | os.PathLike[str]
     copies: int | None = None
     parity: int | None = None
-    pace: float | None = None
+    max_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if not is_file_system(url_text(self.directory)) and not is_memory(url_text(self.directory)):
@@ -66,8 +66,9 @@ class NodeLocal:
             check_whole(self.parity, "parity, how many nodes form a group,", 3, "of 2 nodes it is copies=1")
         if self.parity is not None and self.copies:
             raise UsageError("copies= and parity= do not go together", hint="parity=4 takes less memory, copies=2 survives more losses")
-        if self.pace is not None and (not isinstance(self.pace, int | float) or not self.pace > 0):
-            raise UsageError(f"pace is bytes a second, not {self.pace!r}", hint="pace=200e6; leave it out for no limit")
+        if self.max_bandwidth is not None and (not isinstance(self.max_bandwidth, int | float) or not self.max_bandwidth > 0):
+            hint = "max_bandwidth=200e6; leave it out for no limit"
+            raise UsageError(f"max_bandwidth is bytes a second, not {self.max_bandwidth!r}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Memory:
     Args:
         every: when to save into memory; of the policies those that follow from step numbers alone.
         keep: how many steps each machine keeps. At least 2: while one is saved, the one before must be whole.
-        copies, parity, pace: as for :class:`NodeLocal`.
+        copies, parity, max_bandwidth: as for :class:`NodeLocal`.
 
     Raises:
         UsageError: ``every`` needs a clock or a signal, ``keep`` is below 2; or as for :class:`NodeLocal`.
@@ -88,7 +89,7 @@ class Memory:
     keep: int = 2
     copies: int | None = None
     parity: int | None = None
-    pace: float | None = None
+    max_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_arguments(every=self.every)
@@ -100,7 +101,7 @@ class Memory:
 
     def on_nodes(self, root: str) -> NodeLocal:
         """Where the checkpoints of the run at ``root`` lie in each machine's memory."""
-        return NodeLocal(f"memory://{_name(root)}", self.copies, self.parity, self.pace)
+        return NodeLocal(f"memory://{_name(root)}", self.copies, self.parity, self.max_bandwidth)
 
 
 def _name(root: str) -> str:
@@ -119,7 +120,7 @@ class SpreadTier:
         self._copies = (1 if given.parity is None else 0) if given.copies is None else given.copies
         self._members = self._copies + 1 if given.parity is None else given.parity
         """Domains of a group."""
-        self._pace = given.pace
+        self._max_bandwidth = given.max_bandwidth
         self._group, self._finishing = group, group.apart()
         self._timeout = timeout
         if real_url(self._directory) == real_url(root):
@@ -143,8 +144,8 @@ class SpreadTier:
 
     def _know(self) -> None:
         self._alone = replace(self.nodes, url=self.own_url, further=())
-        know(self.nodes)
-        know(self._alone)
+        register_run(self.nodes)
+        register_run(self._alone)
 
     def _set(self, meeting: JobNodes, behind: Sequence[StorageNode]) -> NodeSet:
         return NodeSet(
@@ -182,11 +183,11 @@ class SpreadTier:
         if meeting.server is not None or self._group.size == 1:
             # The leader says when a step has all of its copies; never, if it cannot have them.
             says = leads and len(domains) >= (self._members if self._parity is None else 2)
-            self._copier = NodeCopier(self.nodes, self._pace, self._completed if says else None)
+            self._copier = NodeCopier(self.nodes, self._max_bandwidth, self._completed if says else None)
 
     def judged(self, step: Step) -> Step:
         """The same step; as damaged, with the reason, if the nodes that answer and the root lack files of it."""
-        why = loss(step.url) if step.committed else None
+        why = missing_data(step.url) if step.committed else None
         return step if why is None else replace(step, committed=False, damaged=True, reason=why)
 
     def sources(self) -> dict[str, int]:
@@ -241,8 +242,8 @@ class SpreadTier:
         """Serve no other node any more."""
         if self._meeting is not None:
             self._meeting.close()
-        forget(self.nodes)
-        forget(self._alone)
+        unregister_run(self.nodes)
+        unregister_run(self._alone)
 
 
 def merged_sources(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:

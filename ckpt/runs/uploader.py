@@ -138,7 +138,7 @@ class Uploader:
         try:
             seen = call.map_reduce("choose", dict, lambda rows: self._unconfirmed(upload_round))
             if seen["gave_up"]:
-                call.linger()
+                call.drain()
                 return False
             self.unpublished, step = tuple(seen["steps"]), max(seen["steps"], default=None)
             choice = call.map_reduce("look", dict, lambda rows: self._choose())
@@ -146,7 +146,7 @@ class Uploader:
             # what failed and need not be published any more counts no longer
             upload_round.failed = {n: e for n, e in upload_round.failed.items() if n in self.unpublished}
             if step is None:
-                call.linger()
+                call.drain()
                 return False
             call.map_reduce("copy", lambda: self._copy(call, choice["name"]), self._commit)
             upload_round.failed.pop(step, None)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
@@ -158,14 +159,7 @@ def _shortened(cell: str, limit: int) -> str:
 def _wrapped(cell: str, limit: int) -> list[str]:
     """The text in lines of at most ``limit``, broken between words; a word that is longer is broken anywhere."""
     text, name = split_styled(cell)
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) <= limit:
-            lines[-1] += f" {word}"
-            continue
-        pieces = [word[at : at + limit] for at in range(0, len(word), limit)] or [""]
-        lines = [*lines, *pieces] if lines[-1] else [*lines[:-1], *pieces]
-    return [style(line, name) for line in lines]
+    return [style(line, name) for line in wrap(text, limit, break_on_hyphens=False)]
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])

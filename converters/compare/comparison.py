@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import islice, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -67,13 +67,6 @@ class Renaming:
         return next((new + name.removeprefix(old) for old, new in self.beginnings if name.startswith(old)), name)
 
 
-class Inlined(NamedTuple):
-    """A tensor that is in the state itself, as the step of an optimizer may be."""
-
-    dtype: DType
-    elements: Raw
-
-
 class Side:
     """One checkpoint: its tensors as views, without padding."""
 
@@ -113,14 +106,15 @@ class Side:
         """Path and node of each value; those of one rank begin with ``rank <r>:``."""
         return iter(self._renaming.of(dict(self._values())).items()) if self._renaming.beginnings else self._values()
 
-    def inlined(self, name: str) -> Inlined | None:
-        """The tensor that the state itself has under this name, if it has one there."""
+    def inlined(self, name: str) -> tuple[DType, Raw] | None:
+        """dtype and elements of the tensor that the state itself has under this name, as it may have an optimizer's step; None if it has
+        none."""
         node = self._inlined.get(name)
         if node is None:
             return None
         kind, shape, data = node["$inline"]
         kind_of = dtype(kind)
-        return Inlined(kind_of, np.frombuffer(base64.b64decode(data), raw_dtype(kind_of)).reshape(shape))
+        return kind_of, np.frombuffer(base64.b64decode(data), raw_dtype(kind_of)).reshape(shape)
 
     @cached_property
     def _inlined(self) -> dict[str, Any]:
@@ -384,9 +378,13 @@ class _Comparing:
         """Compare a tensor of one side with the same that the state of the other side has in itself."""
         kinds, elements = [], []
         for side in self.sides:
-            inline = side.inlined(name) if name not in side.views else None
-            kinds.append(side.kind(name) if inline is None else inline.dtype)
-            elements.append(side.elements.of_view(v := side.views[name], Box.whole(v.shape)) if inline is None else inline.elements)
+            if name not in side.views and (inline := side.inlined(name)) is not None:
+                kind, own = inline
+            else:
+                view = side.views[name]
+                kind, own = side.kind(name), side.elements.of_view(view, Box.whole(view.shape))
+            kinds.append(kind)
+            elements.append(own)
         left, right = elements
         if left.shape != right.shape:
             yield TensorDifference(name=name, kind="shape", left=str(list(left.shape)), right=str(list(right.shape)))

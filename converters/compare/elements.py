@@ -202,7 +202,8 @@ class ElementDifferences:
 def differing(left: Raw, right: Raw, kinds: tuple[DType, DType], tolerance: Tolerance, box: Box) -> ElementDifferences:
     """What differs between the elements of ``box`` on both sides."""
     if kinds[0] == kinds[1] and kinds[0].name == "float4_e2m1fn_x2":  # two values in an element: bits are all there is to compare
-        return _bits(left, right, box)
+        odd = np.nonzero(np.atleast_1d(left != right))
+        return ElementDifferences(len(odd[0]), np.inf, np.inf, tuple(o + int(w[0]) for o, w in zip(box.offset, odd, strict=False)))
     a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
     with np.errstate(all="ignore"):
         same = _equal(a, b)
@@ -245,9 +246,3 @@ def _size(a: Any) -> Any:
 def have_same_bits(left: Raw, right: Raw) -> bool:
     """Whether elements are the same, NaNs and signs of zeros too: cheaper than ``differing``, which is not asked then."""
     return np.array_equal(left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8))
-
-
-def _bits(left: Raw, right: Raw, box: Box) -> ElementDifferences:
-    where = np.nonzero(np.atleast_1d(left != right))
-    first = tuple(o + int(w[0]) for o, w in zip(box.offset, where, strict=False))
-    return ElementDifferences(len(where[0]), float("inf"), float("inf"), first)

@@ -359,7 +359,7 @@ def _run(
         undo.pop_all()
     written.close()
     if call.is_leader:
-        call.linger()
+        call.drain()
     files, base, taken = begun.planned.files, begun.base, begun.chosen.taken()
     return ExportReport(
         url=call.url,

@@ -157,7 +157,13 @@ class Term:
         """The left side's tensors as views of the right side's. Errors as for :meth:`rightwards`."""
         made = {}
         for name, (_, at) in matched.items():
-            for i, row in enumerate(self._parted(views.whole(name, shape_of(name)), numbers, name)):
+            rows: Rows = [[views.whole(name, shape_of(name))]]
+            try:
+                for step in reversed(self.steps):
+                    rows = _backward(step, rows, len(self.left), numbers)
+            except UsageError as err:
+                raise UsageError(f"{name!r} cannot be taken apart: {err.message}", hint=err.hint) from err
+            for i, row in enumerate(rows):
                 own = dict(at) if self.over is None else {**dict(at), self.over: i}
                 made.update({name_of(pattern, own): view for pattern, view in zip(self.left, row, strict=True)})
         return made
@@ -170,15 +176,6 @@ class Term:
             raise UsageError(f"{target!r} cannot be made: {err.message}", hint=err.hint) from err
         ((view,),) = rows
         return view
-
-    def _parted(self, view: LogicalTensor, numbers: Dimensions, name: str) -> Rows:
-        rows: Rows = [[view]]
-        try:
-            for step in reversed(self.steps):
-                rows = _backward(step, rows, len(self.left), numbers)
-        except UsageError as err:
-            raise UsageError(f"{name!r} cannot be taken apart: {err.message}", hint=err.hint) from err
-        return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- steps

@@ -31,7 +31,7 @@ from ckpt.plan.reads import group_sorted
 from ckpt.plan.views import LogicalTensor, ViewPiece
 from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, torch_dtype
 
-from .target import PAGE, FileItem, FileSegment, FileWindow, slabs, windows
+from .target import PAGE, FileItem, FileSegment, slabs, windows
 
 # Boxes of views, read into memory: any part of a tensor that is made of stored ones, in any order of axes, cast if it has to be.
 
@@ -243,8 +243,8 @@ class WindowFiller:
                 self._read(listed, window, buffer)
                 last.result()
                 on_written()
-                placed = [segment._replace(item=numbers[segment.item]) for segment in window.segments]
-                last = Pending(partial(_give, put, placed, window.start, buffer), "ckpt-convert")
+                placed = [segment._replace(item=numbers[segment.item]) for segment in window]
+                last = Pending(partial(_give, put, placed, buffer), "ckpt-convert")
         finally:
             last.wait()
         last.result()
@@ -263,10 +263,10 @@ class WindowFiller:
             self._seams = {name: seams_of(self.chosen.catalog, self.chosen.tensors[name].view)}
         return self._seams[name]
 
-    def _read(self, items: Sequence[FileItem], window: FileWindow, buffer: torch.Tensor) -> None:
-        base = window.start // PAGE * PAGE
+    def _read(self, items: Sequence[FileItem], window: Sequence[FileSegment], buffer: torch.Tensor) -> None:
+        base = window[0].start // PAGE * PAGE
         stored, computed = list[ViewBox](), list[ComputedBox]()
-        for segment in window.segments:
+        for segment in window:
             wanted = self.chosen.tensors[items[segment.item].name]
             raw = buffer[segment.start - base : segment.start - base + segment.length]
             memory = raw.view(torch_dtype(wanted.dtype)).view(segment.box.shape)
@@ -278,8 +278,8 @@ class WindowFiller:
         self._computing.fill(computed)
 
 
-def _give(put: Put, segments: Sequence[FileSegment], start: int, buffer: torch.Tensor) -> None:
-    base = start // PAGE * PAGE
+def _give(put: Put, segments: Sequence[FileSegment], buffer: torch.Tensor) -> None:
+    base = segments[0].start // PAGE * PAGE
     data = buffer.numpy().data
     starts = [segment.start for segment in segments]
     for first, last, stop in group_sorted(starts, [segment.start + segment.length for segment in segments]):

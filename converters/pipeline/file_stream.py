@@ -175,22 +175,18 @@ def _copy_one(fetch: DigestReader, run: ByteRun, file: OpenFile, memory: memoryv
 
     def read() -> None:
         file.back(run.item, mark)
-        _copy_once(fetch, run, file, memory)
+        check = ChunkDigest(fetch, run.chunk)
+        at, stop = run.start, run.start + run.length
+        while at < stop:
+            end = min(stop, (at + settings.PIECE) // PAGE * PAGE)  # where pages do: a piece keeps its place in a page, for direct I/O
+            piece = memory[at % PAGE : at % PAGE + end - at]
+            fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
+            check.update(piece)
+            file.take(run.item, at, piece)
+            at = end
+        check.end()
 
     fetch.reread(run.chunk.extent, read)
-
-
-def _copy_once(fetch: DigestReader, run: ByteRun, file: OpenFile, memory: memoryview) -> None:
-    check = ChunkDigest(fetch, run.chunk)
-    at, stop = run.start, run.start + run.length
-    while at < stop:
-        end = min(stop, (at + settings.PIECE) // PAGE * PAGE)  # pieces end where pages do, and keep their place in a page, for direct I/O
-        piece = memory[at % PAGE : at % PAGE + end - at]
-        fetch.fill(run.chunk.extent.path, run.offset + at - run.start, piece)
-        check.update(piece)
-        file.take(run.item, at, piece)
-        at = end
-    check.end()
 
 
 def _copy_together(fetch: DigestReader, runs: Sequence[ByteRun], group: RangeGroup, file: OpenFile, memory: memoryview) -> None:

@@ -108,15 +108,7 @@ class FileSegment(NamedTuple):
     length: int
 
 
-class FileWindow(NamedTuple):
-    """Segments in the order of the file, between the bytes ``start`` and ``stop``."""
-
-    segments: tuple[FileSegment, ...]
-    start: int
-    stop: int
-
-
-def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int, enough: int | None = None) -> Iterator[FileWindow]:
+def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int, enough: int | None = None) -> Iterator[list[FileSegment]]:
     """Windows of at most ``most`` bytes of a file with these items, in order of their offsets. One that has ``enough`` bytes ends with its
     item: no chunk is in two items, so none is read twice for that.
 
@@ -129,21 +121,17 @@ def windows(items: Sequence[FileItem], seams: Sequence[Sequence[int]], most: int
     for number, (item, places) in enumerate(zip(items, seams, strict=True)):
         at = item.offset
         if pending and at - pending[0].start >= enough:
-            yield _closed(pending)
+            yield pending
             pending = []
         for box in slabs(item.box, item.itemsize, places, min(most, settings.CHUNK)):
             segment = FileSegment(number, box, at, box.numel * item.itemsize)
             at += segment.length
             if pending and at - pending[0].start > most:
-                yield _closed(pending)
+                yield pending
                 pending = []
             pending.append(segment)
     if pending:
-        yield _closed(pending)
-
-
-def _closed(segments: list[FileSegment]) -> FileWindow:
-    return FileWindow(tuple(segments), segments[0].start, segments[-1].start + segments[-1].length)
+        yield pending
 
 
 def slabs(box: Box, itemsize: int, seams: Sequence[int], most: int) -> Iterator[Box]:

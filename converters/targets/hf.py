@@ -185,7 +185,11 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
         raise UsageError(message, where=chosen.catalog.url, hint="leave it out: --exclude")
     alone = layout.name is not None
     if layout.require_config and not alone and CONFIG not in layout.beside:
-        _check_configured(chosen, layout.url)
+        derived = derived_config(chosen)
+        if derived.content is None and CONFIG not in dict(_beside(chosen.catalog)):
+            why = "the source has none" if derived.reason is None else f"the source has none, and none can be made: {derived.reason}"
+            hint = "name a config.json, or a model's directory that has one: --config PATH; or write the weights without one: --no-config"
+            raise UsageError(f"from_pretrained needs a {CONFIG}, and {why}; nothing was written", where=layout.url, hint=hint)
     groups = [range(len(members))] if alone else group_sizes([w.nbytes for w in members], layout.shard_size or SHARD)
     names = [layout.name or SINGLE] if len(groups) == 1 else [f"model-{i + 1:05d}-of-{len(groups):05d}{SUFFIX}" for i in range(len(groups))]
     shards = [[members[i] for i in group] for group in groups]
@@ -278,14 +282,6 @@ def _belongs(name: str) -> bool:
     if name in OF_FORMATS or name.endswith((".index.json", "/")) or name.startswith(("training_args", "trainer_state", ".")):
         return False
     return name.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))
-
-
-def _check_configured(chosen: OutputSet, url: str) -> None:
-    derived = derived_config(chosen)
-    if derived.content is None and CONFIG not in dict(_beside(chosen.catalog)):
-        why = "the source has none" if derived.reason is None else f"the source has none, and none can be made: {derived.reason}"
-        hint = "name a config.json, or the directory of a model that has one: --config PATH; or write the weights without one: --no-config"
-        raise UsageError(f"from_pretrained needs a {CONFIG}, and {why}; nothing was written", where=url, hint=hint)
 
 
 def _notes(chosen: OutputSet) -> tuple[str, ...]:

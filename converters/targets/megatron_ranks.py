@@ -71,7 +71,15 @@ def arguments_of(catalog: Catalog, config: Mapping[str, Any], model: Mapping[str
     if given_arguments.get("untie_embeddings_and_output_weights") and OUTPUT not in model:
         hint = f"convert {OUTPUT} too, or say that it is tied: --arg untie_embeddings_and_output_weights=false"
         raise UsageError("the output layer is missing, and is not tied to the embedding", where=catalog.url, hint=hint)
-    arguments = {**_soft(model), **given_arguments, **_facts(model), **_of_parallel(parallel)}
+    arguments = {**_soft(model), **given_arguments, **_facts(model)}
+    arguments |= {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual if parallel.virtual > 1 else None,
+        "expert_model_parallel_size": parallel.expert,
+        "ckpt_format": "torch",
+        "use_dist_ckpt": False,
+    }
     if "num_attention_heads" in arguments:
         _check_heads(arguments, parallel.tensor, catalog.url)
     elif not _divided_before(given_arguments.get("tensor_model_parallel_size"), parallel.tensor):
@@ -131,17 +139,6 @@ def _stored_arguments(catalog: Catalog, parallel: MegatronParallel) -> Arguments
     if pipeline != (parallel.pipeline, parallel.virtual):
         dropped |= set(_OF_ONE_PIPELINE)
     return {k: v for k, v in stored.items() if k not in dropped}
-
-
-def _of_parallel(parallel: MegatronParallel) -> Arguments:
-    return {
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": parallel.virtual if parallel.virtual > 1 else None,
-        "expert_model_parallel_size": parallel.expert,
-        "ckpt_format": "torch",
-        "use_dist_ckpt": False,
-    }
 
 
 # ------------------------------------------------------------------------------------------------- what tensors say

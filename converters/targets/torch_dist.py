@@ -248,7 +248,11 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     for name in chosen.objects[1:]:
         places[index_of(name, None)] = places[index_of(chosen.objects[0], None)]  # all are None, so the bytes are the same
     rows |= {name: BytesStorageMetadata() for name in chosen.objects}
-    small = {COMMON: _common(chosen), METADATA: metadata(rows, places), METADATA_JSON: json.dumps(_CONFIG).encode()}
+    common = tree.decode(chosen.state, inline_only)
+    assert isinstance(common, dict)
+    if "args" in common:
+        common["args"] = Namespace(**common["args"])
+    small = {COMMON: saved(common), METADATA: metadata(rows, places), METADATA_JSON: json.dumps(_CONFIG).encode()}
 
     def finish(backend: Backend) -> None:
         for name, data in small.items():
@@ -274,15 +278,6 @@ def _items(key: str, member: StackedTensor) -> list[TensorItem]:
     parts = [Box((start, *(0,) * len(inner)), (rows, *inner)) for start in (0, rows)] if gated else [Box.whole(wanted.shape)]
     boxes = [box for part in parts for box in boxes_of(part, wanted.dtype.itemsize)]
     return [TensorItem(key, Box((*at, *box.offset), (*(1,) * len(at), *box.shape)), wanted, box) for box in boxes]
-
-
-def _common(chosen: ChosenParameters) -> bytes:
-    """The file of what is not sharded."""
-    decoded = tree.decode(chosen.state, inline_only)
-    assert isinstance(decoded, dict)
-    if "args" in decoded:
-        decoded["args"] = Namespace(**decoded["args"])
-    return saved(decoded)
 
 
 TARGET = Target(name="torch_dist", choose=choose_parameters, plan=plan)

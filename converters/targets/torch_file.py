@@ -195,42 +195,34 @@ def nested_state(chosen: OutputSet, leaf: Leaf) -> Any:
 
     Parameters of an optimizer are named within the module whose key their names begin with, as torch's ``get_optimizer_state_dict`` does.
     """
-    return _Builder(chosen, leaf).built()
+    none = Grid(cuts=(), files=np.zeros(1, dtype=np.int32))
+    entries = [w.entry(none) for w in chosen.tensors.values()]
+    contents = ExternalContents(tensors=entries, files=(), state=chosen.state, ranks=chosen.ranks)
+    source = chosen.catalog
+    view = View(ExternalCatalog(contents, backend=source.backend, format=source.format, locate=lambda wanted: []))
+    reached: set[str] = set()
 
-
-class _Builder:
-    def __init__(self, chosen: OutputSet, leaf: Leaf) -> None:
-        self.chosen = chosen
-        self.leaf = leaf
-        self.reached: set[str] = set()
-        none = Grid(cuts=(), files=np.zeros(1, dtype=np.int32))
-        entries = [w.entry(none) for w in chosen.tensors.values()]
-        contents = ExternalContents(tensors=entries, files=(), state=chosen.state, ranks=chosen.ranks)
-        source = chosen.catalog
-        self.view = View(ExternalCatalog(contents, backend=source.backend, format=source.format, locate=lambda wanted: []))
-
-    def built(self) -> Any:
-        state = self.value(self.view.state(), "")
-        rest = {name: self.leaf(wanted) for name, wanted in self.chosen.tensors.items() if name not in self.reached}
-        if not rest:
-            return _within_modules(state) if isinstance(state, dict) else state
-        if (state is not None and not isinstance(state, dict)) or rest.keys() & (state or {}):
-            hint = "leave it out: --exclude"
-            raise UsageError(f"the state has no place for the tensor {min(rest)!r}", where=self.chosen.catalog.url, hint=hint)
-        return _within_modules({**(state or {}), **rest})
-
-    def value(self, value: Any, path: str) -> Any:
+    def filled(value: Any, path: str) -> Any:
         if isinstance(value, StoredTensor):
-            self.reached.add(value.name)
-            return self.leaf(self.chosen.tensors[value.name])
+            reached.add(value.name)
+            return leaf(chosen.tensors[value.name])
         if isinstance(value, StoredPerRank):
-            ranks = {r: self.view.per_rank(path, r) for r, values in sorted(self.chosen.ranks.items()) if path in values}
-            return {r: self.value(child, path) for r, child in ranks.items()}
+            ranks = {r: view.per_rank(path, r) for r, values in sorted(chosen.ranks.items()) if path in values}
+            return {r: filled(child, path) for r, child in ranks.items()}
         if isinstance(value, Mapping):
-            return {k: self.value(v, child_path(path, k) if isinstance(k, (str, int)) else path) for k, v in value.items()}
+            return {k: filled(v, child_path(path, k) if isinstance(k, (str, int)) else path) for k, v in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self.value(v, child_path(path, i)) for i, v in enumerate(value))
+            return type(value)(filled(v, child_path(path, i)) for i, v in enumerate(value))
         return value
+
+    state = filled(view.state(), "")
+    rest = {name: leaf(wanted) for name, wanted in chosen.tensors.items() if name not in reached}
+    if not rest:
+        return _within_modules(state) if isinstance(state, dict) else state
+    if (state is not None and not isinstance(state, dict)) or rest.keys() & (state or {}):
+        hint = "leave it out: --exclude"
+        raise UsageError(f"the state has no place for the tensor {min(rest)!r}", where=source.url, hint=hint)
+    return _within_modules({**(state or {}), **rest})
 
 
 def _within_modules(state: dict[Any, Any]) -> dict[Any, Any]:

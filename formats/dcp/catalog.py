@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,7 +27,7 @@ from ckpt.formats.torchzip.catalog import TensorTable, node_maker
 from ckpt.plan import tree
 from ckpt.units import plural
 
-from .container import METADATA, DcpBox, DcpTensor, Metadata, Places, open_items, read_metadata
+from .container import DATA_FILE, METADATA, DcpBox, DcpTensor, Metadata, Places, open_items, rank_of, read_metadata
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 FORMAT_NAME = "torch.distributed.checkpoint"
 _MODULE = b"torch.distributed.checkpoint"
 _OWN = re.compile(r"__\d+\.metadata")
-_DATA = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def recognises(backend: Backend, names: Sequence[str]) -> bool:
@@ -59,7 +57,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
     """The catalog of metadata that were read."""
     items = [box.item for stored in metadata.tensors.values() for box in stored.boxes]
     paths = sorted({item.path for item in (*items, *metadata.values.values())})
-    files = [ExternalFile(path, size, _rank(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
+    files = [ExternalFile(path, size, rank_of(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
     rows = {file.path: row for row, file in enumerate(files)}
     tensors = _ItemTensors(backend, files, {name: _grid(name, stored, rows, backend.url) for name, stored in metadata.tensors.items()})
     archives = list(open_items(backend, list(metadata.values.values()), tensors.sizes))
@@ -108,11 +106,6 @@ def _unread(metadata: Metadata, tensors: _ItemTensors) -> list[str]:
     return [f"{plural(len(short), 'tensor')} cannot be read, such as {short[0]}: {what}"]
 
 
-def _rank(path: str) -> int | None:
-    match = _DATA.fullmatch(path)
-    return int(match[1]) if match and len(match[1]) < 9 else None
-
-
 def _grid(name: str, stored: DcpTensor, rows: Mapping[str, int], where: str) -> tuple[TensorEntry, list[DcpBox]]:
     boxes = stored.boxes
     if not boxes and 0 in stored.shape:
@@ -129,27 +122,20 @@ class _ItemTensors:
         self.sizes = {f.path: f.size for f in files}
         self._first = files[0].path if files else ""
         self._boxes = {name: boxes for name, (_, boxes) in described.items()}
-        self._looks = Places(backend, self.sizes)
-        self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
-        self._lock = threading.Lock()
+        self._places = Places(backend, self.sizes)
 
     def locate(self, wanted: ChunkRequests) -> list[Extent]:
         """The extents of chunks; looks into items that were not looked into before."""
         boxes = [self._boxes[entry.name][number] if self._boxes[entry.name] else None for entry, number in wanted]
-        with self._lock:
-            self._look([(entry, box) for (entry, _), box in zip(wanted, boxes, strict=True) if box is not None])
+        self._places.look((e.name, e.dtype.name, box) for (e, _), box in zip(wanted, boxes, strict=True) if box is not None)
         return [
             Extent(self._first, 0, 0, None) if box is None else self._extent(entry, box)
             for (entry, _), box in zip(wanted, boxes, strict=True)
         ]
 
     def _extent(self, entry: TensorEntry, box: DcpBox) -> Extent:
-        start, crc = self._places[box.item[:2]]
+        start, crc = self._places.of(box.item)
         return Extent(box.item.path, start, math.prod(box.shape) * entry.dtype.itemsize, None, crc32=crc)
-
-    def _look(self, wanted: Sequence[tuple[TensorEntry, DcpBox]]) -> None:
-        new = {box.item[:2]: (entry.name, entry.dtype.name, box) for entry, box in wanted if box.item[:2] not in self._places}
-        self._places |= zip(new, self._looks.find(list(new.values())), strict=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- state
@@ -197,7 +183,7 @@ FORMAT = Format(name=FORMAT_NAME, recognises=recognises, open=open_dcp)
 
 def _is_unfinished(backend: Backend, names: Sequence[str]) -> bool:
     """``.metadata`` is written last."""
-    return METADATA not in names and any(_DATA.fullmatch(name) for name in names)
+    return METADATA not in names and any(DATA_FILE.fullmatch(name) for name in names)
 
 
 def _open_unfinished(backend: Backend) -> NoReturn:

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -28,9 +30,16 @@ if TYPE_CHECKING:
 
 
 METADATA = ".metadata"
+DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _MODULE = "torch.distributed.checkpoint.metadata"
 _PARTS = ("state_dict_metadata", "storage_data")
 _TENSOR_PARTS = frozenset({"properties", "size", "chunks"})
+
+
+def rank_of(path: str) -> int | None:
+    """The rank that wrote a data file, as its name says."""
+    match = DATA_FILE.fullmatch(path)
+    return int(match[1]) if match and len(match[1]) < 9 else None
 
 
 class DcpItem(NamedTuple):
@@ -132,17 +141,14 @@ class _MetadataReader:
                 raise FormatError(f"{key['fqn']} is stored through {through}", where=self.where, hint=hint)
             path = place["relative_path"]
             if path not in self._known_paths:
-                self._check_path(path, key["fqn"])
+                problem = path_problem(path) if type(path) is str else "no path"
+                if problem is not None:
+                    self.damaged(f"{key['fqn']} lies in a file that cannot be: {problem}")
+                self._known_paths.add(path)
             offset, length = counts((place["offset"], place["length"]))
             at = None if key.get("offset") is None else self._counts(key["offset"])  # what is None was not pickled
             items[key["fqn"], at] = DcpItem(path, offset, length)
         return items
-
-    def _check_path(self, path: Any, name: str) -> None:
-        problem = path_problem(path) if type(path) is str else "no path"
-        if problem is not None:
-            self.damaged(f"{name} lies in a file that cannot be: {problem}")
-        self._known_paths.add(path)
 
     def _counts(self, value: Any) -> tuple[int, ...]:
         """``counts``; boxes and items have the same offsets."""
@@ -202,7 +208,7 @@ WHOLE = 16 << 10
 AT_ONCE = 2048
 """Items that are read before the next ones."""
 
-Held = tuple[tuple[int, bytes], tuple[int, bytes]]
+ItemEnds = tuple[tuple[int, bytes], tuple[int, bytes]]
 """Where in an item its first bytes begin, and its last ones, and these bytes; twice the same of a short item."""
 
 
@@ -217,10 +223,10 @@ def open_items(backend: Backend, items: Sequence[DcpItem], sizes: Mapping[str, i
             yield archive_of(backend, item, (parts[0], parts[-1]))
 
 
-def archive_of(backend: Backend, item: DcpItem, cached: Held) -> Archive:
+def archive_of(backend: Backend, item: DcpItem, cached: ItemEnds) -> Archive:
     """The archive that an item is, some of whose bytes were read. Errors as for :func:`open_items`."""
     window = FileRange(backend, item.path, item.offset, item.length, tail=TAIL)
-    window.hold(cached)
+    window.preload(cached)
     if not cached[0][1].startswith(MAGIC):
         raise FormatError(
             "an item is no archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
@@ -304,12 +310,12 @@ class _ItemTemplate:
     tail: bytes
     crc: int | None
 
-    def crc_in(self, cached: Held) -> int | None:
+    def crc_in(self, cached: ItemEnds) -> int | None:
         """The checksum of the elements of an item of this kind, if it says one."""
         at, data = cached[1]
         return None if self.crc is None else _SUM.unpack_from(data, self.directory - at + self.crc)[0] or None
 
-    def fits(self, cached: Held, dtype: str, shape: tuple[int, ...]) -> bool:
+    def fits(self, cached: ItemEnds, dtype: str, shape: tuple[int, ...]) -> bool:
         """Whether what was read of an item is of this kind, and the elements are as described."""
         if (self.dtype, self.shape) != (dtype, shape):
             return False
@@ -319,28 +325,34 @@ class _ItemTemplate:
 
 
 class Places:
-    """Looks into items, and remembers what kinds of them there are."""
+    """Looks into items, each once, and remembers what kinds of them there are. Thread-safe."""
 
     def __init__(self, backend: Backend, sizes: Mapping[str, int]) -> None:
         self._backend = backend
         self._sizes = sizes
         self._kinds: dict[int, list[_ItemTemplate]] = {}
+        self._places: dict[tuple[str, int], tuple[int, int | None]] = {}
+        self._lock = threading.Lock()
 
-    def find(self, wanted: Sequence[Described]) -> list[tuple[int, int | None]]:
-        """Where in their files the bytes of boxes begin, and their CRC-32 if the items say it."""
-        places: list[tuple[int, int | None]] = []
-        for first in range(0, len(wanted), AT_ONCE):
-            batch = wanted[first : first + AT_ONCE]
-            ranges = [ranges_of(box.item, self._sizes, 0, self._backend.url) for _, _, box in batch]
-            data = iter(read_ranges(self._backend, [r for of_item in ranges for r in of_item]))
-            for described, of_item in zip(batch, ranges, strict=True):
-                start = described[2].item.offset
-                parts = [(r.offset - start, next(data)) for r in of_item]
-                place, crc = self._place(described, (parts[0], parts[-1]))
-                places.append((start + place, crc))
-        return places
+    def of(self, item: DcpItem) -> tuple[int, int | None]:
+        """Where in its file the bytes of a box begin, and their CRC-32 if the item says it. It was looked into before."""
+        return self._places[item[:2]]
 
-    def _place(self, described: Described, cached: Held) -> tuple[int, int | None]:
+    def look(self, wanted: Iterable[Described]) -> None:
+        """Look into the items of these boxes that were not looked into before, many at once."""
+        with self._lock:
+            new = [*{d[2].item[:2]: d for d in wanted if d[2].item[:2] not in self._places}.values()]
+            for first in range(0, len(new), AT_ONCE):
+                batch = new[first : first + AT_ONCE]
+                ranges = [ranges_of(box.item, self._sizes, 0, self._backend.url) for _, _, box in batch]
+                data = iter(read_ranges(self._backend, [r for of_item in ranges for r in of_item]))
+                for described, of_item in zip(batch, ranges, strict=True):
+                    item = described[2].item
+                    parts = [(r.offset - item.offset, next(data)) for r in of_item]
+                    place, crc = self._place(described, (parts[0], parts[-1]))
+                    self._places[item[:2]] = (item.offset + place, crc)
+
+    def _place(self, described: Described, cached: ItemEnds) -> tuple[int, int | None]:
         name, dtype, box = described
         kinds = self._kinds.setdefault(box.item.length, [])
         for kind in kinds:
@@ -349,13 +361,13 @@ class Places:
         archive = archive_of(self._backend, box.item, cached)
         place, crc = box_place(archive, name, dtype, box)
         start = place - box.item.offset
-        kind_found = _kind(archive, cached, box.item, dtype, box.shape, start)
-        if kind_found is not None and len(kinds) < _MOST:
-            kinds.append(kind_found)
+        new_kind = _kind(archive, cached, box.item, dtype, box.shape, start)
+        if new_kind is not None and len(kinds) < _MOST:
+            kinds.append(new_kind)
         return start, crc
 
 
-def _kind(archive: Archive, cached: Held, item: DcpItem, dtype: str, shape: tuple[int, ...], start: int) -> _ItemTemplate | None:
+def _kind(archive: Archive, cached: ItemEnds, item: DcpItem, dtype: str, shape: tuple[int, ...], start: int) -> _ItemTemplate | None:
     """What items like this one have in common; None if its beginning or its directory were not read whole."""
     first, last = cached
     records = archive.records

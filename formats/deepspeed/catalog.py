@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import struct
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile, sizes_of
 from ckpt.formats.fsdp import RankValues
+from ckpt.formats.pickles.nodes import step_node
 from ckpt.formats.pickles.stand_ins import StoredView
 from ckpt.formats.protocol import Format
 from ckpt.formats.torchzip.catalog import TensorTable
@@ -33,7 +32,7 @@ from .files import (
     resolve,
 )
 from .partitions import Partitioned, StateTable, find_parameters
-from .weights import MODEL, OPTIMIZER, STATE, Universal, Weights, by_parameter, node_maker, parameter_files
+from .weights import MODEL, OPTIMIZER, STATE, Universal, Weights, node_maker, parameter_files
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -58,15 +57,11 @@ def optimizer_node(groups: Sequence[Mapping[str, Any]], values: Mapping[str, Map
         into["params"] += [name for name in group["params"] if name not in seen]
         seen |= set(group["params"])
     tensors: Node = {"$tensors": "optimizer.state"}
-    kept = {name: {key: _step(value) if key == "step" else value for key, value in of.items()} for name, of in values.items()}
+    kept = {
+        name: {key: step_node(value) if key == "step" and type(value) in (int, float) else value for key, value in of.items()}
+        for name, of in values.items()
+    }
     return {"state": {"": tensors, **kept} if kept else tensors, "param_groups": {"$param_groups": list(merged.values())}}
-
-
-def _step(value: Node) -> Node:
-    """A step that is a plain number as the tensor that torch's optimizers keep it in."""
-    if type(value) not in (int, float):
-        return value
-    return {"$inline": ["float32", [], b64encode(struct.pack("<f", value)).decode()]}
 
 
 FORMAT_NAME = "DeepSpeed"
@@ -96,11 +91,13 @@ class _Opened:
         states = [] if directory.universal else [path for stage in stages for path in directory.ranks(stage)]
         further = [OPTIMIZER] if directory.universal else []
         models = [directory.models[key] for key in sorted(directory.models)]
-        paths = [*models, *directory.layers.values(), *directory.experts, *states, *self.universal.values(), *further]
+        whole_states = [path for states_of in self.universal.values() for path in states_of.values()]
+        paths = [*models, *directory.layers.values(), *directory.experts, *states, *whole_states, *further]
         files = open_files(backend, paths)
         self.by_path = {file.path: file for file in files}
-        self.held = [ExternalFile(p, size, self._rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
-        self.table = TensorTable([file.archive for file in files], self.held)
+        rank_of = {path: rank for (_, rank), path in directory.states.items()}
+        self.files = [ExternalFile(p, size, rank_of.get(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        self.table = TensorTable([file.archive for file in files], self.files)
         self.weights = Weights(self.table)
         self.opaque: dict[str, str] = {}
         self.per_stage = max((rank + 1 for _, rank in (*directory.models, *directory.states)), default=1)
@@ -110,9 +107,6 @@ class _Opened:
         self.others: tree.Node = None
         self.sliced = False
         self.notes: list[str] = []
-
-    def _rank(self, path: str) -> int | None:
-        return next((rank for (_, rank), p in self.directory.states.items() if p == path), None)
 
     def models(self, stage: int) -> list[PickledFile]:
         """The models' files of a stage, by rank."""
@@ -146,7 +140,7 @@ class _Opened:
         kind = "" if self.zero is None else f" ZeRO-{self.zero}"
         contents = ExternalContents(
             tensors=self.table.entries.values(),
-            files=self.held,
+            files=self.files,
             world_size=len(self.directory.stages) * self.per_stage,
             state=state,
             ranks=ranks,
@@ -169,7 +163,7 @@ class _Opened:
         # Slices of them are left alone: a universal directory has the whole parameters.
         files = self.models(stage)
         if self.sliced:
-            lacking = [n for n in files[0].optional(files[0].root.get("module"), "'module'") if n not in {p for p, _ in self.universal}]
+            lacking = [n for n in files[0].optional(files[0].root.get("module"), "'module'") if n not in self.universal]
             if lacking:
                 files[0].unknown(f"{lacking[0]} is cut for tensor parallelism, or not, and is in no file of its own")
             return
@@ -231,8 +225,8 @@ class _Opened:
         shapes = {n: s for stage in self.directory.stages for group in self._shapes(stage) for n, s in group.items()}
         self.weights.tied_layers(shapes)
         universal = Universal(self.weights, shapes)
-        for name, states in by_parameter({key: self.by_path[path] for key, path in self.universal.items()}).items():
-            universal.add(name, states)
+        for name, states in self.universal.items():
+            universal.add(name, {key: self.by_path[path] for key, path in states.items()})
         self.weights.check(shapes, self.backend.url)
         self._values(universal.values)
         self._universal_optimizer(self.by_path[OPTIMIZER])

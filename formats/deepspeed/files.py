@@ -280,7 +280,10 @@ def read_states(file: PickledFile) -> RankStates:
     masters = tuple(file.flat(m, f"{key}[{i}]") for i, m in enumerate(file.sequence(content[key], key)))
     base = file.meaning(content.get("base_optimizer_state" if zero < 3 else "optimizer_state_dict"))
     options, members, keys = _of_optimizer(file, base, content, len(masters))
-    counts = content.get("partition_count", 1)
+    counts, paddings, what = content.get("partition_count", 1), content.get("param_alignment_paddings"), "'param_alignment_paddings'"
+    gaps = None
+    if paddings is not None:
+        gaps = tuple(tuple(file.number(n, what) for n in file.sequence(group, what)) for group in file.sequence(paddings, what))
     return RankStates(
         file=file,
         zero=zero,
@@ -289,7 +292,7 @@ def read_states(file: PickledFile) -> RankStates:
         keys=keys,
         options=options,
         members=members,
-        gaps=_gaps(file, content.get("param_alignment_paddings")),
+        gaps=gaps,
         slices=None if _round_robin(file) else _slices(file, content.get("param_slice_mappings")),
         others=others_of(content) | _others_of_base(file, base),
         unknown=tuple(sorted(str(key) for key in file.root.keys() - _ENTRIES)),
@@ -349,13 +352,6 @@ def _of_optimizer(
             state["step"] = owner[n]["step"]
         keys.append(state)
     return tuple({k: v for k, v in g.items() if k != "params"} for g in groups), members, tuple(keys)
-
-
-def _gaps(file: PickledFile, value: Any) -> tuple[tuple[int, ...], ...] | None:
-    if value is None:
-        return None
-    what = "'param_alignment_paddings'"
-    return tuple(tuple(file.number(n, what) for n in file.sequence(group, what)) for group in file.sequence(value, what))
 
 
 def _round_robin(file: PickledFile) -> bool:

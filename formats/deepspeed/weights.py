@@ -18,6 +18,7 @@ from ckpt.formats.pickles.nodes import NodeMaker
 from ckpt.formats.pickles.stand_ins import StoredView
 from ckpt.formats.torchzip.catalog import StorageBlock, TensorTable
 from ckpt.plan.layout.geometry import row_major_strides
+from ckpt.plan.layout.placements import window_sizes
 from ckpt.plan.tree_decoding import Node
 
 from .files import MASTER, PickledFile
@@ -79,32 +80,24 @@ def split_evenly(numels: Numels, gaps: Sequence[int], group: int, partition: int
 def split_each(numels: Numels, lengths: Sequence[int], ranks: int) -> dict[str, list[FlatRun]]:
     """ZeRO-3: every parameter is cut into ``ranks`` parts of ``ceil(numel / ranks)`` elements, the last ones padded; a rank has its parts
     of all parameters one after another, in flat tensors of ``lengths`` elements, whose bounds may lie inside of a part."""
-    # ``offset`` is where the part of this parameter begins in a rank's flat tensors, the same on every rank, since
-    # all have equal parts (the last ones padded).
-    ends = list(accumulate(lengths))
     runs: dict[str, list[FlatRun]] = {name: [] for name in numels}
-    offset = group = 0
+    begins = [0, *accumulate(lengths)]
+    offset = first = 0  # of a rank's flat tensors, the same on every rank: where the part of this parameter begins, and in which of them
     for name, numel in numels.items():
         part = -(-numel // ranks)
-        for rank in range(ranks):
-            start, stop = min(rank * part, numel), min((rank + 1) * part, numel)
-            runs[name] += _in_groups(rank, group, offset, start, stop, ends)
+        start = 0
+        for rank, size in enumerate(window_sizes(part, 0, numel, ranks)):
+            group, at, stop = first, offset, start + size
+            while start < stop and group < len(lengths):  # cut where a flat tensor ends
+                count = min(stop - start, begins[group + 1] - at)
+                if count > 0:
+                    runs[name].append(FlatRun(rank, group, at - begins[group], start, count))
+                at, start, group = at + count, start + count, group + 1
+            start = stop
         offset += part
-        while group < len(ends) and ends[group] <= offset:
-            group += 1
+        while first < len(lengths) and begins[first + 1] <= offset:
+            first += 1
     return runs
-
-
-def _in_groups(rank: int, group: int, offset: int, start: int, stop: int, ends: Sequence[int]) -> list[FlatRun]:
-    """A part that begins ``offset`` elements into the flat tensors, cut where these end."""
-    groups = []
-    while start < stop and group < len(ends):
-        begins = ends[group - 1] if group else 0
-        count = min(stop - start, ends[group] - offset)
-        if count > 0:
-            groups.append(FlatRun(rank, group, offset - begins, start, count))
-        offset, start, group = offset + count, start + count, group + 1
-    return groups
 
 
 def padded(numels: Numels, ranks: int) -> int:
@@ -252,14 +245,14 @@ OPTIMIZER = "zero/optimizer_state.pt"
 _FULL = "fp32"
 
 
-def parameter_files(backend: Backend) -> dict[tuple[str, str], str]:
+def parameter_files(backend: Backend) -> dict[str, dict[str, str]]:
     """Paths by parameter and state."""
-    files = {}
+    files: dict[str, dict[str, str]] = {}
     for entry in backend.list_prefix(FOLDER):
-        parts = entry.path.removeprefix(FOLDER).split("/")
-        if len(parts) == 2 and parts[1].endswith(".pt"):
-            files[parts[0], parts[1].removesuffix(".pt")] = entry.path
-    return dict(sorted(files.items()))
+        name, _, file = entry.path.removeprefix(FOLDER).partition("/")
+        if file.endswith(".pt") and "/" not in file:
+            files.setdefault(name, {})[file.removesuffix(".pt")] = entry.path
+    return {name: dict(sorted(files[name].items())) for name in sorted(files)}
 
 
 class Universal:
@@ -306,11 +299,3 @@ class Universal:
                 hint="files are of different saves, or were not copied",
             )
         return StoredView(storage=flat.storage, dtype=flat.dtype, offset=flat.offset, shape=shape, strides=row_major_strides(shape))
-
-
-def by_parameter(files: Mapping[tuple[str, str], PickledFile]) -> dict[str, dict[str, PickledFile]]:
-    """Files of states, by parameter."""
-    by_name: dict[str, dict[str, PickledFile]] = {}
-    for (name, key), file in files.items():
-        by_name.setdefault(name, {})[key] = file
-    return by_name

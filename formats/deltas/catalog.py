@@ -67,8 +67,7 @@ def open_delta(backend: Backend, allowed: Sequence[str] | None = None) -> Extern
     """Open what ``recognises`` found, and all that it follows. ``allowed``: roots below which that may lie; None: anywhere."""
     links = _links(backend, None if allowed is None else tuple(map(real_url, allowed)))
     newest = links[-1].manifest
-    anchor, places = _anchor(newest)
-    inner = ChainBackend(anchor.backend, dict(zip((t.name for t in newest.tensors), places, strict=True)), links)
+    anchor, places, inner = _chain(links)
     files = [ExternalFile(f.path, f.size) for f in anchor.files]
     numbers = {file.path: n for n, file in enumerate(files)}
     entries: list[TensorEntry] = []
@@ -102,11 +101,9 @@ def open_base(url: str) -> Base:
         places = tuple(_place(anchor, tensor, number) for number, tensor in enumerate(tensors))
         this = LinkedExport(url=url, id=id)
         return Base(this, this, 0, tensors, places, anchor.backend)
-    catalog = open_delta(backend)
-    inner = catalog.backend
-    assert isinstance(inner, ChainBackend)
-    newest = inner.links[-1].manifest
-    _, places = _anchor(newest)
+    links = _links(backend, None)
+    newest = links[-1].manifest
+    _, places, inner = _chain(links)
     return Base(LinkedExport(url=url, id=newest.id), newest.anchor, newest.number, newest.tensors, places, inner)
 
 
@@ -152,8 +149,9 @@ def _read_manifest(backend: Backend) -> DeltaManifest:
     return read_checked(backend, MANIFEST, read)
 
 
-def _anchor(newest: DeltaManifest) -> tuple[ExternalCatalog, tuple[AnchorPlace, ...]]:
-    """The anchor of a chain, and where it has each tensor."""
+def _chain(links: Sequence[Link]) -> tuple[ExternalCatalog, tuple[AnchorPlace, ...], ChainBackend]:
+    """The anchor of a chain, where it has each tensor, and what has the newest bytes."""
+    newest = links[-1].manifest
     url = newest.anchor.url
     try:
         anchor, id = _open_anchor(url)
@@ -163,7 +161,8 @@ def _anchor(newest: DeltaManifest) -> tuple[ExternalCatalog, tuple[AnchorPlace, 
         _damaged(f"the anchor is not the one that the deltas follow: its id is {id}, should be {newest.anchor.id}", url)
     if _tensors(anchor, url) != newest.tensors:
         _damaged("the anchor has other tensors than the deltas", url)
-    return anchor, tuple(_place(anchor, tensor, number) for number, tensor in enumerate(newest.tensors))
+    places = tuple(_place(anchor, tensor, number) for number, tensor in enumerate(newest.tensors))
+    return anchor, places, ChainBackend(anchor.backend, dict(zip((t.name for t in newest.tensors), places, strict=True)), links)
 
 
 def _open_anchor(url: str) -> tuple[ExternalCatalog, str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
@@ -188,7 +188,8 @@ def _checked(link: Link, part: _StoredChanges, codes: bytes, values: bytes) -> S
         if (computed := section_digest(codes, values)) != part.row[STORED] % (1 << 64):
             where = f"{link.url.rstrip('/')}/{part.values.path}"
             run = f"[{part.row[START]}:{part.row[STOP]}]"
-            _damaged(f"the changes of elements {run} of tensor {part.name} are damaged: their digest is {computed:016x}", where)
+            message = f"the changes of elements {run} of tensor {part.name} are damaged: their digest is {computed:016x}"
+            raise CorruptError(message, where=where, hint="copy the file again, or export a full anchor")
         return Section(part.width, np.frombuffer(codes, np.uint8), np.frombuffer(values, np.uint8))
 
     return read_checked(link.backend, part.values.path, read, offset=part.values.offset, length=part.values.length)
@@ -226,7 +227,3 @@ def _put(buffer: memoryview, offset: int, place: AnchorPlace, part: _StoredChang
 def result_of(sections: TensorSections, number: int) -> str:
     """The digest of the elements that section ``number`` of a tensor makes, as extents have it."""
     return f"{int(sections.rows[number, RESULT]) % (1 << 64):016x}"
-
-
-def _damaged(what: str, where: str) -> NoReturn:
-    raise CorruptError(what, where=where, hint="copy the file again, or export a full anchor")

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -299,7 +298,14 @@ def _file_sections(backend: Backend, tensors: Sequence[DeltaTensor], file: Delta
     where = f"{backend.url.rstrip('/')}/{file.path}"
     if not 8 <= file.head <= min(file.size, settings.FOREIGN_TABLE):
         _damaged_sections(where, f"a head of {file.head:,} bytes in a file of {file.size:,}")
-    head = read_checked(backend, file.path, partial(_read_head, backend, file, where), length=file.head)
+
+    def read() -> bytes:
+        head = backend.read(file.path, 0, file.head)
+        if head_digest(head) != file.digest:
+            _damaged_sections(where, f"other bytes than its manifest says: its digest is {head_digest(head)}, should be {file.digest}")
+        return head
+
+    head = read_checked(backend, file.path, read, length=file.head)
     header = parse_header(head, file.size, where)
     table = header.tensors.get(TABLE)
     if table is None or len(table.shape) != 2 or table.shape[1] != COLUMNS or table.offset + table.length != file.head:
@@ -313,13 +319,6 @@ def _file_sections(backend: Backend, tensors: Sequence[DeltaTensor], file: Delta
         codes_at[own], widths[own] = _places(header, tensors[tensor], GAPS, rows[own, CODES], where)
         values_at[own], _ = _places(header, tensors[tensor], VALUES, rows[own, COUNT], where)
     return rows, np.full(len(rows), number, np.int64), codes_at, values_at, widths
-
-
-def _read_head(backend: Backend, file: DeltaFile, where: str) -> bytes:
-    head = backend.read(file.path, 0, file.head)
-    if head_digest(head) != file.digest:
-        _damaged_sections(where, f"other bytes than its manifest says: its digest is {head_digest(head)}, should be {file.digest}")
-    return head
 
 
 def _places(header: FileHeader, tensor: DeltaTensor, suffix: str, counts: IntArray, where: str) -> tuple[IntArray, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +27,68 @@ from ckpt.text import parse_json
 # Backends that other ones are seen through, all of them only read: one file of a directory, one file more that is in memory.
 
 
-class SingleFile(Backend):
-    """Read-only: the file ``name`` in the directory that ``parent`` is. ``file_url`` is what the user gave.
+class ReadOnly(Backend):
+    """A storage that refuses every change; ``why`` says what it is."""
+
+    why: str
+
+    def create(self, path: str, size: int) -> Writer:
+        self._refuse(path)
+
+    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
+        self._refuse(path)
+
+    def delete(self, path: str) -> None:
+        self._refuse(path)
+
+    def prepare(self) -> None:
+        self._refuse("")
+
+    def _refuse(self, path: str) -> NoReturn:
+        raise AccessError(f"{self.why}: {path}", where=self.url, hint="write to a URL of its own")
+
+
+class Routed(ReadOnly):
+    """A storage whose files lie in other ones: ``route`` says in which, and what a path is called there."""
+
+    @abstractmethod
+    def route(self, path: str) -> tuple[Backend, str]: ...
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        backend, inner = self.route(path)
+        return backend.read(inner, offset, length)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        backend, inner = self.route(path)
+        backend.read_into(inner, offset, buffer)
+
+    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
+        backend, inner = self.route(path)
+        backend.read_hashed(inner, offset, buffer, update)
+
+    def read_whole(self, path: str, limit: int) -> bytes:
+        backend, inner = self.route(path)
+        return backend.read_whole(inner, limit)
+
+    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
+        backend, inner = self.route(path)
+        return backend.read_start(inner, length)
+
+    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
+        backend, inner = self.route(path)
+        backend.evict(inner, offset, length)
+
+    def size(self, path: str) -> int:
+        backend, inner = self.route(path)
+        return backend.size(inner)
+
+    def version_token(self, path: str) -> str | None:
+        backend, inner = self.route(path)
+        return backend.version_token(inner)
+
+
+class SingleFile(Routed):
+    """The file ``name`` in the directory that ``parent`` is. ``file_url`` is what the user gave.
 
     Other files of the directory are not listed, but can be read: an index names them.
     """
@@ -42,43 +103,16 @@ class SingleFile(Backend):
         """The directory's: paths count from there."""
         return self.parent.url
 
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        return self.parent.read(path, offset, length)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        self.parent.read_into(path, offset, buffer)
-
-    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
-        self.parent.evict(path, offset, length)
-
-    def size(self, path: str) -> int:
-        return self.parent.size(path)
+    def route(self, path: str) -> tuple[Backend, str]:
+        return self.parent, path
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """The file alone."""
         return iter([ObjectMeta(self.name, self.size(self.name))] if self.name.startswith(prefix) else [])
 
     def list_dir(self, prefix: str = "") -> list[str]:
-        """The file alone."""
         return [] if prefix else [self.name]
 
-    def create(self, path: str, size: int) -> Writer:
-        """Refused."""
-        self._refuse()
-
-    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """Refused."""
-        self._refuse()
-
-    def delete(self, path: str) -> None:
-        """Refused."""
-        self._refuse()
-
-    def prepare(self) -> None:
-        """Refused."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, path: str) -> NoReturn:
         raise UsageError("a file of another format is only read", where=self.file_url, hint="save to a directory")
 
 
@@ -98,31 +132,6 @@ def open_single(url: str) -> SingleFile | None:
 def candidates(backend: Backend, names: Sequence[str], suffixes: tuple[str, ...]) -> list[str]:
     """The names that may be files of a format: those that end like its files, and a single file whatever it is called."""
     return [*names] if isinstance(backend, SingleFile) else [name for name in names if name.endswith(suffixes)]
-
-
-class ReadOnly(Backend):
-    """A storage that refuses every change; ``why`` says what it is."""
-
-    why: str
-
-    def create(self, path: str, size: int) -> Writer:
-        """Refused."""
-        self._refuse(path)
-
-    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        """Refused."""
-        self._refuse(path)
-
-    def delete(self, path: str) -> None:
-        """Refused."""
-        self._refuse(path)
-
-    def prepare(self) -> None:
-        """Refused."""
-        self._refuse("")
-
-    def _refuse(self, path: str) -> NoReturn:
-        raise AccessError(f"{self.why}: {path}", where=self.url, hint="write to a URL of its own")
 
 
 class WithFile(ReadOnly):
@@ -225,7 +234,7 @@ class ExternalCatalog(CatalogDefaults):
         self.backend = backend.parent if isinstance(backend, SingleFile) else backend
         self.format = format
         self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in sorted(contents.tensors, key=lambda t: t.name)}
-        self._files = tuple(contents.files)
+        self.files: tuple[ExternalFile, ...] = tuple(contents.files)
         self.url = backend.file_url if isinstance(backend, SingleFile) else backend.url
         self.world_size = contents.world_size
         self.state = {name: {"$tensor": name} for name in self.tensors} if contents.state is None else contents.state
@@ -233,17 +242,9 @@ class ExternalCatalog(CatalogDefaults):
         self.opaque = contents.opaque
         self._replicas = replicas
         self.storages = storages
-        self._notes = tuple(contents.notes)
+        self.notes = tuple(contents.notes)
         self._locate = locate
-        self._sizes = {f.path: f.size for f in self._files}
-
-    @property
-    def files(self) -> tuple[ExternalFile, ...]:
-        return self._files
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
+        self._sizes = {f.path: f.size for f in self.files}
 
     def replicas(self) -> list[Replica]:
         return self._replicas()

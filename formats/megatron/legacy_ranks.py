@@ -189,16 +189,13 @@ class _Legacy:
                 hint="files of ranks are missing: copy the checkpoint again",
             )
         split = self.arguments.get("expert_tensor_parallel_size")
-        if self._has_experts and isinstance(split, int) and split not in (1, self.sizes.tensor):
+        has_experts = any(".mlp.experts." in name for rank in self.ranks for chunk in rank.chunks for name in chunk)
+        if has_experts and isinstance(split, int) and split not in (1, self.sizes.tensor):
             raise FormatError(
                 f"experts with a tensor parallelism of their own ({split} of {self.sizes.tensor})",
                 where=self.backend.url,
                 hint="save it as torch_dist: --ckpt-format torch_dist",
             )
-
-    @cached_property
-    def _has_experts(self) -> bool:
-        return any(".mlp.experts." in name for rank in self.ranks for chunk in rank.chunks for name in chunk)
 
     # ---- tensors
 

@@ -114,12 +114,12 @@ class ParallelLayout:
             self.refuse(f"{len(chains)} optimizers in a chain")
         self.apart = len(chains) == 2  # experts have buffers of their own
         dense = sum(g.chain == chains[0] for g in groups)
-        self.tensor_parallel = self._parts(EMBEDDING, 0)
+        self.tensor_parallel = table.parts(f"{MODEL}{EMBEDDING}", 0)
         self.stages = dense // self.tensor_parallel
         if not self.stages or dense % self.tensor_parallel:
             self.refuse(f"{dense} groups of ranks of {self.tensor_parallel} each")
         second = next((n for n in entries if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
-        self.expert_tensor_parallel = 1 if second is None else self._parts(second, 1)
+        self.expert_tensor_parallel = table.parts(f"{MODEL}{second}", 1)
         owners = sum(g.chain == chains[-1] for g in groups) if self.apart else self.stages * self.expert_tensor_parallel
         self.expert_parallel = owners // (self.stages * self.expert_tensor_parallel)
         if owners % (self.stages * self.expert_tensor_parallel):
@@ -139,10 +139,6 @@ class ParallelLayout:
 
     def refuse(self, what: str) -> NoReturn:
         raise FormatError(f"the flat buffers of the optimizer cannot be told apart: {what}", where=self.table.backend.url, hint=HINT)
-
-    def _parts(self, name: str, axis: int) -> int:
-        entry = self.entries.get(name)
-        return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
 
     # ---- parameters of a group
 
@@ -176,24 +172,21 @@ class ParallelLayout:
         at, last = chunk * self.stages + stage, len(counts) - 1
         outside = [n for n in self._by_layer.get(_NONE, ()) if at == (0 if n.startswith("embedding.") else last)]
         mine = range(sum(counts[:at]), sum(counts[: at + 1]))
-        names = [n for n in (*outside, *(n for i in mine for n in self._by_layer.get(i, ()))) if self._is_of(n, owner)]
+        candidates = [*outside, *(n for i in mine for n in self._by_layer.get(i, ()))]
+        numbers = self._expert_numbers if self.apart else {}
+        each = self.experts // self.expert_parallel
+        names = [n for n in candidates if owner == (numbers[n] // each if n in numbers else None)]
         if self.tied and last and at == last and owner is None:
             names.append(OUTPUT)
         return names
 
-    def _is_of(self, name: str, owner: int | None) -> bool:
-        number = self._expert_numbers.get(name) if self.apart else None
-        return owner is None if number is None else owner == number // (self.experts // self.expert_parallel)
-
-    def _key(self, name: str, order: tuple[str, bool]) -> tuple[int, ...]:
-        try:
-            return order_key(name, order)
-        except KeyError:
-            self.refuse(f"nobody knows where {name} comes in the model's order")
-
     def ordered(self, group: GroupOf, names: Sequence[str], order: tuple[str, bool]) -> list[LocalParam]:
         """The parameters of these names as the ranks of a group have them, in an order of the model."""
-        return [self._param(group, name) for name in sorted(names, key=lambda n: self._key(n, order))]
+        try:
+            in_order = sorted(names, key=lambda n: order_key(n, order))
+        except KeyError as err:
+            self.refuse(f"nobody knows where {err.args[0]} comes in the model's order")
+        return [self._param(group, name) for name in in_order]
 
     def _param(self, group: GroupOf, name: str) -> LocalParam:
         entry, expert = self._weight(name), is_expert(name)
@@ -201,7 +194,7 @@ class ParallelLayout:
         rank = group.rank % ranks
         shared = self.tied and self.stages > 1 and name in (EMBEDDING, OUTPUT)
         target = EMBEDDING if name == OUTPUT and self.tied else name
-        cut_latent = depends_on_specification(name) and self._parts(name, 0) > 1  # each rank stored its own rows
+        cut_latent = depends_on_specification(name) and self.table.parts(f"{MODEL}{name}", 0) > 1  # each rank stored its own rows
         try:
             local = local_shape(target, entry.shape, ranks, cut_latent=cut_latent)
             if local is None:

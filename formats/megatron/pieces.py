@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,10 +11,10 @@ import numpy as np
 from ckpt.catalog import Extent, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.container import DcpBox, DcpItem, Places
+from ckpt.formats.dcp.container import DcpBox, Places
 from ckpt.formats.external.base import ChunkRequests, ExternalFile, Range, grid_of, one_chunk_grid, read_ranges
 from ckpt.formats.external.elements import reach, read_extent, strided
-from ckpt.formats.pickles.stand_ins import StoredView
+from ckpt.formats.pickles.stand_ins import StoredStorage, StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.formats.torchzip.catalog import rows_of
 from ckpt.plan.layout.geometry import Box
@@ -88,11 +87,9 @@ class PieceTable:
         self.archives = archives
         self._rows = rows
         self._row_of = {file.path: row for row, file in enumerate(files)}
-        self._looks = Places(backend, {file.path: file.size for file in files})
+        self._places = Places(backend, {file.path: file.size for file in files})
         self._pieces: dict[str, list[SourcePiece]] = {}
         self._copies: dict[str, list[SourcePiece]] = {}
-        self._places: dict[DcpItem, tuple[int, int | None]] = {}
-        self._lock = threading.Lock()
 
     def add(
         self, name: str, kind: str, shape: tuple[int, ...], pieces: Iterable[SourcePiece], logical: tuple[int, ...] | None = None
@@ -133,6 +130,11 @@ class PieceTable:
         if isinstance(source, InArchive):
             return self._rows[source.archive]
         return self._row_of[source.path if isinstance(source, InFile) else source.box.item.path]
+
+    def parts(self, name: str, axis: int) -> int:
+        """In how many parts of an axis a tensor was stored; 1 of a tensor that is not there."""
+        entry = self.entries.get(name)
+        return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
 
     def pieces(self, name: str) -> Sequence[SourcePiece]:
         """What a tensor of the table is made of, in the order of its chunks."""
@@ -180,9 +182,13 @@ class PieceTable:
 
     def _extents(self, named: Sequence[tuple[str, SourcePiece]]) -> list[Extent]:
         sources = [piece.source for _, piece in named if math.prod(piece.shape)]
-        with self._lock:
-            self._look([s for s in sources if isinstance(s, InItem)])
-        self._look_at_headers([s for s in sources if isinstance(s, InArchive)])
+        self._places.look((s.name, s.dtype, s.box) for s in sources if isinstance(s, InItem))
+        by_archive: dict[int, list[StoredStorage]] = {}
+        for source in sources:
+            if isinstance(source, InArchive):
+                by_archive.setdefault(source.archive, []).append(source.view.storage)
+        for number, storages in by_archive.items():
+            self.archives[number].starts(storages)
         return [self._extent(name, piece) for name, piece in named]
 
     def _extent(self, name: str, piece: SourcePiece) -> Extent:
@@ -201,14 +207,14 @@ class PieceTable:
         source, length = piece.source, math.prod(piece.shape) * size
         if isinstance(source, InItem):
             is_whole = piece.start == 0 and length == math.prod(source.box.shape) * size
-            return self._places[source.box.item][1] if is_whole else None
+            return self._places.of(source.box.item)[1] if is_whole else None
         if isinstance(source, InFile):
             return None
         return self.archives[source.archive].crc32(source.view.storage, (source.view.offset + piece.start) * size, length)
 
     def _start(self, name: str, source: Source) -> int:
         if isinstance(source, InItem):
-            return self._places[source.box.item][0]
+            return self._places.of(source.box.item)[0]
         if isinstance(source, InFile):
             return source.offset
         archive, view = self.archives[source.archive], source.view
@@ -219,18 +225,6 @@ class PieceTable:
                 f"a part of tensor {name} is not stored row by row: its strides are {list(view.strides)}", where=archive.where, hint=hint
             )
         return archive.starts([view.storage])[0] + rows[0].start * view.itemsize
-
-    def _look(self, sources: Sequence[InItem]) -> None:
-        new = {source.box.item: source for source in sources if source.box.item not in self._places}
-        places = self._looks.find([(s.name, s.dtype, s.box) for s in new.values()])
-        self._places |= zip(new, places, strict=True)
-
-    def _look_at_headers(self, sources: Sequence[InArchive]) -> None:
-        by_archive: dict[int, list[InArchive]] = {}
-        for source in sources:
-            by_archive.setdefault(source.archive, []).append(source)
-        for number, members in by_archive.items():
-            self.archives[number].starts([s.view.storage for s in members])
 
 
 def whole_piece(source: Source, shape: tuple[int, ...]) -> SourcePiece:

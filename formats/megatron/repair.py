@@ -17,11 +17,11 @@ from ckpt.formats.external.base import ExternalFile, WithFile
 from ckpt.formats.external.elements import read_box
 from ckpt.plan.layout.geometry import Box, box_to_flat, flat_to_boxes
 
-from .buffers import BUCKET_DIVISOR, BufferLayout, BufferSegment, buffer_layout, pieces_of, shifts
+from .buffers import BufferLayout, BufferSegment, buffer_layout, pieces_of, shifts
 from .names import EMBEDDING, ORDERS, OUTPUT, LocalParam, ParamBlock, is_expert
 from .parallel_layout import ParallelLayout
 from .pieces import InFile, PieceTable, SourcePiece
-from .stored_buffers import Buffer, GroupOf, count, members_of
+from .stored_buffers import Buckets, Buffer, GroupOf, count, members_of
 from .training import KEYS, MODEL, STATE, MegatronCatalog
 
 # The writer took parameter x from place ``slot.start`` of a buffer in which it lies at ``compact(slot)``, without the padding of buckets:
@@ -57,33 +57,12 @@ class Repaired:
     lost: Mapping[str, tuple[Box, ...]]
 
 
-def repaired_states(
-    catalog: MegatronCatalog,
-    *,
-    bucket_size: int | None,
-    data_parallel: int,
-    divisor: int = BUCKET_DIVISOR,
-    arguments: Mapping[str, Any] | None = None,
-) -> Repaired:
-    """Undo the displacement. A sample of the repaired masters is compared with the weights.
-
-    Args:
-        bucket_size: ``--ddp-bucket-size`` of the job in elements, or what Megatron takes by default: max(40,000,000, 1,000,000 · ranks).
-            None if gradients were not reduced with overlap, so that there was one bucket.
-        data_parallel: data-parallel ranks that shared a buffer of parameters that are no experts', context parallelism included.
-        divisor: 65536 if buckets were padded for high bus bandwidth.
-        arguments: of the job, where the checkpoint's own are to be replaced.
-    """
+def repaired_states(catalog: MegatronCatalog, buckets: Buckets, arguments: Mapping[str, Any] | None = None) -> Repaired:
+    """Undo the displacement of a job with these buckets. A sample of the repaired masters is compared with the weights. ``arguments``: of
+    the job, where the checkpoint's own are to be replaced."""
     if catalog.suspect is None:
         raise UsageError("this optimizer state is not of a form that was displaced", where=catalog.url, hint="only fully_reshardable was")
-    sizes = _Sizes(bucket_size, data_parallel, divisor)
-    return _Repair(catalog, sizes, catalog.arguments if arguments is None else arguments).run()
-
-
-class _Sizes(NamedTuple):
-    bucket_size: int | None
-    data_parallel: int
-    divisor: int
+    return _Repair(catalog, buckets, catalog.arguments if arguments is None else arguments).run()
 
 
 class _Laid(NamedTuple):
@@ -99,25 +78,21 @@ class _Laid(NamedTuple):
 
 
 class _Repair:
-    def __init__(self, catalog: MegatronCatalog, sizes: _Sizes, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, catalog: MegatronCatalog, buckets: Buckets, arguments: Mapping[str, Any]) -> None:
         self.catalog = catalog
         self.table: PieceTable = catalog.table
-        self.sizes = sizes
+        self.buckets = buckets
         self.arguments = arguments
         kinds = ("pipeline", "virtual_pipeline", "expert")
         self.stages, self.chunks, experts = (count(arguments, f"{kind}_model_parallel_size") or 1 for kind in kinds)
         names = [n[len(MODEL) :] for n in self.table.entries if n.startswith(MODEL)]
         routed = next((n for n in names if is_expert(n) and n.endswith(".linear_fc2.weight")), None)
         self.experts = experts if routed is not None else 1
-        self.tensor, self.expert_tensor = self._parts(EMBEDDING, 0), self._parts(routed, 1)
+        self.tensor, self.expert_tensor = self.table.parts(f"{MODEL}{EMBEDDING}", 0), self.table.parts(f"{MODEL}{routed}", 1)
         self.spread = ParallelLayout(self.table, arguments, self._groups())
         self.trained = {n for n in names if f"{STATE}{n}.{KEYS['param']}" in self.table.entries} | ({OUTPUT} - set(names))
         self.pieces: dict[str, list[SourcePiece]] = {}
         self.lost: dict[str, list[Box]] = {}
-
-    def _parts(self, name: str | None, axis: int) -> int:
-        entry = self.table.entries.get(f"{MODEL}{name}")
-        return 1 if entry is None else len({int(o) for o in entry.grid.all_boxes()[0][:, axis]})
 
     def _groups(self) -> list[GroupOf]:
         """The groups of ranks that shared buffers."""
@@ -155,11 +130,11 @@ class _Repair:
                 self._lose(param, shift.start, shift.stop)
 
     def _laid(self, group: GroupOf, names: Sequence[str], order: tuple[str, bool], *, single: bool, copies: bool) -> _Laid:
-        bucket_size, ranks, divisor = self.sizes
+        size, ranks, divisor = self.buckets
         if group.chain:
             ranks = max(1, ranks * self.tensor // (self.experts * self.expert_tensor))
         params = self.spread.ordered(group, names, order)
-        layout = buffer_layout(members_of(params), bucket_size=None if single else bucket_size, data_parallel=ranks, divisor=divisor)
+        layout = buffer_layout(members_of(params), bucket_size=None if single else size, data_parallel=ranks, divisor=divisor)
         starts = [layout.compact(slot) for slot in layout.slots]
         written = self._segments(params, layout, copies=copies)
         inside = {key: [s._replace(stop=min(s.stop, layout.used)) for s in own if s.start < layout.used] for key, own in written.items()}
@@ -212,15 +187,12 @@ class _Repair:
                 hint="give bucket size and data-parallel size as the job had them",
             )
         if len(fitting) > 1:
-            fitting = [laid for laid in fitting if laid.order == self._stated_order()]
+            fused = self.arguments.get("transformer_impl") == "transformer_engine"
+            stated = ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))
+            fitting = [laid for laid in fitting if laid.order == stated]
         if len(fitting) != 1:
             raise FormatError("several orders of the model's parameters fit what is stored", where=self.catalog.url)
         return fitting[0]
-
-    def _stated_order(self) -> tuple[str, bool]:
-        """The order that the arguments speak of."""
-        fused = self.arguments.get("transformer_impl") == "transformer_engine"
-        return ("fused" if fused else "local", bool(self.arguments.get("moe_grouped_gemm")))
 
     def _fits(self, laid: _Laid, others: Sequence[_Laid]) -> bool:
         """Whether masters are weights, in a sample of the parameters that orders place differently, or of all if there is one order."""

@@ -85,7 +85,7 @@ def collect(table: PieceTable, tensors: Mapping[str, DcpTensor], values: Values)
         if kind[1] == "optimizer":
             groups.setdefault(group.chain, groups_in(table, number, value))
         elif kind[1] == "param_state":
-            _coalesced(archive.values.meaning, number, value, own, archive.where)
+            own |= coalesced(archive.values.meaning, number, value, archive.where)
         elif kind[1] == SCALER and archive.values.meaning(value):
             scalers.setdefault(group.chain, (number, value))
         elif kind[1] == "per_bucket_numel_unpadded":
@@ -116,11 +116,6 @@ def _buckets(meaning: Meaning, used: Any, padded: Any, own: dict[int, Buffer], w
 def coalesced(meaning: Meaning, number: int, value: Any, where: str) -> dict[int, Buffer]:
     """The buffers of one ``distrib_optim.pt``, or of the same as an object: numbers as keys, then dtypes, then keys of the state."""
     own: dict[int, Buffer] = {}
-    _coalesced(meaning, number, value, own, where)
-    return own
-
-
-def _coalesced(meaning: Meaning, number: int, value: Any, own: dict[int, Buffer], where: str) -> None:
     content = meaning(value)
     if not isinstance(content, dict) or content.get("buckets_coalesced") is not True:
         raise FormatError("an optimizer state of Megatron-LM before 2024, or in an unknown form", where=where, hint=HINT)
@@ -139,6 +134,7 @@ def _coalesced(meaning: Meaning, number: int, value: Any, own: dict[int, Buffer]
         segments = {key: [BufferSegment(0, math.prod(v.shape), InArchive(number, v), 0)] for key, v in views.items()}
         used = state.get("numel_unpadded", max((s[0].stop for s in segments.values()), default=0))
         own[index] = Buffer(dtype=_dtype(kinds), segments=segments, used=int(used))
+    return own
 
 
 def _bucket(name: str, match: re.Match[str], tensor: DcpTensor, buffers: Buffers, where: str) -> None:

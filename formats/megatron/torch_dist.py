@@ -15,7 +15,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.container import METADATA, DcpTensor, Metadata, open_items, read_metadata
+from ckpt.formats.dcp.container import METADATA, DcpTensor, Metadata, open_items, rank_of, read_metadata
 from ckpt.formats.external.base import ExternalFile, sizes_of
 from ckpt.formats.external.elements import flat_pieces
 from ckpt.formats.pickles.stand_ins import counts
@@ -68,37 +68,34 @@ class OptimizerExtras:
 def optimizer_extras(meaning: Callable[[Any], Any], value: Any, *, by_number: bool) -> OptimizerExtras:
     """Walk the value of ``optimizer``. ``by_number``: states of parameters are expected in it, under numbers."""
     rest = OptimizerExtras()
-    _optimizer(meaning, value, "optimizer", rest, by_number)
-    return rest
 
+    def walk(value: Any, path: str) -> None:
+        content = meaning(value)
+        if isinstance(content, (list, tuple)):
+            for number, below in enumerate(content):
+                walk(below, f"{path}.{number}")
+        elif isinstance(content, dict):
+            for key, below in content.items():
+                walk_entry(key, below, f"{path}.{key}")
+        elif content is not None:
+            rest.unknown.append(path)
 
-def _optimizer(meaning: Callable[[Any], Any], value: Any, path: str, rest: OptimizerExtras, by_number: bool) -> None:  # noqa: FBT001
-    content = meaning(value)
-    if isinstance(content, (list, tuple)):
-        for number, below in enumerate(content):
-            _optimizer(meaning, below, f"{path}.{number}", rest, by_number)
-        return
-    if not isinstance(content, dict):
-        rest.unknown += [] if content is None else [path]
-        return
-    for key, below in content.items():
+    def walk_entry(key: Any, below: Any, path: str) -> None:
+        content = meaning(below)
         if key == "optimizer" or type(key) is int:
-            _optimizer(meaning, below, f"{path}.{key}", rest, by_number)
+            walk(below, path)
         elif key == SCALER:
-            scaler = meaning(below)
-            rest.scalers += [scaler] if isinstance(scaler, dict) and scaler else []
-            rest.unknown += [] if isinstance(scaler, dict) else [f"{path}.{key}"]
+            rest.scalers += [content] if isinstance(content, dict) and content else []
+            rest.unknown += [] if isinstance(content, dict) else [path]
         elif key == "state":
-            _states(meaning, below, f"{path}.{key}", rest, by_number)
+            states = content.items() if isinstance(content, dict) else ()
+            odd = [k for k, state in states if k != COMMON_STEP and not (by_number and type(k) is int) and _has_leaves(meaning, state)]
+            rest.unknown += [f"{path}.{k}" for k in odd]
         elif key not in _READ and _has_leaves(meaning, below):
-            rest.unknown.append(f"{path}.{key}")
+            rest.unknown.append(path)
 
-
-def _states(meaning: Callable[[Any], Any], value: Any, path: str, rest: OptimizerExtras, by_number: bool) -> None:  # noqa: FBT001
-    content = meaning(value)
-    for key, below in content.items() if isinstance(content, dict) else ():
-        if key != COMMON_STEP and not (by_number and type(key) is int) and _has_leaves(meaning, below):
-            rest.unknown.append(f"{path}.{key}")
+    walk(value, "optimizer")
+    return rest
 
 
 def _has_leaves(meaning: Callable[[Any], Any], value: Any) -> bool:
@@ -118,7 +115,6 @@ _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _OF_RANKS = re.compile(r"(?:.+\._extra_state|rng_state|rerun_state_machine_state)(?:/shard_[\d._]+)?")
 """Objects that are left out, as the notes of a catalog say."""
 _HALF = re.compile(r"(.+\.(?:weight|bias))_([wv])")
-_RANK = re.compile(r"__(\d{1,8})_\d+\.distcp")
 _SUSPECT = (
     "Megatron-Core 0.15 to 0.19 wrote wrong optimizer states in this form (fully_reshardable) when a buffer had several padded buckets "
     "(Megatron-LM pull request 5077): `ckpt verify --semantic` tells whether this one is, `ckpt convert --repair` puts it right"
@@ -153,7 +149,7 @@ class _TorchDist:
         items = [box.item for stored in self.tensors.values() for box in stored.boxes]
         common = [COMMON] if COMMON in backend.list_dir() else []
         paths = sorted({*(i.path for i in items), *(i.path for i in metadata.values.values()), *common})
-        files = [ExternalFile(p, size, _rank(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
+        files = [ExternalFile(p, size, rank_of(p)) for p, size in zip(paths, sizes_of(backend, paths), strict=True)]
         sizes = {f.path: f.size for f in files}
         rows = {f.path: row for row, f in enumerate(files)}
         archives = list(open_items(backend, list(self.items.values()), sizes))
@@ -385,8 +381,3 @@ def _type_in(archive: Archive, value: Any) -> str | None:
     form = content.get("param_state_sharding_type")
     below = (_type_in(archive, v) for k, v in content.items() if isinstance(k, int))
     return form if isinstance(form, str) else next((s for s in below if s is not None), None)
-
-
-def _rank(path: str) -> int | None:
-    match = _RANK.fullmatch(path)
-    return None if match is None else int(match[1])

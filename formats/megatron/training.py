@@ -3,17 +3,15 @@ the readers of both formats share."""
 
 from __future__ import annotations
 
-import base64
 import math
 import re
-import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from ckpt.catalog import TensorEntry
 from ckpt.errors import FormatError
 from ckpt.formats.external.base import ExternalCatalog, ExternalContents
-from ckpt.formats.pickles.nodes import NodeMaker, Place
+from ckpt.formats.pickles.nodes import NodeMaker, Place, step_node
 from ckpt.formats.pickles.stand_ins import Made, StoredPart, StoredView
 from ckpt.formats.torchzip.archive import Archive
 from ckpt.plan import tree
@@ -104,24 +102,21 @@ def _no_tensor_here(value: object, path: str) -> tree.Node:
 def groups_in(table: PieceTable, number: int, value: Any) -> list[Group]:
     """The parameter groups of all optimizers in a value of the archive of this number, in order. Tensors of one number among their options
     are that number. One step for all parameters of an optimizer, which Megatron keeps beside its groups, is that of each of its groups."""
-    return list(_groups(table, number, value))
-
-
-def _groups(table: PieceTable, number: int, value: Any) -> Iterator[Group]:
     meaning = table.archives[number].values.meaning
     content = meaning(value)
+    if isinstance(content, (list, tuple)):
+        return [group for below in content for group in groups_in(table, number, below)]
+    own: list[Group] = []
     if isinstance(content, dict):
         state = meaning(content.get("state"))
         common = {"step": state[COMMON_STEP]} if isinstance(state, dict) and COMMON_STEP in state else {}
         for key, below in content.items():
             if key == "param_groups":
-                groups = (g for g in map(meaning, meaning(below)) if isinstance(g, dict))
-                yield from ({k: _plain(table, number, v) for k, v in (common | g).items()} for g in groups)
+                groups = [g for g in map(meaning, meaning(below)) if isinstance(g, dict)]
+                own += [{k: _plain(table, number, v) for k, v in (common | g).items()} for g in groups]
             else:
-                yield from _groups(table, number, below)
-    elif isinstance(content, (list, tuple)):
-        for below in content:
-            yield from _groups(table, number, below)
+                own += groups_in(table, number, below)
+    return own
 
 
 def _plain(table: PieceTable, number: int, value: Any) -> Any:
@@ -159,7 +154,7 @@ def optimizer_node(
         by_parameter[name] = {**by_parameter.get(name, {}), **own}
     state: dict[str, Any] = {"": {"$tensors": "optimizer.state"}}
     state |= {
-        f"{MODEL}{n}": {k: number(v) if k == "step" and _is_number(v) else v for k, v in own.items()} for n, own in by_parameter.items()
+        f"{MODEL}{n}": {k: step_node(v) if k == "step" and _is_number(v) else v for k, v in own.items()} for n, own in by_parameter.items()
     }
     notes = _without_steps(owned, by_parameter, entries)
     if shared is None:
@@ -201,11 +196,6 @@ def _is_number(step: object) -> TypeGuard[float]:
     return isinstance(step, (int, float)) and not isinstance(step, bool)
 
 
-def number(step: float) -> tree.Node:
-    """A step as torch's optimizers keep it: a number in a tensor."""
-    return {"$inline": ["float32", [], base64.b64encode(struct.pack("<f", step)).decode()]}
-
-
 def no_tensor(value: object, path: str) -> tree.Node:
     """Refuses a tensor where only values are read."""
     raise FormatError(f"{path} has a tensor of several numbers, which is not read there", hint="load it with Megatron-LM")
@@ -241,16 +231,9 @@ class MegatronCatalog(ExternalCatalog):
         )
         super().__init__(contents, backend=table.backend, format=format, locate=table.locate, replicas=table.replicas)
         self.arguments = arguments
-        self._suspect = suspect
+        self.suspect = suspect
+        self.about_storage = ABOUT_STORAGE
         self.table = table
-
-    @property
-    def suspect(self) -> str | None:
-        return self._suspect
-
-    @property
-    def about_storage(self) -> tuple[str, ...]:
-        return ABOUT_STORAGE
 
 
 def logical_shape(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -52,7 +52,8 @@ class NativeCatalog(CatalogDefaults):
 
     def __init__(self, backend: Backend, record: bytes | None = None, *, opened: tuple[CommitRecord, Contents] | None = None) -> None:
         record_read, self._contents = _open(backend, record) if opened is None else opened
-        self._record = record_read
+        self.record: CommitRecord = record_read
+        self.files: tuple[DataFile, ...] = self._contents.files
         self.backend: Backend = RunBackend(backend) if REFERENCED in record_read.features else backend
         self.url = self.backend.url
         self.format = f"ckpt {VERSION}"
@@ -73,14 +74,6 @@ class NativeCatalog(CatalogDefaults):
             self.tensors, self.ranks = TensorsOfRanks(parts), ValuesOfRanks(parts)
         self._headers: dict[int, Header] = {}
         self._locks = tuple(threading.Lock() for _ in self._contents.files)
-
-    @property
-    def record(self) -> CommitRecord:
-        return self._record
-
-    @property
-    def files(self) -> tuple[DataFile, ...]:
-        return self._contents.files
 
     def header(self, file: int) -> Header:
         """The verified header of data file number ``file`` of ``files``; read once."""

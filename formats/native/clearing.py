@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckpt.catalog import DataFile, SourceFile
 from ckpt.concurrency import map_tasks
@@ -19,7 +19,7 @@ from ckpt.io_backends.registry import join_url, open_backend, real_url
 
 from .catalog import read_index
 from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours, read_record
-from .index import Recent, decode_files
+from .index import LruCache, decode_files
 from .paths import (
     CLEARING,
     FILES,
@@ -30,15 +30,12 @@ from .paths import (
     id_of,
     index_path,
     is_reference,
+    is_there,
     others_files,
     owner_of,
     split_url,
 )
 from .virtual import decode_sources
-
-if TYPE_CHECKING:
-    from ckpt.io_backends.protocol import Backend
-
 
 log = logging.getLogger("ckpt")
 
@@ -103,7 +100,7 @@ def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseF
     return record
 
 
-def confirm(
+def check_committed(
     backend: Backend,
     id: str,
     sizes: Mapping[str, int],
@@ -128,7 +125,10 @@ def confirm(
         if CommitRecord.from_bytes(record, backend.url).id != id:
             return None
         try:
-            _take_back(backend, record, previous)
+            if previous is not None:
+                backend.put_if(COMMIT_PATH, previous, expected=record)
+            else:
+                backend.delete(COMMIT_PATH)
             break
         except ConflictError:  # another save is committed by now, or this one was tagged
             record = read_record(backend)
@@ -192,13 +192,6 @@ def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None
     return ConflictError(message, where=backend.url, hint=hint)
 
 
-def _take_back(backend: Backend, record: bytes, previous: bytes | None) -> None:
-    if previous is not None:
-        backend.put_if(COMMIT_PATH, previous, expected=record)
-    else:
-        backend.delete(COMMIT_PATH)
-
-
 def claim(backend: Backend, id: str) -> None:
     """Mark save ``id``, whose files are about to be removed and copied again: another copy of it cannot be committed before ``resume``."""
     mark = index_path(id, CLEARING)
@@ -256,15 +249,6 @@ def clear(backend: Backend, id: str, within: str, paths: Sequence[str], committe
     return went
 
 
-def is_there(backend: Backend, path: str) -> bool:
-    """Whether there is such an object."""
-    try:
-        backend.size(path)
-    except NotFoundError:
-        return False
-    return True
-
-
 # Who refers to the data files of a checkpoint, or points into them as a virtual one does: they have to stay, whether or not their own
 # checkpoint needs them. No torch.
 #
@@ -288,7 +272,7 @@ class _Uses(NamedTuple):
     lasts: bool
 
 
-_known: Recent[str, KnownRecords[_Uses]] = Recent(_RUNS)
+_known: LruCache[str, KnownRecords[_Uses]] = LruCache(_RUNS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

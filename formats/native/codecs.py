@@ -391,16 +391,13 @@ def encode_xor_planes(chunk: Bytes, anchor: Bytes, itemsize: int, out: Bytes) ->
     difference = np.bitwise_xor(chunk, anchor, out=anchor)
     # Of a large chunk a sample tells which way is shorter, so that it is coded once and not twice.
     sampled = sample(chunk, itemsize)
-    if sampled is not None and not _gains(sampled, sample(difference, itemsize), itemsize):
+    changed = sample(difference, itemsize)
+    if sampled is not None and changed is not None and not _is_smaller(_size(changed, itemsize), _size(sampled, itemsize)):
         return None
     size = encode_planes(difference, itemsize, out)
     if size is None or (sampled is None and not _is_smaller(size, _size(chunk, itemsize))):
         return None
     return size
-
-
-def _gains(chunk: Bytes, difference: Bytes | None, itemsize: int) -> bool:
-    return difference is not None and _is_smaller(_size(difference, itemsize), _size(chunk, itemsize))
 
 
 def _is_smaller(difference: int, chunk: int) -> bool:

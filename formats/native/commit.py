@@ -51,12 +51,8 @@ def branches_of(rows: Iterable[Any]) -> Branches:
 
 def begun_last(several: Iterable[Branches]) -> Branches:
     """Of the branches of some checkpoints those of the branch that was begun last."""
-    return max(several, key=_last_id, default=())
-
-
-def _last_id(branches: Branches) -> str:
-    """A run that never went back comes before all others."""
-    return branches[-1].id if branches else ""
+    # a run that never went back comes before all others
+    return max(several, key=lambda branches: branches[-1].id if branches else "", default=())
 
 
 def left_at(branches: Branches, step: int, live: Branches, tip: int) -> int | None:
@@ -159,7 +155,7 @@ class CommitRecord:
                 text.encode()
             except UnicodeEncodeError as err:
                 raise UsageError(f"{text!r} is not Unicode", hint="give tags and metrics other names") from err
-        members = {
+        members: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "id": self.id,
@@ -169,21 +165,21 @@ class CommitRecord:
             "features": list(self.features),
             "index": {n: {"path": f.path, "size": f.size, "digest": f.digest} for n, f in self.index.items()},
             "tensor_bytes": self.tensor_bytes,
-            **({"metrics": {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}} if self.metrics else {}),
-            **({"tags": list(self.tags)} if self.tags else {}),
-            **({"lost": list(self.lost)} if self.lost else {}),
-            **({"inline": dict(self.inline)} if self.inline else {}),
-            **({"reusable": True} if self.reusable else {}),
-            **({"part": self.part} if self.part is not None else {}),
-            **({"branches": [b._asdict() for b in self.branches]} if self.branches else {}),
-            **(
-                {"members": {n: m._asdict() for n, m in self.members.items()}, "generation": self.generation}
-                if self.generation is not None
-                else {}
-            ),
-            **({"given_up": self.given_up} if self.given_up is not None else {}),
-            "digest": _ZEROS.decode(),
         }
+        optional = {
+            "metrics": {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()} or None,
+            "tags": list(self.tags) or None,
+            "lost": list(self.lost) or None,
+            "inline": dict(self.inline) or None,
+            "reusable": self.reusable or None,
+            "part": self.part,
+            "branches": [b._asdict() for b in self.branches] or None,
+            "members": None if self.generation is None else {n: m._asdict() for n, m in self.members.items()},
+            "generation": self.generation,
+            "given_up": self.given_up,
+        }
+        members |= {name: value for name, value in optional.items() if value is not None}
+        members["digest"] = _ZEROS.decode()
         # The digest covers the file itself, with zeros in the place of the digest. So a flipped bit anywhere in the
         # record is found before a path or a size in it is believed.
         data = json.dumps(members, indent=2).encode() + b"\n"

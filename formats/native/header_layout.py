@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +33,7 @@ from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.plan.layout.geometry import IntArray
 
 from .datafile import METADATA
+from .index import LruCache
 
 BITS = {name: 4 if name == "F4" else 8 * d.itemsize for name, d in FROM_SAFETENSORS.items()}
 """Of an element. One element of our F4 dtype is two of safetensors' 4-bit ones."""
@@ -225,7 +225,9 @@ def read_layout(text: bytes, data: int) -> HeaderLayout | None:
         known
     ) < len(kind):
         return None
-    if (np.array([_bits(*k) for k in known], dtype=np.int64)[kinds] != 8 * (stops - starts)).any():
+    bits = [BITS[dtype] * math.prod(shape) for dtype, shape in known]
+    addressable = [n if n < 1 << 62 else -1 for n in bits]
+    if (np.array(addressable, dtype=np.int64)[kinds] != 8 * (stops - starts)).any():
         return None
     names = _names([stem + box[:1] for stem, box in zip(stems, boxes, strict=True)])
     columns = Columns(
@@ -251,30 +253,19 @@ def _kind(dtype: bytes, shape: bytes) -> tuple[str, tuple[int, ...]] | None:
     return dtype.decode(), tuple(map(int, shape.split(b","))) if shape else ()
 
 
-def _bits(dtype: str, shape: tuple[int, ...]) -> int:
-    """Of a chunk; -1 for more than there can be."""
-    bits = BITS[dtype] * math.prod(shape)
-    return bits if bits < 1 << 62 else -1
-
-
 def _names(bare: Sequence[bytes]) -> Names | None:
     """What keys are called without what follows the bracket of a box; None if keys are alike up to their boxes, or cannot be names."""
     joined = b"\n".join(bare)  # no key has a control character
-    with _lock:
-        names = _known_names.get(joined)
-        if names is not None:
-            _known_names.move_to_end(joined)
-            return names
+    names = _known_names.get(joined)
+    if names is not None:
+        return names
     order, places = _sorted(bare)
     # What begins others comes right before one of these.
     if METADATA.encode() in bare or any(bare[b].startswith(bare[a]) for a, b in pairwise(order)):
         return None
     names = Names(joined, places)
     if len(joined) <= _TEXT_BYTES:
-        with _lock:
-            _known_names[joined] = names
-            while len(_known_names) > _MOST_NAMES:
-                _known_names.popitem(last=False)
+        _known_names.put(joined, names)
     return names
 
 
@@ -303,7 +294,7 @@ _MOST = 32
 _MOST_NAMES = 8
 _known: list[tuple[int, HeaderLayout]] = []
 """Layouts with the bytes of data that they cover, those that were used last first."""
-_known_names: OrderedDict[bytes, Names] = OrderedDict()
+_known_names: LruCache[bytes, Names] = LruCache(_MOST_NAMES)
 _lock = threading.Lock()
 
 
@@ -339,4 +330,4 @@ def forget() -> None:
     """Know no layout any more."""
     with _lock:
         _known.clear()
-        _known_names.clear()
+    _known_names.clear()

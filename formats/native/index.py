@@ -38,7 +38,7 @@ from ckpt.text import parse_json
 from .checks import find_problem, node_problem
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
-from .tables import Ragged, flat, flat_values, from_file, lists, to_file, too_little_memory
+from .tables import Ragged, flat, from_file, lists, to_file, too_little_memory
 from .virtual import decode_extents, decode_sources, encode_extents
 
 # The last few results of something that takes long and often has the same outcome. Thread-safe.
@@ -47,7 +47,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """Keeps the ``limit`` values that were used last. Keys are compared whole, so a value is only ever found for what it was made of."""
 
     def __init__(self, limit: int) -> None:
@@ -61,6 +61,13 @@ class Recent(Generic[K, V]):
                 return None
             self._values.move_to_end(key)
             return self._values[key]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
 
     def put(self, key: K, value: V) -> None:
         with self._lock:
@@ -277,7 +284,7 @@ def decode_index(files: Mapping[str, bytes], where: str, *, anchored: bool = Fal
     return Contents(tensors=tensors, files=data_files, state=state, ranks=ranks, sources=sources, extents=extents, rank_rows=rows)
 
 
-_known: Recent[tuple[bytes, bytes, int, bool], tuple[TensorEntry, ...]] = Recent(2)
+_known: LruCache[tuple[bytes, bytes, int, bool], tuple[TensorEntry, ...]] = LruCache(2)
 """Tables of tensors that were decoded and checked, by their bytes: the steps of a job have equal ones."""
 
 
@@ -325,18 +332,6 @@ def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorE
     return tuple(tensors)
 
 
-class _Nullable:
-    """A column of lists that may be null; without a column, all are."""
-
-    def __init__(self, column: pa.Array | None) -> None:
-        self._spans = None if column is None else Ragged.of(column)
-        self._values = None if column is None else flat_values(column)
-
-    def row(self, number: int) -> np.ndarray[Any, Any] | None:
-        span = None if self._spans is None else self._spans.span(number)
-        return None if self._values is None or span is None else self._values[span]
-
-
 class _GridTable:
     """grids.arrow, decoded a row at a time: how to read boxes depends on the number of dimensions, which tensors know."""
 
@@ -345,12 +340,10 @@ class _GridTable:
         self._where = where
         self._dims = Ragged.of(columns["cuts"])
         self._cuts = Ragged.of(columns["cuts"].values)
-        self._cut_values: list[int] = flat_values(columns["cuts"].values).tolist()
+        self._cut_values: list[int] = self._cuts.values.tolist()
         self._boxes = Ragged.of(columns["boxes"])
-        self._box_values = flat_values(columns["boxes"])
         self._files = Ragged.of(columns["files"])
-        self._file_values = flat_values(columns["files"])
-        self._anchors = _Nullable(columns["anchors"] if anchored else None)
+        self._anchors = Ragged.of(columns["anchors"]) if anchored else None
         self._made: dict[int, Grid] = {}
 
     def grid(self, row: int, dims: int, name: str) -> Grid:
@@ -363,19 +356,17 @@ class _GridTable:
         return grid
 
     def _make(self, row: int, dims: int, name: str) -> Grid:
-        files, axes, boxes = self._files.span(row), self._dims.span(row), self._boxes.span(row)
-        if files is None or files.start == files.stop or (axes is None) == (boxes is None):
+        files, axes, values = self._files.row(row), self._dims.span(row), self._boxes.row(row)
+        if files is None or not len(files) or (axes is None) == (values is None):
             _contradicts(f"the grid of tensor {name!r} needs files and exactly one of cuts and boxes", self._where)
-        numbers = self._file_values[files]
-        anchors = self._anchors.row(row)
+        anchors = None if self._anchors is None else self._anchors.row(row)
         if axes is not None:
             spans = [self._cuts.span(i) or slice(0) for i in range(axes.start, axes.stop)]
-            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=numbers, anchors=anchors)
-        values = self._box_values[boxes]
-        if dims == 0 or len(values) % (2 * dims):
+            return Grid(cuts=tuple(Cuts(self._cut_values[s]) for s in spans), files=files, anchors=anchors)
+        if values is None or dims == 0 or len(values) % (2 * dims):
             _contradicts(f"the boxes of tensor {name!r} do not have its {dims} dimensions", self._where)
         rows = values.reshape(-1, 2 * dims)
-        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=numbers, anchors=anchors)
+        return Grid(boxes=(rows[:, :dims], rows[:, dims:]), files=files, anchors=anchors)
 
 
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:

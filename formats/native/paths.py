@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
-from ckpt.formats.external.base import ReadOnly
+from ckpt.formats.external.base import Routed
 from ckpt.io_backends.checks import path_problem
 from ckpt.io_backends.registry import join_url, open_backend
 
@@ -93,6 +93,15 @@ def has_orphans(backend: Backend, prefix: str = "") -> bool:
     return "data/" in names and any(id_of(f"data/{name}") for name in backend.list_dir(f"{prefix}data"))
 
 
+def is_there(backend: Backend, path: str) -> bool:
+    """Whether there is such an object."""
+    try:
+        backend.size(path)
+    except NotFoundError:
+        return False
+    return True
+
+
 def others_files(backend: Backend) -> list[str]:
     """Names right below the root of ``backend`` that are no part of a checkpoint of this format, nor of what a killed save or copy left.
     Hidden files do not count, nor do directories without files."""
@@ -174,7 +183,7 @@ def check_not_replaced(references: Iterable[str], base: str, name: str) -> None:
         )
 
 
-class RunBackend(ReadOnly):
+class RunBackend(Routed):
     """What a checkpoint with references is read through: its own storage, and below ``../`` that of its run.
 
     Of a checkpoint that is opened through a link, neighbours are those of the link where they are there, else those of the directory that
@@ -195,12 +204,12 @@ class RunBackend(ReadOnly):
         owner = owner_of(path)
         if owner not in self._runs:
             run, target = open_backend(split_url(self._own)[0]), self._own.link()
-            if target is not None and not _is_there(run, path[len(UP) :]):
+            if target is not None and not is_there(run, path[len(UP) :]):
                 run = open_backend(split_url(open_backend(target))[0])
             self._runs[owner] = run
         return self._runs[owner]
 
-    def _place(self, path: str) -> tuple[Backend, str]:
+    def route(self, path: str) -> tuple[Backend, str]:
         if not is_reference(path):
             return self._own, path
         problem = reference_problem(path)
@@ -216,30 +225,6 @@ class RunBackend(ReadOnly):
     def io_hints(self) -> IOHints:
         return self._own.io_hints
 
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        backend, inner = self._place(path)
-        return backend.read(inner, offset, length)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        backend, inner = self._place(path)
-        backend.read_into(inner, offset, buffer)
-
-    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        backend, inner = self._place(path)
-        backend.read_hashed(inner, offset, buffer, update)
-
-    def read_whole(self, path: str, limit: int) -> bytes:
-        backend, inner = self._place(path)
-        return backend.read_whole(inner, limit)
-
-    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
-        backend, inner = self._place(path)
-        return backend.read_start(inner, length)
-
-    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
-        backend, inner = self._place(path)
-        backend.evict(inner, offset, length)
-
     def nearby(self, paths: Collection[str]) -> Collection[str] | None:
         near = self._own.nearby([path for path in paths if not is_reference(path)])
         if near is None:
@@ -247,29 +232,21 @@ class RunBackend(ReadOnly):
         of_run: dict[Backend, list[str]] = {}
         with suppress(CkptError):
             for path in filter(is_reference, paths):
-                backend, inner = self._place(path)
+                backend, inner = self.route(path)
                 of_run.setdefault(backend, []).append(inner)
         others = (UP + inner for backend, inners in of_run.items() for inner in backend.nearby(inners) or ())
         return {*near, *others}
 
-    def size(self, path: str) -> int:
-        backend, inner = self._place(path)
-        return backend.size(inner)
-
     def modified(self, path: str) -> float | None:
-        backend, inner = self._place(path)
+        backend, inner = self.route(path)
         return backend.modified(inner)
 
-    def version_token(self, path: str) -> str | None:
-        backend, inner = self._place(path)
-        return backend.version_token(inner)
-
     def link(self, path: str = "") -> str | None:
-        backend, inner = self._place(path)
+        backend, inner = self.route(path)
         return backend.link(inner)
 
     def copy_source(self, path: str) -> CopySource | None:
-        backend, inner = self._place(path)
+        backend, inner = self.route(path)
         return backend.copy_source(inner)
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
@@ -279,11 +256,3 @@ class RunBackend(ReadOnly):
     def list_dir(self, prefix: str = "") -> list[str]:
         """The checkpoint's own files."""
         return self._own.list_dir(prefix)
-
-
-def _is_there(backend: Backend, path: str) -> bool:
-    try:
-        backend.size(path)
-    except NotFoundError:
-        return False
-    return True

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import xxhash
 
-from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
+from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.external.base import grid_of
 from ckpt.io_backends.checks import read_alike
-from ckpt.plan.layout.geometry import Box, IntArray, cells, find_fault, merge_cuts
+from ckpt.plan.layout.geometry import Box, find_fault
 from ckpt.text import parse_json
 
 from .codecs import WITHOUT_ANCHOR, is_known, unknown_codec
@@ -121,7 +122,12 @@ def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _Rebui
     for key, chunk in header.chunks.items():
         try:
             name, ranges, codec = parse_key(key)
-            dtype, box, shape = _place(chunk, ranges) if codec is None else _coded_place(chunk, ranges, coded.get(name))
+            shape: tuple[int, ...] | None = None
+            if codec is None:
+                dtype, inner = _elements(chunk, ranges)
+                box = _box(ranges, inner)
+            else:
+                dtype, box, shape = _coded_place(chunk, ranges, coded.get(name))
         except ValueError as err:
             raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
         if codec is not None and not is_known(codec):
@@ -142,11 +148,6 @@ def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _Rebui
         tensor.codecs.append(codec)
         tensor.boxes.append(box)
         tensor.files.append(file)
-
-
-def _place(chunk: StoredChunk, ranges: Ranges | None) -> tuple[DType, Box, None]:
-    dtype, shape = _elements(chunk, ranges)
-    return dtype, _box(ranges, shape), None
 
 
 def _coded_place(
@@ -203,21 +204,5 @@ def _tensor(name: str, rebuilt: _RebuiltTensor, where: str) -> TensorEntry:
         wanted = chunk_key(name, box, shape, rebuilt.dtype) if codec is None else coded_key(name, box, shape, codec)
         if key != wanted:
             raise CorruptError(f"tensor {name!r} is not whole: a key is {key!r}, not {wanted!r}", where=where, hint=_INCOMPLETE)
-    return TensorEntry(
-        name=name, dtype=rebuilt.dtype, shape=shape, grid=_grid(shape, offsets, shapes, np.array(rebuilt.files, dtype=np.int32))
-    )
-
-
-def _grid(shape: tuple[int, ...], offsets: IntArray, shapes: IntArray, files: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Grid:
-    """Cuts if the boxes are the cells of some, else boxes; either way in row-major order of their offsets."""
-    # lexsort takes its last key as the first one, hence the reversed columns: row-major order of the offsets.
-    order = np.lexsort(offsets.T[::-1]) if shape else np.arange(len(offsets))
-    offsets, shapes, files = offsets[order], shapes[order], files[order]
-    if (files == files[0]).all():
-        files = files[:1]
-    cuts = tuple((merge_cuts((0, n), offsets[:, i], offsets[:, i] + shapes[:, i]) if n else (0, 0)) for i, n in enumerate(shape))
-    if np.prod([len(c) - 1 for c in cuts], dtype=np.int64) == len(offsets):
-        grid = Grid(cuts=cuts, files=files)
-        if all(np.array_equal(a, b) for a, b in zip(cells(cuts), (offsets, shapes), strict=True)):
-            return grid
-    return Grid(boxes=(offsets, shapes), files=files)
+    grid, _ = grid_of(name, shape, [(b.offset, b.shape) for b in rebuilt.boxes], rebuilt.files, where)
+    return TensorEntry(name=name, dtype=rebuilt.dtype, shape=shape, grid=grid)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #
 # Ranks that have the same phases are a *group*. Of a group each figure of each phase is a column, in the order of its ranks; a column whose
 # values are all equal is one number. ``more`` is what a phase's last end lies behind its first start and its busy time: of a phase that is
-# one span it is 0. What else is known of a rank, such as its host, are columns over all ranks of the file (``About``).
+# one span it is 0. What else is known of a rank, such as its host, are columns over all ranks of the file.
 
 Ints = npt.NDArray[np.int64]
 
@@ -179,52 +179,47 @@ def _numbers(column: object, count: int, low: int, high: int) -> Ints:
 # ------------------------------------------------------------------------------------------------- what else is known of ranks
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class About:
-    """What a rank says of itself besides its spans. None, or nothing: not known."""
-
-    host: str | None = None
-    coordinates: Mapping[str, int]
-    blocked: int | None = None
-    waited: int | None = None
-    storage: tuple[int, int] | None = None
+_ABOUT = frozenset({"hosts", "mesh", "blocked", "waited", "storage"})
+"""Members that are such columns, or say which ranks the storage gave trouble."""
 
 
 def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
-    """SpanGroups over the ranks in rising order; what no rank says is left out."""
-    abouts = []
+    """Columns over the ranks in rising order; what no rank says is left out."""
     for row in rows.values():
-        host, at, storage = row.get("host"), row.get("at", {}), row.get("storage")
-        if host is not None and not (isinstance(host, str) and _is_name(host, _HOST)):
-            raise ValueError("its host is no name")
-        if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
-            raise ValueError("its coordinates are none")
-        times = {name: row.get(name) for name in ("blocked", "waited")}
-        for name, time in times.items():
-            if time is not None and not (type(time) is int and 0 <= time <= MICROS):
-                raise ValueError(f"its {name} is no time")
-        refused = _tally(storage)
-        if storage is not None and refused is None:
-            raise ValueError("its storage's trouble is no two numbers")
-        abouts.append(About(host=host, coordinates=at, storage=refused if refused and any(refused) else None, **times))
+        _check_about(row)
     about: dict[str, Any] = {}
-    names = list(dict.fromkeys(one.host or "" for one in abouts))
+    hosts = [row.get("host") or "" for row in rows.values()]
+    names = list(dict.fromkeys(hosts))
     if names != [""]:
         numbers = {name: i for i, name in enumerate(names)}
-        about["hosts"] = {"names": names, "of": [numbers[one.host or ""] for one in abouts]}
-    dimensions = list(dict.fromkeys(name for one in abouts for name in one.coordinates))[:_DIMENSIONS]
+        about["hosts"] = {"names": names, "of": [numbers[host] for host in hosts]}
+    meshes = [row.get("at", {}) for row in rows.values()]
+    dimensions = list(dict.fromkeys(name for at in meshes for name in at))[:_DIMENSIONS]
     if dimensions:
-        about["mesh"] = {name: [one.coordinates.get(name, -1) for one in abouts] for name in dimensions}
+        about["mesh"] = {name: [at.get(name, -1) for at in meshes] for name in dimensions}
     for name in ("blocked", "waited"):
-        values = [-1 if (value := getattr(one, name)) is None else value for one in abouts]
+        values = [-1 if row.get(name) is None else row[name] for row in rows.values()]
         if {*values} != {-1}:
             about[name] = _column(np.array(values, dtype=np.int64))
-    trouble = {str(rank): list(one.storage) for rank, one in zip(rows, abouts, strict=True) if one.storage is not None}
+    trouble = {str(rank): row["storage"] for rank, row in rows.items() if any(row.get("storage") or ())}
     return about | ({"storage": trouble} if trouble else {})
 
 
-def decode_about(members: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, About]:
-    """By rank. Raises ValueError with what is wrong."""
+def _check_about(row: Row) -> None:
+    host, at = row.get("host"), row.get("at", {})
+    if host is not None and not _is_name(host, _HOST):
+        raise ValueError("its host is no name")
+    if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
+        raise ValueError("its coordinates are none")
+    for name in ("blocked", "waited"):
+        if row.get(name) is not None and not (type(row[name]) is int and 0 <= row[name] <= MICROS):
+            raise ValueError(f"its {name} is no time")
+    if row.get("storage") is not None and _tally(row["storage"]) is None:
+        raise ValueError("its storage's trouble is no two numbers")
+
+
+def decode_about(members: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Fields of ``SpanTable`` by rank. Raises ValueError with what is wrong."""
     count = len(ranks)
     hosts: list[str | None] = [None] * count
     if "hosts" in members:
@@ -237,16 +232,18 @@ def decode_about(members: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, 
     storage = members.get("storage", {})
     if not isinstance(storage, dict) or any(_tally(pair) is None for pair in storage.values()):
         raise ValueError("its storage's trouble is no pairs of numbers")
-    return {
-        rank: About(
-            host=hosts[i],
-            coordinates={name: column[i] for name, column in places.items() if column[i] >= 0},
-            blocked=None if times["blocked"][i] < 0 else times["blocked"][i],
-            waited=None if times["waited"][i] < 0 else times["waited"][i],
-            storage=_tally(storage.get(str(rank))),
-        )
-        for i, rank in enumerate(ranks)
-    }
+    about: dict[int, dict[str, Any]] = {}
+    for i, rank in enumerate(ranks):
+        retries, throttled = storage.get(str(rank), (0, 0))
+        about[rank] = {
+            "host": hosts[i],
+            "coordinates": {name: column[i] for name, column in places.items() if column[i] >= 0},
+            "blocked": None if times["blocked"][i] < 0 else times["blocked"][i],
+            "waited": None if times["waited"][i] < 0 else times["waited"][i],
+            "retries": retries,
+            "throttled": throttled,
+        }
+    return about
 
 
 def _hosts(hosts: object, count: int) -> list[str | None]:
@@ -275,8 +272,7 @@ SIZE_LIMIT = 256 << 20
 """Bytes of the whole file that are written or read; 100,000 ranks take less."""
 
 _MEMBERS = ("began", "phases", "threads", "spans", "folded")
-"""What is kept of a rank's row, besides ``About``."""
-_NOTHING = About(coordinates={})
+"""What is kept of a rank's row, besides what ``encode_about`` takes."""
 
 _HEAD = b'{"digest":"'
 _ZEROS = b"0" * DIGEST_DIGITS
@@ -334,7 +330,11 @@ def _thinned(rows: Mapping[int, Row]) -> tuple[dict[int, Row], SpanGroups]:
     # Of many ranks, the single spans of few are looked at: the leader does this while its call goes on.
     columns = SpanGroups(groups=[], seconds={})
     if len(rows) > MANY:
-        with_sums = {rank: row if "sums" in row else _summed(row, rank) for rank, row in rows.items()}
+        with_sums = dict(rows)
+        for rank, row in rows.items():
+            if "sums" not in row:
+                summed = SpanTable.from_row(row, f"rank {rank}").summed().to_row()
+                with_sums[rank] = {**summed, "sums": summed["folded"]}
         columns = _columns(with_sums)
         detailed = {*sorted(columns.seconds, key=lambda rank: (-columns.seconds[rank], rank))[:SLOWEST], next(iter(rows))}
     else:
@@ -363,11 +363,6 @@ def _columns(rows: Mapping[int, Row]) -> SpanGroups:
         raise CorruptError(f"these are not the spans of a rank: {err}", where=f"rank {next(iter(rows))}", hint=UNNEEDED) from err
 
 
-def _summed(row: Row, rank: int) -> Row:
-    summed = SpanTable.from_row(row, f"rank {rank}").summed().to_row()
-    return {**summed, "sums": summed["folded"]}
-
-
 def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTable]:
     digest = xxhash.xxh3_128_hexdigest(data[: len(_HEAD)] + _ZEROS + data[_DATA:]).encode()
     if not data.startswith(_HEAD) or data[len(_HEAD) : _DATA] != digest:
@@ -390,22 +385,9 @@ def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTabl
         abouts = decode_about(members, sorted(tables))
     except (ValueError, OverflowError) as err:
         _damaged(f"{err}", where)
-    return {rank: _with_about(tables[rank], abouts[rank]) for rank in sorted(tables)}
-
-
-def _with_about(table: SpanTable, about: About) -> SpanTable:
-    if about == _NOTHING:
-        return table
-    retries, throttled = about.storage or (0, 0)
-    return replace(
-        table,
-        host=about.host,
-        coordinates=about.coordinates,
-        blocked=about.blocked,
-        waited=about.waited,
-        retries=retries,
-        throttled=throttled,
-    )
+    if not members.keys() & _ABOUT:
+        return dict(sorted(tables.items()))
+    return {rank: replace(tables[rank], **abouts[rank]) for rank in sorted(tables)}
 
 
 def _rank(text: str, ranks: int, where: str) -> int:

@@ -179,23 +179,27 @@ def flat(rows: Iterable[Iterable[int]], count: int) -> pa.Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ragged:
-    """A list column: row i is ``values[offsets[i]:offsets[i + 1]]`` of its flat values, or null where ``nulls[i]``."""
+    """A list column: row i is ``values[offsets[i]:offsets[i + 1]]`` of its flat values, or null where ``nulls[i]``. Of lists of lists there
+    are only the spans."""
 
     offsets: npt.NDArray[np.int32]
     nulls: npt.NDArray[np.bool_]
+    values: npt.NDArray[Any]
 
     @classmethod
     def of(cls, column: pa.Array) -> Ragged:
-        return cls(
-            offsets=column.offsets.to_numpy(zero_copy_only=False),
-            nulls=_nulls(column),
-        )
+        flat = np.zeros(0) if pa.types.is_list(column.values.type) else column.values.to_numpy(zero_copy_only=False)
+        return cls(offsets=column.offsets.to_numpy(zero_copy_only=False), nulls=_nulls(column), values=flat)
 
     def __len__(self) -> int:
         return len(self.nulls)
 
     def span(self, row: int) -> slice | None:
         return None if self.nulls[row] else slice(int(self.offsets[row]), int(self.offsets[row + 1]))
+
+    def row(self, row: int) -> npt.NDArray[Any] | None:
+        span = self.span(row)
+        return None if span is None else self.values[span]
 
 
 def _nulls(column: pa.Array) -> npt.NDArray[np.bool_]:
@@ -208,9 +212,3 @@ def _nulls(column: pa.Array) -> npt.NDArray[np.bool_]:
     values = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=end, bitorder="little")
     nulls: npt.NDArray[np.bool_] = values[column.offset :] == 0
     return nulls
-
-
-def flat_values(column: pa.Array) -> npt.NDArray[Any]:
-    """The numbers under a list column, all rows one after another; ``Ragged`` has their spans."""
-    values: npt.NDArray[Any] = column.values.to_numpy(zero_copy_only=False)
-    return values

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import pyarrow as pa
 
 from ckpt.catalog import CatalogDefaults, Contents, Extent, SourceFile, TensorEntry
 from ckpt.errors import AccessError, ConsistencyError, CorruptError, NotFoundError
-from ckpt.formats.external.base import ReadOnly
+from ckpt.formats.external.base import Routed
 from ckpt.formats.external.elements import reach, strided, strides_of
 from ckpt.io_backends.checks import path_problem
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta
@@ -159,60 +159,29 @@ class VirtualCatalog(CatalogDefaults):
 
     def __init__(self, backend: Backend, record: CommitRecord, contents: Contents, allowed: Sequence[str] | None = None) -> None:
         """``allowed``: roots below which sources may lie; None: wherever the checkpoint points."""
-        self._own = backend
-        self._record = record
-        self._contents = contents
-        self._tensors = {t.name: t for t in contents.tensors}
-        self._sources = Sources(backend.url, contents.sources, allowed)
-
-    @property
-    def url(self) -> str:
-        return self._own.url
-
-    @property
-    def backend(self) -> Backend:
-        return self._sources
-
-    @property
-    def format(self) -> str:
-        return f"ckpt {VERSION}, virtual"
-
-    @property
-    def record(self) -> CommitRecord:
-        return self._record
-
-    @property
-    def sources(self) -> tuple[SourceFile, ...]:
-        return self._contents.sources
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        return self._tensors
-
-    @property
-    def world_size(self) -> int:
-        return self._record.world_size
-
-    @property
-    def state(self) -> Any:
-        return self._contents.state
-
-    @property
-    def ranks(self) -> Mapping[int, Mapping[str, Any]]:
-        return self._contents.ranks
+        self._extents = contents.extents
+        self.url = backend.url
+        self.backend = Sources(backend.url, contents.sources, allowed)
+        self.format = f"ckpt {VERSION}, virtual"
+        self.record: CommitRecord = record
+        self.sources = contents.sources
+        self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in contents.tensors}
+        self.world_size = record.world_size
+        self.state = contents.state
+        self.ranks = contents.ranks
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         return self.extents_of([(entry, int(chunk)) for chunk in chunks])
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
         """Where these chunks are."""
-        extents = [self._contents.extents[entry.alias or entry.name][chunk] for entry, chunk in wanted]
+        extents = [self._extents[entry.alias or entry.name][chunk] for entry, chunk in wanted]
         for path, digested in {(extent.path, extent.digest is not None) for extent in extents}:
-            self._sources.check(path, digested=digested)
+            self.backend.check(path, digested=digested)
         return extents
 
 
-class Sources(ReadOnly):
+class Sources(Routed):
     """The sources of a virtual checkpoint as one storage to read from."""
 
     why = "the sources of a virtual checkpoint are only read"
@@ -229,12 +198,16 @@ class Sources(ReadOnly):
     def url(self) -> str:
         return self._url
 
-    def _find(self, path: str) -> tuple[Backend, SourceFile]:
+    def route(self, path: str) -> tuple[Backend, str]:
+        source = self._find(path)
+        self._check_allowed(source)
+        return self._opened(source.root), source.path
+
+    def _find(self, path: str) -> SourceFile:
         source = self._sources.get(path)
         if source is None:
             raise NotFoundError(f"there is no source {path!r}", where=self._url, hint="`ckpt inspect` lists them")
-        self._check_allowed(source)
-        return self._opened(source.root), source
+        return source
 
     def _check_allowed(self, source: SourceFile) -> None:
         if self._allowed is None:
@@ -257,7 +230,7 @@ class Sources(ReadOnly):
         """That the source is the file that was imported; looked at once. What has a digest says so itself, also if the file was touched."""
         if (path, digested) in self._checked:
             return
-        backend, source = self._find(path)
+        (backend, _), source = self.route(path), self._find(path)
         try:
             size = backend.size(source.path)
         except NotFoundError as err:
@@ -280,24 +253,9 @@ class Sources(ReadOnly):
         hints = [self._opened(root).io_hints for root in {s.root: None for s in self._sources.values()}]
         return max(hints, key=lambda h: h.concurrency, default=IOHints())
 
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        backend, source = self._find(path)
-        return backend.read(source.path, offset, length)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        backend, source = self._find(path)
-        backend.read_into(source.path, offset, buffer)
-
-    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        backend, source = self._find(path)
-        backend.read_hashed(source.path, offset, buffer, update)
-
-    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
-        backend, source = self._find(path)
-        backend.evict(source.path, offset, length)
-
     def size(self, path: str) -> int:
-        return self._find(path)[1].size
+        self.route(path)  # checks that it may be read
+        return self._find(path).size
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         return iter(sorted(ObjectMeta(path, s.size) for path, s in self._sources.items() if path.startswith(prefix)))

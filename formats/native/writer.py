@@ -15,7 +15,7 @@ from ckpt.catalog import Contents
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.plan.values import part_in
 
-from .clearing import BaseFiles, check_no_link, check_there, confirm, referred_files
+from .clearing import BaseFiles, check_committed, check_no_link, check_there, referred_files
 from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, WRITER, Branches, CommitRecord, IndexFile, inlined, now, read_record
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, data_prefix, index_path, is_reference, parity_prefix
@@ -139,7 +139,7 @@ class CheckpointJournal(WriteJournal):
                     self.discard()
                 raise
         try:
-            return confirm(self.backend, self.id, sizes, self.previous, self.base, based)
+            return check_committed(self.backend, self.id, sizes, self.previous, self.base, based)
         except StorageError:
             if self._holds(record) is False:
                 self.discard()

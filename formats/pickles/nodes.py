@@ -10,6 +10,8 @@ class, arguments and attributes, and is told: ``opaque``.
 
 from __future__ import annotations
 
+import struct
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +121,7 @@ class NodeMaker:
         if type(value) is GlobalName:
             if self.values.is_dtype(value):
                 return {"$dtype": value.name}
-            self._tell(path, str(value))
+            self._note_opaque(path, str(value))
             return {"__global__": str(value)}
         assert type(value) is Made
         # Tensors in it are tensors of the checkpoint too.
@@ -127,16 +129,21 @@ class NodeMaker:
         if value.name == "copyreg._reconstructor" and args and type(args[0]) is GlobalName:
             of, args = args[0], ()
         fields: dict[str, Any] = {"__class__": str(of) if type(of) is GlobalName else of}
-        self._tell(path, str(of) if type(of) is GlobalName else "what another object made")
+        self._note_opaque(path, str(of) if type(of) is GlobalName else "what another object made")
         parts = {"__args__": list(args), "__kwargs__": value.kwargs, "__state__": value.state}
         parts |= {"__items__": value.items, "__pairs__": None if value.pairs is None else [list(p) for p in value.pairs]}
         fields |= {k: v for k, v in parts.items() if v is not None and not (type(v) is list and not v)}
         return self._mapping(fields, path, depth + 1)
 
-    def _tell(self, path: str, of: str) -> None:
+    def _note_opaque(self, path: str, of: str) -> None:
         """Note that what lies at ``path`` has no known meaning."""
         self._charge(len(path) + len(of) >> 4)
         self.opaque[path] = of
+
+
+def step_node(step: float) -> Node:
+    """A step as torch's optimizers keep it: a number in a tensor."""
+    return {"$inline": ["float32", [], b64encode(struct.pack("<f", step)).decode()]}
 
 
 def _no_tensor(tensor: object, path: str) -> Node:

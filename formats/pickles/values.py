@@ -142,20 +142,13 @@ def _mesh_shape(v: Meanings, mesh: Made) -> tuple[int, ...]:
         layout = fields["_layout"].attributes()
         if "axes" in layout:
             sizes = [counts(axis.attributes()["shape"]) for axis in layout["axes"]]
-            return tuple(_product(s) for s in sizes)
+            return tuple(math.prod(s) for s in sizes)
         if "shape" in layout:
-            return tuple(n if type(n) is int else _product(counts(n)) for n in layout["shape"])
+            return tuple(n if type(n) is int else math.prod(counts(n)) for n in layout["shape"])
     ranks = v.meaning(fields.get("mesh", fields.get("_mesh")))
     if type(ranks) is not StoredView:
         v.refuse("a DTensor whose mesh has no shape that is known")
     return ranks.shape
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for n in sizes:
-        product *= n
-    return product
 
 
 class PickleValues:

@@ -37,7 +37,7 @@ TAIL = 16 << 10
 
 
 class FileRange:
-    """``size`` bytes of ``path`` from ``start`` on. Positions count from there. Bytes that were read ahead are given by ``hold``.
+    """``size`` bytes of ``path`` from ``start`` on. Positions count from there. Bytes that were read ahead are given by ``preload``.
 
     ``tail`` is how many bytes at the end are read at once.
     """
@@ -56,7 +56,7 @@ class FileRange:
         inside = f", bytes {self.start} to {self.start + self.size}" if self.start else ""
         return f"{self._backend.url.rstrip('/')}/{self.path}{inside}"
 
-    def hold(self, parts: Iterable[tuple[int, bytes]]) -> None:
+    def preload(self, parts: Iterable[tuple[int, bytes]]) -> None:
         """Keep bytes at hand: position and bytes of each part."""
         self._ahead += parts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -227,9 +227,12 @@ class TensorTable:
         return self._extents([self._block(entry, number) for entry, number in wanted])
 
     def _extents(self, blocks: Sequence[StorageBlock]) -> list[Extent]:
+        by_file: dict[int, list[StoredStorage]] = {}
+        for block in blocks:
+            if block.length:
+                by_file.setdefault(block.file, []).append(block.storage)
         starts: dict[tuple[int, str], int] = {}
-        for file, members in _by_file(blocks).items():
-            storages = [b.storage for b in members]
+        for file, storages in by_file.items():
             starts |= {(file, s.key): at for s, at in zip(storages, self.archives[file].starts(storages), strict=True)}
         return [self._extent(b, starts[b.file, b.storage.key] if b.length else 0) for b in blocks]
 
@@ -246,14 +249,6 @@ class TensorTable:
             hint = "load it with torch, and save tensor.contiguous() (tensor.resolve_conj(), tensor.resolve_neg())"
             raise FormatError(self._problems[name], where=self.archives[self._blocks[name][0].file].where, hint=hint)
         return self._blocks[name][number]
-
-
-def _by_file(blocks: Sequence[StorageBlock]) -> Mapping[int, list[StorageBlock]]:
-    by_file: dict[int, list[StorageBlock]] = {}
-    for block in blocks:
-        if block.length:
-            by_file.setdefault(block.file, []).append(block)
-    return by_file
 
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -299,20 +294,15 @@ def node_maker(table: TensorTable, file: int) -> NodeMaker:
 
     def place(value: StoredView | StoredPart, path: str) -> Any:
         if isinstance(value, StoredPart):
-            _refuse_part(archive, path)
-        else:
-            table.add(path, file, value)
+            raise FormatError(
+                f"tensor {path} is sharded, and this file has the part of one rank",
+                where=archive.where,
+                hint="open the directory that has the files of all ranks",
+            )
+        table.add(path, file, value)
         return {"$tensor": path}
 
     return NodeMaker(archive.values, place, pickle_bytes=archive.pickle_bytes)
-
-
-def _refuse_part(archive: Archive, path: str) -> None:
-    raise FormatError(
-        f"tensor {path} is sharded, and this file has the part of one rank",
-        where=archive.where,
-        hint="open the directory that has the files of all ranks",
-    )
 
 
 def _open_shards(backend: Backend, index: str) -> ExternalCatalog:

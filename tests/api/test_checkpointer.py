@@ -362,7 +362,7 @@ def test_a_mistake_in_a_call_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"every": 1}, {"every": Latest(1)}, {"keep": 1}, {"keep": Latest(2)}, {"pace": "200MB"}, {"copies": "1"}]
+    "given", [{"every": 1}, {"every": Latest(1)}, {"keep": 1}, {"keep": Latest(2)}, {"max_bandwidth": "200MB"}, {"copies": "1"}]
 )
 def test_a_mistake_in_what_memory_is_given(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(given))}") as raised:

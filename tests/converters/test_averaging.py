@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.merge import SCHEDULES, checked_weights, last_steps, schedule_weights
 from ckpt.converters.pipeline import buffered
 from ckpt.errors import MismatchError, NamesError, NotFoundError, ShapeError, UsageError
+from ckpt.formats.journal import ConversionJournal
+from tests.distributed.ranks import Lost, Ranks
 
 WEIGHTS = (0.5, 0.3, 0.2)
 KINDS = {"half": torch.float16, "brain": torch.bfloat16, "single": torch.float32, "double": torch.float64}
@@ -326,25 +327,24 @@ def test_damage_in_any_source_is_found(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ resuming
 
-KILLED = """
-import os, signal, sys
-import ckpt
-from ckpt.converters.pipeline.conversion import ConversionJournal
-done = ConversionJournal.done
-def killed(self, number):
-    done(self, number)
-    if number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-ConversionJournal.done = killed
-ckpt.merge(sys.argv[1], sys.argv[2:], weights=(0.5, 0.3, 0.2), shard_size=300)
-"""
+
+def die_after_two_files(out: str, urls: list[str]) -> None:
+    done = ConversionJournal.done
+
+    def dies(self: ConversionJournal, number: int) -> None:
+        done(self, number)
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ConversionJournal.done = dies  # the process ends with it
+    ckpt.merge(out, urls, weights=WEIGHTS, shard_size=300)
 
 
-def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
+def test_a_killed_merge_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     urls = saved(tmp_path)
     out = str(tmp_path / "out")
-    done = subprocess.run([sys.executable, "-c", KILLED, out, *urls], check=False, timeout=60)
-    assert done.returncode == -signal.SIGKILL
+    (lost,) = ranks.run(1, die_after_two_files, out, urls, process_group=False, allow_death=True)
+    assert isinstance(lost, Lost) and lost.exitcode == -signal.SIGKILL
     with pytest.raises(ckpt.errors.ConflictError, match="another conversion was begun"):
         ckpt.merge(out, urls, weights=(0.2, 0.3, 0.5), shard_size=300)
     report = ckpt.merge(out, urls, weights=WEIGHTS, shard_size=300)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from ckpt.converters.targets.hf import check_readable
 from ckpt.dtypes import dtype
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
+from ckpt.formats.journal import ConversionJournal
+from ckpt.formats.native.writer import CheckpointJournal
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.plan import views
 from ckpt.plan.layout.geometry import Box
+from tests.distributed.ranks import Lost, Ranks
 from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.complex64)
@@ -387,32 +391,33 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
     assert (report.finished, report.written_files, report.tensor_bytes) == (False, 1, 40) and not Path(made).exists()
 
 
-KILLED = """
-import os, signal, sys
-from ckpt.formats.journal import ConversionJournal
-from ckpt import convert
+def killed(ranks: Ranks, work: Callable[..., None], *args: Any) -> None:
+    """A process of its own does the work, and ends by SIGKILL in it."""
+    (lost,) = ranks.run(1, work, *args, process_group=False, allow_death=True)
+    assert isinstance(lost, Lost) and lost.exitcode == -signal.SIGKILL, lost
 
-done, left = ConversionJournal.done, int(sys.argv[4])
 
-def dies(self, number):
-    global left
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    done(self, number)
+def die_after(left: int, url: str, made: str, to: str) -> None:
+    """So many items are done, and no more."""
+    done = ConversionJournal.done
 
-ConversionJournal.done = dies
-convert(sys.argv[1], sys.argv[2], to=sys.argv[3], shard_size=20_000)
-"""
+    def dies(self: ConversionJournal, number: int) -> None:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        done(self, number)
+
+    ConversionJournal.done = dies  # the process ends with it
+    convert(url, made, to=to, shard_size=20_000)
 
 
 @pytest.mark.parametrize("to", ["native", "hf"])
-def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
+def test_killed_and_gone_on_with(ranks: Ranks, tmp_path: Path, to: str) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     held = {f"w{i}": torch.full((4000,), float(i)) for i in range(6)}
     ckpt.save(url, held)
-    ended = subprocess.run([sys.executable, "-c", KILLED, url, made, to, "3"], check=False, timeout=100)
-    assert ended.returncode == -signal.SIGKILL
+    killed(ranks, die_after, 3, url, made, to)
     with pytest.raises(NotCommittedError, match="convert"):
         ckpt.open(made)
     with pytest.raises(ConflictError, match="another conversion"):
@@ -428,48 +433,37 @@ def test_killed_and_gone_on_with(tmp_path: Path, to: str) -> None:
         convert(url, made, to=to, shard_size=20_001)
 
 
-ENDING = """
-import os, signal, sys
-from ckpt import convert
-from ckpt.converters.pipeline.conversion import ConversionJournal
+def die_while_it_is_cleared(left: int, url: str, made: str, to: str) -> None:
+    def remove(record: Any, **options: Any) -> None:
+        for path in [record.record, *sorted(record.marks())][:left]:
+            record.backend.delete(path)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-left = int(sys.argv[4])
-def remove(record, **options):
-    for path in [record.record, *sorted(record.marks())][:left]:
-        record.backend.delete(path)
-    os.kill(os.getpid(), signal.SIGKILL)
-ConversionJournal.remove = remove
-convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
-"""
+    ConversionJournal.remove = remove
+    convert(url, made, to=to)
 
 
 @pytest.mark.parametrize(("to", "gone"), [("native", 0), ("native", 1), ("native", 3), ("hf", 0), ("hf", 2), ("torch", 1)])
-def test_killed_after_the_commit_and_before_the_end(tmp_path: Path, to: str, gone: int) -> None:
+def test_killed_after_the_commit_and_before_the_end(ranks: Ranks, tmp_path: Path, to: str, gone: int) -> None:
     """Of record, mark and claim so many are gone: the same command says that all is there, and leaves nothing but the checkpoint."""
     url, made = str(tmp_path / "s"), str(tmp_path / "made.pt")
     ckpt.save(url, tensors())
-    ended = subprocess.run([sys.executable, "-c", ENDING, url, made, to, str(gone)], check=False, timeout=100)
-    assert ended.returncode == -signal.SIGKILL
+    killed(ranks, die_while_it_is_cleared, gone, url, made, to)
     report = convert(url, made, to=to)
     assert (report.written_files, report.finished) == (0, True)
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, tensors())
     assert not list(tmp_path.glob("**/*convert*"))
 
 
-FINISHING = """
-import os, signal, sys
-from ckpt.formats.native.writer import CheckpointJournal
-from ckpt import convert
-
-CheckpointJournal.commit = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
-convert(sys.argv[1], sys.argv[2], to="native")
-"""
+def die_at_the_commit(url: str, made: str) -> None:
+    CheckpointJournal.commit = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
+    convert(url, made, to="native")
 
 
-def test_killed_while_finishing(tmp_path: Path) -> None:
+def test_killed_while_finishing(ranks: Ranks, tmp_path: Path) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(url, tensors())
-    assert subprocess.run([sys.executable, "-c", FINISHING, url, made], check=False, timeout=100).returncode == -signal.SIGKILL
+    killed(ranks, die_at_the_commit, url, made)
     assert list(Path(made).glob("index-*/*")) and list(Path(made).glob("convert-*/finish"))
     with pytest.raises(NotCommittedError):
         ckpt.open(made)

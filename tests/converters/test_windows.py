@@ -54,18 +54,18 @@ def test_windows_have_each_byte_once(rows: list[tuple[Box, int, int]], most: int
         items.append(FileItem(f"t{i}", box, at + gap, size))
         at += gap + items[-1].length
     found = list(windows(items, [[]] * len(items), most, enough))
-    covered = [b for w in found for s in w.segments for b in range(s.start, s.start + s.length)]
+    covered = [b for w in found for s in w for b in range(s.start, s.start + s.length)]
     assert covered == [b for i in items for b in range(i.offset, i.offset + i.length)]
     for window in found:
-        assert window.start == window.segments[0].start and window.stop == window.segments[-1].start + window.segments[-1].length
-        assert sum(s.length for s in window.segments) <= window.stop - window.start
-        assert len(window.segments) == 1 or window.segments[-1].start - window.start <= most
-        assert all(s.length == s.box.numel * items[s.item].itemsize for s in window.segments)
-        for last, first in pairwise(window.segments):
-            assert last.item == first.item or first.start - window.start < enough
+        start, stop = window[0].start, window[-1].start + window[-1].length
+        assert sum(s.length for s in window) <= stop - start
+        assert len(window) == 1 or window[-1].start - start <= most
+        assert all(s.length == s.box.numel * items[s.item].itemsize for s in window)
+        for last, first in pairwise(window):
+            assert last.item == first.item or first.start - start < enough
     for before, after in pairwise(found):  # none ends early within an item
-        joint = before.segments[-1].item == after.segments[0].item
-        assert not joint or before.stop - before.start + after.segments[0].length > most
+        last, first = before[-1], after[0]
+        assert last.item != first.item or last.start + last.length - before[0].start + first.length > most
 
 
 def transformed(shapes: dict[str, tuple[int, ...]]) -> dict[str, views.LogicalTensor]:

@@ -63,7 +63,7 @@ def broadcasts(machines: list[int], values: list[int]) -> tuple[list[bool], int,
         with call.phase("hand on"):
             right.append(call.broadcast("value", load) == value(step))
             _ = call.lead({}, lambda rows: None) if call.is_leader else call.follow({})
-        call.linger()
+        call.drain()
     return right, loads, asked
 
 

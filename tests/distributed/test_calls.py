@@ -86,7 +86,7 @@ def test_the_leader_has_the_rows_of_all_ranks_in_their_order(size: int) -> None:
                     "x", lambda row=row: row, lambda rows: [[r, row.get("rank"), len(row.get("large", ""))] for r, row in rows.items()]
                 )
             )
-        call.linger()
+        call.drain()
         return sums
 
     found = play(ranks, HashStore(), work)
@@ -222,7 +222,7 @@ def test_the_leader_asks_for_what_it_does_not_know_once(size: int) -> None:
         row = dict(zip(("own", "half", "all"), map(call.share, blobs), strict=True))
         first = call.map_reduce("x", lambda: row, lambda rows: decide(("half", "all"), rows))
         second = call.map_reduce("y", lambda: row, lambda rows: decide(("own",), rows))
-        call.linger()
+        call.drain()
         return first, second
 
     found = play(range(size), inner, work)
@@ -304,7 +304,7 @@ def calls_of_a_leader(ranks: int) -> int:
     for phase in ("begin", "write"):
         assert call.map_reduce(phase, lambda: {"rank": 0}, lambda rows: [row["rank"] for row in rows.values()]) == list(range(ranks))
     asked = sum(counting.asked.values())
-    call.linger()
+    call.drain()
     return asked + 1
 
 
@@ -372,7 +372,7 @@ def hears_late() -> str:
     channel.QUESTIONS = 2 / 1.5
     call = current_group().call("test", "u", 20.0)
     call.map_reduce("x", dict, lambda rows: time.sleep(1.2))
-    call.linger(0.1)
+    call.drain(0.1)
     if dist.get_rank() == 0:
         os._exit(0)
     return "heard"
@@ -398,7 +398,7 @@ def test_nothing_is_left_in_the_store() -> None:
             call.map_reduce(
                 "x", lambda shared=shared: {"it": shared}, lambda rows, call=call: [call.fetch(row["it"]).decode() for row in rows.values()]
             )
-            call.linger()
+            call.drain()
 
     play(range(FEW + 4), inner, work)
     end = time.monotonic() + 10
@@ -452,7 +452,7 @@ def test_kinds_of_stores(tmp_path: Path, kind: str) -> None:
         shared = call.share(f"{group.rank}".encode())
         taken = call.map_reduce("x", lambda: {"it": shared}, lambda rows: [call.fetch(row["it"]).decode() for row in rows.values()])
         call.heartbeat()
-        call.linger()
+        call.drain()
         return taken
 
     size = 3 if kind.endswith("libuv") else FEW + 2

@@ -17,7 +17,9 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, UsageError
+from ckpt.formats.megatron.buffers import BUCKET_DIVISOR
 from ckpt.formats.megatron.repair import repaired_states
+from ckpt.formats.megatron.stored_buffers import Buckets
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.megatron_files import STATE, assert_same, bits, load, read_all, states
@@ -90,7 +92,7 @@ def test_the_displaced_form_is_suspect_and_repaired(megatron_files):
     assert opened(megatron_files / "dp2" / "dp_reshardable").suspect is None
     truth, wrong = read_all(megatron_files / "dp2" / "legacy"), read_all(megatron_files / "dp2" / "fully_reshardable")
     assert sum(not np.array_equal(wrong[n], a) for n, a in states(truth).items()) > 40
-    repaired = repaired_states(catalog, bucket_size=2000, data_parallel=2)
+    repaired = repaired_states(catalog, Buckets(2000, 2, BUCKET_DIVISOR))
     for name, expected in states(truth).items():
         found, known = np.zeros_like(expected), np.zeros(expected.shape, dtype=np.int64)
         for piece in repaired.pieces[name]:
@@ -109,9 +111,9 @@ def test_the_displaced_form_is_suspect_and_repaired(megatron_files):
 def test_other_buckets_are_noticed(megatron_files):
     catalog = opened(megatron_files / "dp2" / "fully_reshardable")
     with pytest.raises(UsageError, match="other sizes"):
-        repaired_states(catalog, bucket_size=3000, data_parallel=2)
+        repaired_states(catalog, Buckets(3000, 2, BUCKET_DIVISOR))
     with pytest.raises(UsageError, match="not of a form"):
-        repaired_states(opened(megatron_files / "dp2" / "legacy"), bucket_size=2000, data_parallel=2)
+        repaired_states(opened(megatron_files / "dp2" / "legacy"), Buckets(2000, 2, BUCKET_DIVISOR))
 
 
 def test_little_is_read(megatron_files):

@@ -126,6 +126,74 @@ def test_parts_the_first_and_the_last_step(ranks: Ranks, tmp_path: Path) -> None
     assert alike
 
 
+class Adapter:
+    """Names below ``model.``, and one weight with its rows in another order, as rotary embeddings need it."""
+
+    def __init__(self, assets: str | None, lacks: str = "") -> None:
+        self.hf_assets_path, self.lacks = assets, lacks
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{name}": _turned(value, name) for name, value in state.items()}
+
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        state = {name.removeprefix("model."): value for name, value in state.items()}
+        return {name: _turned(value, name) for name, value in state.items() if name != self.lacks}
+
+
+def _turned(value: Any, name: str) -> Any:
+    """Halves of rows swapped: its own inverse."""
+    return torch.cat(value.chunk(2)[::-1]) if name.endswith("weight") and value.ndim == 2 and value.shape[0] % 2 == 0 else value
+
+
+def in_hugging_face_files(folder: str) -> list[Any]:
+    def job(name: str, seed: int, adapter: Adapter, **options: Any) -> Job:
+        made = Job(f"{folder}/{name}", seed)
+        made.manager = titan.CheckpointManager(
+            titan.Config(interval=2, async_mode="disabled", **options),
+            dataloader=None,
+            model_parts=[made.which.model],
+            optimizers=made.which.optimizer,
+            lr_schedulers=None,
+            states={"train_state": made.counter},
+            sd_adapter=adapter,
+            base_folder=f"{folder}/{name}",
+        )
+        return made
+
+    first = job("first", 1, Adapter(None), last_save_in_hf=True, export_dtype="bfloat16")
+    first.train(3)
+    assert [s.number for s in first.manager.checkpointer.steps()] == [2]
+    written = f"{folder}/first/checkpoint/hf"
+    second = job("second", 2, Adapter(written), initial_load_in_hf=True)
+    assert second.manager.load() and second.counter.step == 0
+    lacking = job("third", 3, Adapter(None, "layers.0.wq.weight"), initial_load_in_hf=True, initial_load_path=written)
+    name = next(name for name, _ in lacking.which.model.named_parameters())
+    lacking.manager.sd_adapter.lacks = name
+    before = flat({"m": lacking.which.model.state_dict()})
+    with pytest.raises(ckpt.errors.NamesError, match=f"nothing for 1 tensors: {name}"):
+        lacking.manager.load()
+    same(flat({"m": lacking.which.model.state_dict()}), before)
+    state = first.which.model.state_dict()
+    rounded = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
+    expected = flat({"m": {name: value.to(state[name].dtype) for name, value in rounded.items()}})
+    same(flat({"m": second.which.model.state_dict()}), expected)
+    opened = ckpt.open(written)
+    names = {t.name: (t.shape, str(t.dtype)) for t in opened.tensors()}
+    assert names == {f"model.{name}": (tuple(value.shape), str(value.dtype)) for name, value in rounded.items()}
+    for manager in (first.manager, second.manager, lacking.manager):
+        manager.close()
+    return sorted(names)
+
+
+def test_the_last_step_and_the_first_are_hugging_face_models(ranks: Ranks, tmp_path: Path) -> None:
+    one, two = ranks.run(2, in_hugging_face_files, str(tmp_path))
+    assert one == two and one
+    with pytest.raises(ckpt.errors.UsageError, match="need names of the model"):
+        titan.CheckpointManager(
+            titan.Config(last_save_in_hf=True), dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}
+        )
+
+
 # ----------------------------------------------------------------------------------------------------------- torchtitan
 
 

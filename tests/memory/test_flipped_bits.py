@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.copies import NodeCopier
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
 from ckpt.nodes.memory import client
@@ -49,7 +49,7 @@ def test_in_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             StorageNode(name="b", domain="b", below=partial(RemoteNode, to_b)),
         ]
         run = NodeSet(url=run_url("flipped"), nodes=nodes, own=0, copies=1)
-        know(run)
+        register_run(run)
         proxy.armed = False
         ckpt.save(f"{run.url}/step-1", {"w": torch.rand(2 * MIB)})
         proxy.armed = True
@@ -61,7 +61,7 @@ def test_in_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert list((tmp_path / "b").rglob("data/*")) == []
         copier.add()
         assert copier.finish(60) and copier.uncopied == ()
-        forget(run)
+        unregister_run(run)
         to_b.close()
     server.close()
     (copy,) = (tmp_path / "b").rglob("data/*")

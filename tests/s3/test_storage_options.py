@@ -24,6 +24,7 @@ from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.fsspec.backend import FsspecBackend
 from ckpt.io_backends.s3 import client as s3_client
 from ckpt.io_backends.s3.backend import S3Backend
+from tests.cli.running import run
 from tests.faults.proxy import FaultProxy
 from tests.s3.elsewhere import elsewhere
 from tests.s3.meddling import watch
@@ -427,8 +428,8 @@ def test_a_password_in_a_url_is_refused() -> None:
 
 
 def command(*args: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "ckpt", *args], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run(*args)
+    assert done.exit_code == 0, done.output
     return done.stdout
 
 

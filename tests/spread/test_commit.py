@@ -10,7 +10,7 @@ import torch
 import ckpt
 from ckpt.errors import StorageError
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
 
@@ -42,17 +42,17 @@ def test_a_save_that_ends_anywhere(tmp_path: Path) -> None:
         path = tmp_path / f"{count}"
         for step, left in ((1, [1 << 30]), (2, [count])):
             nodes = nodes_at(path, "abc", left)
-            know(nodes)
+            register_run(nodes)
             try:
                 ckpt.save(f"{nodes.url}/step-1", {"w": torch.full((50,), float(step))})
             except StorageError:
                 assert step == 2
-            forget(nodes)
+            unregister_run(nodes)
         left_over = nodes_at(path, "ab", [1 << 30])
-        know(left_over)
+        register_run(left_over)
         state = {"w": torch.zeros(50)}
         ckpt.load(f"{left_over.url}/step-1", state)
-        forget(left_over)
+        unregister_run(left_over)
         assert torch.equal(state["w"], state["w"][0].expand(50)) and state["w"][0] in (1.0, 2.0)
         seen.add(float(state["w"][0]))
         if left[0] >= 0:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.io_backends.conformance import BackendConformance
-from ckpt.nodes.backend import forget, know, open_spread, run_url
+from ckpt.nodes.backend import open_spread, register_run, run_url, unregister_run
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
@@ -22,9 +22,9 @@ class TestSpread(BackendConformance):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         nodes = NodeSet(url=run_url("conformance"), nodes=[directory(tmp_path, n) for n in "abc"], own=1, copies=1)
-        know(nodes)
+        register_run(nodes)
         yield open_spread(f"{nodes.url}/a/run")
-        forget(nodes)
+        unregister_run(nodes)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import ckpt
 from ckpt.errors import NoSpaceError
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.io_backends.protocol import Writer
-from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.copies import NodeCopier, copies_seen, note_copies
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
@@ -39,15 +39,15 @@ def nodes_at(path: Path, second: type[PosixBackend] = PosixBackend) -> NodeSet:
 def run(tmp_path: Path) -> Iterator[NodeSet]:
     """Two nodes, of which only the first one has data."""
     nodes = nodes_at(tmp_path)
-    know(nodes)
+    register_run(nodes)
     ckpt.save(f"{nodes.url}/step-1", {"w": torch.rand(1000)})
     yield nodes
-    forget(nodes)
+    unregister_run(nodes)
 
 
 def copy(nodes: NodeSet) -> None:
     """What a life of the job does."""
-    know(nodes)
+    register_run(nodes)
     copier = NodeCopier(nodes, None, lambda step, url, id, seconds: note_copies(nodes, url, id))
     copier.add()
     assert copier.finish(60)

@@ -13,7 +13,7 @@ import torch
 import ckpt
 from ckpt.errors import StorageError
 from ckpt.io_backends import Backend, PosixBackend
-from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
 
@@ -55,10 +55,10 @@ def test_another_place_has_the_rest(tmp_path: Path, kinds: tuple[type[PosixBacke
         shutil.copytree(roots[0], root)
     nodes = [StorageNode(name=r.name, domain=r.name, below=partial(below, kind, r)) for kind, r in zip(kinds, roots, strict=True)]
     run = NodeSet(url=run_url("dying"), nodes=nodes, own=0, copies=1)
-    know(run)
+    register_run(run)
     try:
         into = {"w": torch.zeros_like(state["w"])}
         ckpt.load(f"{run.url}/step-1", into)
     finally:
-        forget(run)
+        unregister_run(run)
     assert torch.equal(into["w"], state["w"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckpt.formats.native.paths import RunBackend
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.registry import join_url
-from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
 FILE = "data/0mwtkbhqxvz7aeg3-0000{}.safetensors"
@@ -29,7 +29,7 @@ def test_nearby_is_what_the_nodes_of_this_machine_have(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"x")
     run = NodeSet(url=run_url("nearby"), nodes=nodes, own=0, copies=1)
-    know(run)
+    register_run(run)
     try:
         own = [FILE.format(n) for n in range(4)]
         references = [f"../step-1/{FILE.format(n)}" for n in range(2)]
@@ -37,7 +37,7 @@ def test_nearby_is_what_the_nodes_of_this_machine_have(tmp_path: Path) -> None:
         assert {*(step.nearby(own) or ())} == {*own[:2]}
         assert {*(RunBackend(step).nearby([*own, *references]) or ())} == {*own[:2], references[0]}
     finally:
-        forget(run)
+        unregister_run(run)
 
 
 def test_a_storage_that_all_reach_alike_has_nothing_near(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Copies to other nodes, and reads for parity, go at the speed that ``pace`` allows, by a clock that moves when somebody sleeps, and else
-stands still; and those that are not made yet are known."""
+"""Copies to other nodes, and reads for parity, go at the speed that ``max_bandwidth`` allows, by a clock that moves when somebody sleeps,
+and else stands still; and those that are not made yet are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt import settings
 from ckpt.engine.copy.files import CopyTask, FileCopy
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.nodes import copies
-from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.copies import NodeCopier
 from ckpt.nodes.nodes import NodeSet, StorageNode
 
@@ -43,13 +43,13 @@ def saved(path: Path, names: str, parity: int | None, own: int) -> Iterator[Node
     """A checkpoint on the first of several nodes, and the nodes as ``own`` sees them."""
     nodes = [StorageNode(name=name, domain=name, below=partial(below, path, name)) for name in names]
     run = NodeSet(url=run_url("pace"), nodes=nodes, own=0, copies=0 if parity else 1, parity=parity)
-    know(run)
+    register_run(run)
     ckpt.save(f"{run.url}/step-1", {f"w{n}": torch.rand(1_250_000) for n in range(4)})
-    forget(run)
+    unregister_run(run)
     run = NodeSet(url=run.url, nodes=nodes, own=own, copies=run.copies, parity=parity)
-    know(run)
+    register_run(run)
     yield run
-    forget(run)
+    unregister_run(run)
 
 
 @pytest.mark.parametrize(("names", "parity", "own"), [("ab", None, 0), ("abc", 3, 1)])

@@ -15,8 +15,8 @@ import ckpt
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.io_backends import Backend, PosixBackend
 from ckpt.nodes import copies
-from ckpt.nodes.backend import forget, know, run_url
-from ckpt.nodes.copies import NodeCopier, SpreadFiles, loss
+from ckpt.nodes.backend import register_run, run_url, unregister_run
+from ckpt.nodes.copies import NodeCopier, SpreadFiles, missing_data
 from ckpt.nodes.nodes import PARITY, NodeReader, NodeSet, StorageNode
 from ckpt.nodes.parity import BLOCK, ParityRecord, block_digest
 from ckpt.plan.parity import plan_parity
@@ -67,7 +67,7 @@ def write(path: Path, data: bytes) -> None:
 
 def test_lost_files_are_read_as_the_port_says(tmp_path: Path, files: dict[str, bytes]) -> None:
     nodes = nodes_at(tmp_path, "acd")  # b is gone
-    know(nodes)
+    register_run(nodes)
     reader = ckpt.io_backends.open_backend(nodes.url)
     randomness = random.Random(1)
     for path, data in files.items():
@@ -86,7 +86,7 @@ def test_lost_files_are_read_as_the_port_says(tmp_path: Path, files: dict[str, b
     with pytest.raises(NotFoundError):
         reader.size(f"data/{ID}-00009.safetensors")
     assert nodes.read_from[PARITY] > 0
-    forget(nodes)
+    unregister_run(nodes)
 
 
 def test_records_that_are_damaged_are_passed_over(tmp_path: Path, files: dict[str, bytes], caplog: pytest.LogCaptureFixture) -> None:
@@ -113,20 +113,20 @@ def test_records_that_are_damaged_are_passed_over(tmp_path: Path, files: dict[st
 def saved(tmp_path: Path) -> Iterator[tuple[NodeSet, Path]]:
     """One rank has saved on the first of three nodes."""
     nodes = nodes_at(tmp_path, "abc")
-    know(nodes)
+    register_run(nodes)
     ckpt.save(f"{nodes.url}/step-1", {"w": torch.arange(50_000), "v": torch.ones(300)})
     yield nodes, tmp_path
-    forget(nodes)
+    unregister_run(nodes)
 
 
 def copier(nodes: NodeSet, own: int, completed: Callable[..., object] | None = None) -> NodeCopier:
     """That of one node, after one round."""
     mine = NodeSet(url=nodes.url, nodes=nodes.nodes, own=own, copies=0, parity=3)
     made = NodeCopier(mine, None, completed)
-    know(mine)
+    register_run(mine)
     made.add()
     assert made.finish(60)
-    know(nodes)
+    register_run(nodes)
     return made
 
 
@@ -148,16 +148,16 @@ def test_what_is_half_made_is_made_again_and_nothing_twice(saved: tuple[NodeSet,
     state = {"w": torch.zeros(50_000, dtype=torch.int64), "v": torch.zeros(300)}
     (path / "a").rename(path / "gone")
     left = nodes_at(path, "bc")
-    know(left)
+    register_run(left)
     ckpt.load(f"{left.url}/step-1", state)
     assert torch.equal(state["w"], torch.arange(50_000)) and torch.equal(state["v"], torch.ones(300))
-    assert loss(f"{left.url}/step-1") is None
+    assert missing_data(f"{left.url}/step-1") is None
     there = SpreadFiles.of(f"{left.url}/step-1", left)
     assert not there.is_complete and there.missing_parity() == []  # its files are on no node
     content.unlink()
-    reason = loss(f"{left.url}/step-1")
+    reason = missing_data(f"{left.url}/step-1")
     assert reason is not None and "1 of 1 files are on no node that answers" in reason and "only with another parity file" in reason
-    forget(left)
+    unregister_run(left)
 
 
 def test_a_step_is_complete_when_all_parity_is_there(saved: tuple[NodeSet, Path]) -> None:
@@ -180,12 +180,12 @@ def test_parity_of_a_job_with_other_groups_counts(saved: tuple[NodeSet, Path]) -
         (["a1", "a2", "a3", "d", "e"], 4, {3, 4, 5}),  # other terms
     ):
         more = nodes_at(path, [*"abc", *further], parity=size)
-        know(more)
+        register_run(more)
         assert SpreadFiles.of(f"{more.url}/step-1", more).is_complete
         record = parity_files(path, "b")[0].rename(path / "record")
         assert {one.target for one in SpreadFiles.of(f"{more.url}/step-1", more).missing_parity()} == missing
         record.rename(parity_files(path, "b")[0].with_suffix(".json"))
-        forget(more)
+        unregister_run(more)
 
 
 def test_bytes_without_their_record_protect_nothing(saved: tuple[NodeSet, Path]) -> None:
@@ -197,10 +197,10 @@ def test_bytes_without_their_record_protect_nothing(saved: tuple[NodeSet, Path])
     write(path / "a" / "step-1" / "parity" / content.name, content.read_bytes())
     record.rename(path / "a" / "step-1" / "parity" / record.name)
     more = nodes_at(path, ["a", "b", "c", "a1", "a2", "d"])
-    know(more)
+    register_run(more)
     there = SpreadFiles.of(f"{more.url}/step-1", more)
     assert not there.is_complete and {one.target for one in there.missing_parity()} == {3}
-    forget(more)
+    unregister_run(more)
 
 
 def test_nobody_waits_for_a_step_that_has_lost_a_node(
@@ -213,27 +213,27 @@ def test_nobody_waits_for_a_step_that_has_lost_a_node(
         copier(nodes, own)
     (path / "a").rename(path / "gone")
     left = nodes_at(path, "bc")
-    know(left)
+    register_run(left)
     told: list[str] = []
     waiting = NodeCopier(left, None, lambda step, url, id, seconds: told.append(url))
     for _ in range(2):
         waiting.add()
         assert waiting.finish(60) and told == []
     assert caplog.text.count("/step-1: some of its files are on no machine of the job any more") == 1
-    forget(left)
+    unregister_run(left)
 
 
 def test_long_files_and_damage_in_a_later_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks are made, read and named one by one."""
     nodes = nodes_at(tmp_path, "abc")
-    know(nodes)
+    register_run(nodes)
     state = {"w": torch.arange(2_500_000)}
     ckpt.save(f"{nodes.url}/step-1", state)
     for own in (1, 2):
         copier(nodes, own)
     (tmp_path / "a").rename(tmp_path / "gone")
     left = nodes_at(tmp_path, "bc")
-    know(left)
+    register_run(left)
     loaded = {"w": torch.zeros(2_500_000, dtype=torch.int64)}
     ckpt.load(f"{left.url}/step-1", loaded)
     assert torch.equal(loaded["w"], state["w"])
@@ -248,7 +248,7 @@ def test_long_files_and_damage_in_a_later_block(tmp_path: Path, caplog: pytest.L
         ckpt.load(f"{left.url}/step-1", loaded)
     assert f"parity/{content.name} on node c is damaged" in caplog.text and "node b is damaged" not in caplog.text
     for run in (nodes, left):
-        forget(run)
+        unregister_run(run)
 
 
 def id_in(path: Path) -> str:

@@ -13,7 +13,7 @@ import torch
 import ckpt
 from ckpt.engine.copy.files import FileCopy
 from ckpt.io_backends import Backend, open_backend
-from ckpt.nodes.backend import forget, know, run_url
+from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.copies import NodeCopier, SpreadFiles
 from ckpt.nodes.nodes import NodeSet, StorageNode
 from ckpt.runs.removal import remove_step
@@ -40,7 +40,7 @@ def test_nothing_stays_and_nobody_is_alarmed(
         return original(*args)
 
     with daemon_in(tmp_path / "daemon") as daemon:
-        know(run)
+        register_run(run)
         ckpt.save(f"{run.url}/step-1", {"w": torch.rand(1000)})
         monkeypatch.setattr(owner, name, removed_first)
         copier = NodeCopier(run, None)
@@ -48,4 +48,4 @@ def test_nothing_stays_and_nobody_is_alarmed(
             copier.add()
             assert copier.finish(60) and copier.uncopied == ()
         assert list(daemon.list()) == [] and not caplog.records
-        forget(run)
+        unregister_run(run)

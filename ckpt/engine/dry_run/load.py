@@ -70,7 +70,7 @@ def dry_run(url: str, state: object, group: Group, options: LoadOptions) -> Load
         with call.phase("probe"):
             rate = known.get("rate") or forecast.probe(reader)
             seconds: float = job.agree({"seconds": forecast.seconds(rate)}, lambda rows: max(row["seconds"] for row in rows.values()))
-    call.linger()
+    call.drain()
     return matched.report(
         bytes_needed=forecast.needed,
         bytes_read=forecast.read,

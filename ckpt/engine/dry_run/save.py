@@ -43,7 +43,7 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
             }
 
         decision: Row = call.lead(row, decide) if call.is_leader else call.follow(row)
-    call.linger()
+    call.drain()
     return SaveReport(
         url=url,
         id="",

@@ -269,8 +269,11 @@ class Leader:
         id, backend = self.id, self.backend
         try:
             older = dict[str, list[str]]()
-            # A directory that is a link is listed by its own name alone: what is in it stays, and the log says so.
-            for path in sorted(self.listed or {e.path for prefix in ("", "data/") for e in backend.list_prefix(prefix)}):
+            listed = self.listed or [e.path for e in backend.list_prefix()]
+            if not any(path.startswith("data/") for path in listed):
+                # A directory that is a link is listed by its own name alone: what is in it stays, and the log says so.
+                listed = [*listed, *(e.path for e in backend.list_prefix("data/"))]
+            for path in sorted(listed):
                 save = id_of(path)
                 if save is not None and save < id:
                     older.setdefault(save, []).append(path)

@@ -362,7 +362,7 @@ def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | 
     if leader is not None:
         spans[0] = _row_of_spans(job, share)
         busy = leader.keep_spans(spans)
-        call.linger()
+        call.drain()
         _remove_older(job, leader)
     report = SaveReport(
         url=call.url,

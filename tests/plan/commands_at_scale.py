@@ -1,4 +1,4 @@
-"""Part of the scenario ``scale``: commands of the command line on runs of many steps, checkpoints of many tensors and saves of many ranks.
+"""Commands of the command line on runs of many steps, checkpoints of many tensors and saves of many ranks.
 
 Each function gives the CPU seconds of one command in this process, by click's runner.
 """
@@ -13,13 +13,12 @@ import torch
 from click.testing import CliRunner
 
 import ckpt
+from benchmarks.measure import cpu_seconds
+from benchmarks.scale_steps import make_step
 from ckpt.cli.main import cli
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.policies import EverySteps, Latest
 from ckpt.runs.tiers import Tiers
-
-from .measure import cpu_seconds
-from .scale_steps import make_step
 
 
 def seconds(*arguments: str, exit_code: int = 0) -> float:

@@ -2,18 +2,12 @@
 
 61 layers, 384 experts of three matrices each: 70,700 tensors. Source: 16 pipeline stages × TP 8 × DP 2, experts over 16 ranks of a stage.
 Target: TP 8 × DP 16, experts over 64 ranks × TP 2. No tensor has memory; tables are joined and checked as a reshard does it.
-
-    python -m benchmarks.live_plan
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,19 +115,8 @@ def measured(what: str, work: Callable[[], Any], into: dict[str, float]) -> Any:
     return result
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Planned:
-    """The plan of one receiver, and CPU seconds by what they were spent on."""
-
-    catalog: LiveCatalog
-    wants: Sequence[Want]
-    plan: TransferPlan
-    lists: Sequence[bytes]
-    seconds: Mapping[str, float]
-
-
-def planned(job: Job) -> Planned:
-    """What one receiver does before the first byte comes: with all tables, which it has as bytes."""
+def planned(job: Job) -> dict[str, float]:
+    """CPU seconds of what one receiver does before the first byte comes: with all tables, which it has as bytes."""
     seconds: dict[str, float] = {}
     packed = [Table(tensors=tuple(tensors), aliases={}).to_bytes() for tensors in job.source_tensors()]
     tables = measured("read the tables", lambda: [Table.from_bytes(data) for data in packed], seconds)
@@ -143,41 +126,5 @@ def planned(job: Job) -> Planned:
     first = job.source + 5
     wants = measured("say what is wanted", lambda: job.wants_of(catalog, first), seconds)
     plan: TransferPlan = measured("plan the transfers", lambda: plan_transfers(wants, rank=first), seconds)
-    lists = measured("pack the lists", lambda: [share.requests.packed for share in plan.shares.values()], seconds)
-    return Planned(catalog=catalog, wants=wants, plan=plan, lists=lists, seconds=seconds)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--receivers", type=int, default=16, help="receivers whose plans are added up to see how even the sending is")
-    options = parser.parse_args()
-    job = Job()
-    found = planned(job)
-    plan, seconds = found.plan, found.seconds
-    sent: Counter[int] = Counter()
-    for rank in job.receivers[:: max(1, job.target // options.receivers)]:
-        for holder, share in plan_transfers(job.wants_of(found.catalog, rank), rank=rank).shares.items():
-            sent[holder] += share.requests.total
-    per_stage = [[sent[r] for r in job.stage_ranks(stage)] for stage in range(STAGES)]
-    report = {
-        "tensors": len(found.catalog.tensors),
-        "CPU seconds": {what: round(s, 3) for what, s in seconds.items()},
-        "CPU seconds in all": round(sum(seconds.values()), 3),
-        "peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "wanted tensors": len(found.wants),
-        "needed, GB": round(plan.needed / 1e9, 2),
-        "asked of others / needed": round((sum(s.requests.total for s in plan.shares.values()) + _own(plan)) / plan.needed, 6),
-        "holders": len(plan.shares),
-        "requests": sum(len(share.requests) for share in plan.shares.values()),
-        "lists, KB": sum(map(len, found.lists)) // 1000,
-        "busiest sender / mean, within a stage": round(max(max(s) * len(s) / sum(s) for s in per_stage if sum(s)), 3),
-    }
-    print(json.dumps(report, indent=2))
-
-
-def _own(plan: TransferPlan) -> int:
-    return sum(copy.box.numel * plan.wants[copy.want].itemsize for copy in plan.own)
-
-
-if __name__ == "__main__":
-    main()
+    measured("pack the lists", lambda: [share.requests.packed for share in plan.shares.values()], seconds)
+    return seconds
