@@ -58,6 +58,8 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, name: str) -> N
 
 def map_tasks(work: Callable[[T], R], given: Sequence[T], threads: int, name: str) -> list[R]:
     """What ``work`` gives for each of ``given``, in their order; raises as :func:`run_tasks`."""
+    if min(threads, len(given)) <= 1:
+        return [work(each) for each in given]
     results: dict[int, R] = {}
 
     def run(at: int) -> None:

@@ -52,7 +52,7 @@ class IOHints:
     single_put_size: int = 0
     """Objects of at most this size are written by one request, so a Writer of one leaves no pending upload."""
     in_memory: bool = False
-    """It is memory: to delete takes no time, and the next save needs what that frees."""
+    """It is memory, and may lend some (``Backend.lend``): to delete takes no time, and the next save needs what that frees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,7 +147,7 @@ def prepare_image(
         own=own_blob(collected.own, own) if collected.own or own.tensors else b"",
         segment=segment,
         capture=capture,
-        fence=CaptureFence(stall, stage.throttle),
+        fence=CaptureFence(stall, stage.backoff),
         on_devices=bool(devices),
         spans=spans,
         meter=meter,
@@ -253,12 +253,12 @@ class Publication:
             ConsistencyError: the state was changed while it was captured, or the ranks' states do not make one.
             RankFailedError, DeadlineError: another rank failed, died or hangs.
         """
-        self._fence.throttle.haste.set()
+        self._fence.backoff.haste.set()
         return self.sealed.result(timeout)
 
     def settle(self) -> None:
         """Wait until it has ended, and raise its error if nobody has asked for it."""
-        self._fence.throttle.haste.set()
+        self._fence.backoff.haste.set()
         self.sealed.error()
         if not (self.sealed.error_reported or self.captured.error_reported):
             self.sealed.result()

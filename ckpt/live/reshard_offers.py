@@ -161,7 +161,7 @@ def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
     return Meeting(
         old=tuple(numbers_in(agreed["old"])),
         new=tuple(numbers_in(agreed["new"])),
-        near=machines.neighbours(agreed["machines"], ranks.index(call.group.rank), ranks),
+        near=machines.neighbours(agreed["machines"], call.group.position, ranks),
         secret=bytes.fromhex(agreed["secret"]),
     )
 

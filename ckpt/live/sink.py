@@ -281,7 +281,7 @@ class Sink:
             secret=self._secret(),
             timeout=self._options.timeout,
             threads=self._options.threads,
-            receiver=-1 - self._group.ranks.index(self._group.rank),
+            receiver=-1 - self._group.position,
             local=machine() if settings.live_local() else None,
             base=self._state_version.base,
             no_base=self._state_version.no_base,

@@ -299,7 +299,7 @@ class Source:
         reporting = ExitStack()
         reporting.enter_context(reported(watcher, prepared.counts))
         if capture == "eager":
-            prepared.fence.throttle.haste.set()
+            prepared.fence.backoff.haste.set()
             capture_image(prepared, self._threads, call.heartbeat)
         arguments = publication, prepared, call, number, reporting
         threading.Thread(target=self._finish, args=arguments, name="ckpt-publish").start()

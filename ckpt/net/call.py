@@ -83,7 +83,7 @@ class Call:
     _look_at: float = field(default_factory=lambda: time.monotonic() + 0.5)
 
     def __post_init__(self) -> None:
-        group, position = self.group, self.group.ranks.index(self.group.rank)
+        group, position = self.group, self.group.position
         self.is_leader = group.rank == group.leader
         self._store = group.store.within(self.timeout) if group.store is not None else None
         channel = ControlChannel(self._store, self.number, position, group.size, group.keys.remember) if self._store is not None else None

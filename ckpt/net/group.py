@@ -64,7 +64,7 @@ class Group(Members):
         if self.store is None:
             return
         with call.phase("connect"):
-            position = self.ranks.index(self.rank)
+            position = self.position
             links = LivenessLinks(position, self.ranks, call.timeout, store=self.store.host, on_death=on_death)
             try:
                 # In the leader's word, where the heads are would go to every rank; each needs one of them.

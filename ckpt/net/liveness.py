@@ -287,8 +287,11 @@ class Members:
     """Hands on what the leader has for all ranks; None for a single process."""
     leader: int = field(init=False)
     size: int = field(init=False)
+    position: int = field(init=False)
+    """Place of this rank among those that take part: what checkpoints know it by."""
 
     def __post_init__(self) -> None:
         self.leader, self.size = self.ranks[0], len(self.ranks)
+        self.position = self.ranks.index(self.rank)
         if self.store is not None:
-            self.tree = BroadcastTree(self.store, self.ranks.index(self.rank), self.ranks)
+            self.tree = BroadcastTree(self.store, self.position, self.ranks)

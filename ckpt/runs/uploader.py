@@ -203,7 +203,7 @@ class Uploader:
         """This rank's share: the data files that it wrote, if as many ranks did as there are now; the leader copies the index, too."""
         assert self._tiers.local is not None
         self._transfer = Transfer(join_url(self._tiers.local, name), join_url(self._tiers.root, name), replace=True)
-        size, position = self._group.size, self._group.ranks.index(self._group.rank)
+        size, position = self._group.size, self._group.position
         mine = {f.path for f in self._transfer.files if f.rank % size == position}
         if self._leads:
             mine |= self._transfer.index.keys()

@@ -177,7 +177,7 @@ class Export:
         gathering = planner.plan(way, parts or [0] * len(planned.files), self.options.memory // SHARES)
         files: RankFiles | DeltaRecorder
         if begun.base is not None:
-            path = delta_paths(group.size)[group.ranks.index(group.rank)]
+            path = delta_paths(group.size)[group.position]
             files = DeltaRecorder(self.destination, begun.base, planned.files, path)
         else:
             mine = begun.transaction.shared if begun.transaction is not None else None

@@ -204,7 +204,7 @@ def exchange_of(matched: Matched, sharing: SharedReads, reader: Reader) -> ReadE
     group = call.group
     for entry in sharing.entries():
         reader.check_tiling(entry)
-    near = machines.neighbours(verdict["machines"], group.ranks.index(group.rank), group.ranks)
+    near = machines.neighbours(verdict["machines"], group.position, group.ranks)
     parts = options.exchange == "parts"
     spelled = verdict.get("near_files")
     if isinstance(spelled, str):

@@ -21,7 +21,7 @@ from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
 
 from .capture import Capture
-from .fence import CaptureFence, Outcome, Throttle, in_trace
+from .fence import CaptureFence, CpuBackoff, Outcome, in_trace
 from .job import BlockedTime, Heartbeat, SaveJob, save_cache
 from .options import SaveOptions, SaveReport
 from .save import OnFailure, RankShare, begin, prepare, stage, write_and_commit
@@ -60,8 +60,8 @@ class SaveHandle:
     raise what went wrong.
     """
 
-    def __init__(self, job: SaveJob, blocked: BlockedTime, cancelled: threading.Event, throttle: Throttle) -> None:
-        self._fence = CaptureFence(blocked.stall, throttle)
+    def __init__(self, job: SaveJob, blocked: BlockedTime, cancelled: threading.Event, backoff: CpuBackoff) -> None:
+        self._fence = CaptureFence(blocked.stall, backoff)
         self.url = job.call.url
         self.captured: Outcome[None] = self._fence.captured
         self.durable: Outcome[SaveReport] = Outcome()
@@ -96,7 +96,7 @@ class SaveHandle:
 
     def hurry(self) -> None:
         """Take no more care of training's speed: somebody waits."""
-        self._fence.throttle.haste.set()
+        self._fence.backoff.haste.set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
@@ -246,7 +246,7 @@ def start_save(
     cache = save_cache(group)
     blocked = cache.blocked = BlockedTime(cache.blocked)
     heartbeat = Heartbeat(group.call("save", url, options.timeout))
-    job = SaveJob.begin(heartbeat.call, options, heartbeat.give, blocked)
+    job = SaveJob.begin(heartbeat.call, options, heartbeat.beat, blocked)
     try:
         with gc_paused():
             share = prepare(job, state, background=True)
@@ -259,7 +259,7 @@ def start_save(
         if failed is not None:
             failed(err, job.call.phase_name, time.perf_counter() - began)
         raise
-    handle = SaveHandle(job, blocked, heartbeat.cancelled, capture.stage.throttle)
+    handle = SaveHandle(job, blocked, heartbeat.cancelled, capture.stage.backoff)
     # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
     now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
     run = BackgroundRun(job=job, share=replace(share, capture=capture), capture=capture, then=then, failed=failed)

@@ -199,8 +199,8 @@ class Capture:
         self.error: BaseException | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._samples = Samples(source)
-        self._kept: set[int] = set()
-        """Numbers of the chunks that were captured in the call."""
+        self._kept: dict[int, int] = {}
+        """Numbers and bytes of the chunks that were captured in the call."""
         self._batches = [batch for batches in self.plan.batches for batch in batches]
         self._is_short = any(segment.waits_for is not None for segment in stage.segments)
         """The stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
@@ -262,15 +262,16 @@ class Capture:
 
     def _capture_now(self, names: AbstractSet[str], threads: int, beat: Callable[[], None]) -> None:
         """Capture these chunks, a batch's others later, and hash what other ranks write of them."""
-        parts: list[tuple[Batch, list[int]]] = []
+        parts: list[tuple[Batch, dict[int, int]]] = []
         for batch in self._batches:
-            inside = [n for n in batch.numbers if self.plan.chunks[n].name in names]
+            sizes = zip(batch.numbers, batch.lengths, strict=True)
+            inside = {n: length for n, length in sizes if self.plan.chunks[n].name in names}
             if inside:
                 parts.append((batch, inside))
                 self._kept.update(inside)
 
-        def copy(few: Sequence[tuple[Batch, list[int]]]) -> None:
-            nbytes = sum(self.source.nbytes(n) for _, inside in few for n in inside)
+        def copy(few: Sequence[tuple[Batch, dict[int, int]]]) -> None:
+            nbytes = sum(length for _, inside in few for length in inside.values())
             with self.spans.span("capture", nbytes), self._aside():
                 for batch, inside in few:
                     others = {*batch.numbers}.difference(inside)
@@ -342,8 +343,8 @@ class Capture:
 
     def _fill(self, batch: Batch, room: torch.Tensor) -> None:
         many = len(batch.numbers) >= MANY
-        kept = 0 if self._kept.isdisjoint(batch.numbers) else sum(self.source.nbytes(n) for n in batch.numbers if n in self._kept)
-        with self.stage.throttle.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
+        kept = sum([self._kept[n] for n in batch.numbers if n in self._kept])
+        with self.stage.backoff.work() if many else nullcontext(), self.spans.span("capture", batch.length - kept):
             with self._aside():
                 self.source.fill_batch(batch, room, 0, self._on_filled, self._kept)
             with self._aside():
@@ -355,7 +356,7 @@ class Capture:
         return None if self._filled is None or self._streams else self._tell_filled
 
     def _tell_filled(self, start: int, stop: int) -> None:
-        if self._filled is not None and not self.stage.throttle.haste.is_set():
+        if self._filled is not None and not self.stage.backoff.haste.is_set():
             self._filled(start, stop)
 
 

@@ -63,7 +63,7 @@ LONGEST = 0.05
 """Seconds of one rest."""
 
 
-class Throttle:
+class CpuBackoff:
     """The pace of one save. Without haste, :meth:`work` rests after its block; ``haste`` is set when somebody waits, and ends all rests."""
 
     def __init__(self) -> None:
@@ -111,13 +111,13 @@ class CaptureFence:
 
     stall: Stall
     """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
-    throttle: Throttle
+    backoff: CpuBackoff
     captured: Outcome[None] = field(default_factory=lambda: Outcome[None]())
 
     @in_trace("ckpt.wait")
     def wait(self) -> None:
         """Wait until the state may change again. Raises what capturing raised."""
-        self.throttle.haste.set()
+        self.backoff.haste.set()
         with self.stall:
             self.captured.result()
 
@@ -155,7 +155,7 @@ def fence() -> None:
 @in_trace("ckpt.wait")
 def _outwait(fences: Sequence[CaptureFence]) -> None:
     for each in fences:
-        each.throttle.haste.set()
+        each.backoff.haste.set()
         with each.stall:
             each.captured.error()
 

@@ -126,7 +126,7 @@ class Heartbeat:
     call: Call
     cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def give(self) -> None:
+    def beat(self) -> None:
         """A sign of life, from a rank that is meant to go on."""
         if self.cancelled.is_set():
             raise CancelledError("the save was cancelled", where=self.call.url)

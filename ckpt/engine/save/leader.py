@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.errors import AccessError, CkptError, ConsistencyError
+from ckpt.errors import AccessError, ConsistencyError
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_in, new_id, read_record
 from ckpt.formats.native.index import IndexCache
 from ckpt.formats.native.paths import data_number, id_of
-from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.net.call import Call
@@ -250,14 +249,6 @@ class Leader:
             index[key] = index_rows(tables.joined, tables.own, files, apart, ranks, how), IndexCache()
         return index[key]
 
-    def keep_spans(self, rows: Mapping[int, Row]) -> dict[int, float]:
-        """Leave beside the index how long everything took; how many seconds each rank was busy. A failure here harms nothing."""
-        try:
-            return write_spans(self.backend, self.id, rows)
-        except CkptError as err:
-            log.warning("the spans of the save %s are not kept: %s", self.call.url, err)
-            return {}
-
     def remove_older(self) -> None:
         """Remove the files of the checkpoint that was replaced, and what older saves left here when they were killed.
 
@@ -279,7 +270,8 @@ class Leader:
                     older.setdefault(save, []).append(path)
             if older:  # what others refer to has to stay
                 referrers = referred_files(backend)
-                older = {save: kept for save, paths in older.items() if (kept := [path for path in paths if not referrers.of(path)])}
+                if referrers.by_path or referrers.unknown:
+                    older = {save: kept for save, paths in older.items() if (kept := [path for path in paths if not referrers.of(path)])}
             replaced = older.pop(self.replaced, None) if self.replaced is not None else None
             if replaced:
                 backend.delete_many(replaced)

@@ -68,21 +68,16 @@ class Replicas:
         for name, numbers in group:
             assignment = self.assignments[name]
             for i in numbers:
-                if assignment.merged:
-                    self._digests[name, i] = self._flat(name)
+                if assignment.merged:  # all that this rank has of it: its chunks are of other ranks' bytes, too
+                    digest = xxhash.xxh3_64()
+                    for part in self.tensor(name).parts:
+                        digest.update(as_bytes(part.memory))
+                    self._digests[name, i] = digest.intdigest()
                 elif (name, i) not in self._written:
-                    self._digests[name, i] = xxhash.xxh3_64_intdigest(self._bytes(name, assignment.box(i)))
+                    box = assignment.box(i)
+                    data = as_bytes(self.tensor(name).gather(box)) if box.numel else b""
+                    self._digests[name, i] = xxhash.xxh3_64_intdigest(data)
             beat()
-
-    def _bytes(self, name: str, box: Box) -> memoryview:
-        return as_bytes(self.tensor(name).gather(box)) if box.numel else memoryview(b"")
-
-    def _flat(self, name: str) -> int:
-        """Digest of all that this rank has of a tensor that is cut into flat ranges: its chunks are of other ranks' bytes, too."""
-        digest = xxhash.xxh3_64()
-        for part in self.tensor(name).parts:
-            digest.update(as_bytes(part.memory))
-        return digest.intdigest()
 
     def row(self, call: Call, written: Sequence[int] = ()) -> dict[str, str]:
         """For the leader, which compares it (``compare_replicas``): digests of :meth:`digests`."""
@@ -98,7 +93,10 @@ class Replicas:
         ids: dict[tuple[int, int], str] = {}
         for name, numbers in self.replicated:
             assignment = self.assignments[name]
-            cell = self._cell(name) if assignment.merged else int(assignment.cell[numbers[0]])
+            if assignment.merged:
+                cell = int(np.flatnonzero((assignment.cell_holders == self.rank).any(axis=1))[0])
+            else:
+                cell = int(assignment.cell[numbers[0]])
             key = id(assignment.cell_holders), cell
             if key not in ids:
                 ids[key] = xxhash.xxh3_64_hexdigest(assignment.cell_holders[cell].tobytes())
@@ -119,9 +117,6 @@ class Replicas:
         first = tuple(map(min, zip(*(box.offset for box in boxes), strict=True)))
         last = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
         return f"{name} {Box(first, tuple(end - at for at, end in zip(first, last, strict=True)))}"
-
-    def _cell(self, name: str) -> int:
-        return int(np.flatnonzero((self.assignments[name].cell_holders == self.rank).any(axis=1))[0])
 
 
 @dataclass(frozen=True, eq=False)

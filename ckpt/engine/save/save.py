@@ -30,6 +30,7 @@ from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.engine.devices import refuse_in_graph, settle_devices
 from ckpt.errors import CkptError
 from ckpt.formats.native.ranks import encode_row
+from ckpt.formats.native.spans import write_spans
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends import checks
 from ckpt.io_backends.checks import Retries
@@ -157,7 +158,7 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankSha
     with spans.span("plan"):
         how = WriteOptions(
             rank=group.rank,
-            position=group.ranks.index(group.rank),
+            position=group.position,
             merge_flat_shards=options.merge_flat_shards and group.size > 1,
             codec=options.codec,
             mirrors=options.mirrors,
@@ -208,7 +209,8 @@ def stage(job: SaveJob, share: RankShare) -> Capture:
         if devices := shard_table.devices:
             refuse_in_graph(devices, job.call.url)
         # Lent memory is not pinned, as a device's copies need it; and the size of a coded file is not known yet.
-        lent = borrow(share.backend, [file.size for file in plan.files]) if not devices and job.options.codec is None else ()
+        lends = share.backend.io_hints.in_memory and not devices and job.options.codec is None
+        lent = borrow(share.backend, [file.size for file in plan.files]) if lends else ()
         if lent:
             batches = StagedBatches.in_lent(plan.batches, lent)
         else:
@@ -268,7 +270,7 @@ def _make_writer(job: SaveJob, share: RankShare, id: str) -> RankWriter:
         plan=share.plan,
         source=share.source,
         id=id,
-        position=group.ranks.index(group.rank),
+        position=group.position,
         threads=max(job.options.threads, share.backend.io_hints.concurrency),
         beat=job.beat,
         alive_while=job.call.alive_while,
@@ -361,7 +363,10 @@ def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | 
     busy: Mapping[int, float] = {}
     if leader is not None:
         spans[0] = _row_of_spans(job, share)
-        busy = leader.keep_spans(spans)
+        try:  # a failure harms nothing: the checkpoint is there
+            busy = write_spans(leader.backend, leader.id, spans)
+        except CkptError as err:
+            log.warning("the spans of the save %s are not kept: %s", call.url, err)
         call.drain()
         _remove_older(job, leader)
     report = SaveReport(

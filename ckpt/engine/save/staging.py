@@ -31,7 +31,7 @@ from ckpt.engine.devices import no_memory, pin
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend, LentMemory
 
-from .fence import Throttle
+from .fence import CpuBackoff
 from .plan import Batch
 
 PAGE = 4096
@@ -148,7 +148,7 @@ class StagedBatches:
         """``memories``: for each segment what it lies in. ``lent``: for each file, if it is the storage's."""
         self.memories = memories
         self.lent = lent
-        self.throttle = Throttle()
+        self.backoff = CpuBackoff()
         self.segments = segments
         self._segment_of = {id(batch): number for number, segment in enumerate(segments) for batch in segment.batches}
         self._captured: set[int] = set()

@@ -18,7 +18,6 @@ import torch
 from ckpt import settings
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.plan.layout.geometry import row_major_strides
-from ckpt.plan.ownership import Fragment
 from ckpt.state.tensors import RAW, LocalShard, LocalTensor, as_bytes, raw_view
 
 from .plan import Batch, RankPlan
@@ -65,7 +64,12 @@ class ChunkSource:
 
     def clone(self, names: AbstractSet[str]) -> None:
         """Read these tensors from a copy that is made now."""
-        self.tensors = {**self.tensors, **{name: _copied(self.tensors[name]) for name in names}}
+        copies = {}
+        for name in names:
+            local = self.tensors[name]
+            parts = [LocalShard(part.box, part.memory.clone()) for part in local.parts]
+            copies[name] = LocalTensor(local.info, parts, local.state_name)
+        self.tensors = {**self.tensors, **copies}
 
     def view(self, number: int) -> memoryview:
         """The bytes of a chunk: its own memory where that is contiguous on the host, a copy elsewhere."""
@@ -183,10 +187,6 @@ class ChunkSource:
         return whole
 
 
-def _copied(local: LocalTensor) -> LocalTensor:
-    return LocalTensor(local.info, [LocalShard(part.box, part.memory.clone()) for part in local.parts], local.state_name)
-
-
 def _addresses(local: LocalTensor) -> tuple[int, ...]:
     return tuple([part.memory.data_ptr() for part in local.parts])  # a list: there are very many, of one part each
 
@@ -271,7 +271,8 @@ class FragmentExchange:
             incoming: dict[int, list[memoryview]] = {}
             received: dict[int, list[tuple[int, int, memoryview]]] = {}
             for f in self.plan.receives:
-                room = torch.empty(self._nbytes(f), dtype=torch.uint8).numpy().data
+                nbytes = (f.stop - f.start) * self.source.tensors[f.name].info.dtype.itemsize
+                room = torch.empty(nbytes, dtype=torch.uint8).numpy().data
                 incoming.setdefault(f.source, []).append(room)
                 received.setdefault(self.mixed[f.name, f.chunk], []).append((f.start, f.stop, room))
             self.peers.exchange(self._outgoing, incoming, alive=alive)
@@ -282,9 +283,6 @@ class FragmentExchange:
             raise
         finally:
             self._done.set()
-
-    def _nbytes(self, fragment: Fragment) -> int:
-        return (fragment.stop - fragment.start) * self.source.tensors[fragment.name].info.dtype.itemsize
 
     def wait(self) -> None:
         """Wait until all fragments are here."""

@@ -137,7 +137,7 @@ class RankWriter:
         staged = self.staged(batch) if self._mixed or self.stage is not None else None
         self.beat()
         # In the background, small chunks are worked on in a pace that leaves training its speed.
-        paced = nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.throttle.work()
+        paced = nullcontext() if self.stage is None or len(batch.numbers) < MANY else self.stage.backoff.work()
         with paced, self.spans.span("write", batch.length):
             if len(batch.numbers) == 1:
                 number = batch.numbers[0]
