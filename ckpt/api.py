@@ -259,7 +259,6 @@ def load(
     url = url_text(url)
     from ckpt.engine.load.fill import LoadOptions
     from ckpt.engine.load.load import load_state
-    from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.io_backends.registry import is_file_system
     from ckpt.plan.match import Selection, rules_of_rename
     from ckpt.plan.values import StatePart
@@ -270,7 +269,10 @@ def load(
             from ckpt.runs.members import member_url
 
             url = member_url(url, member)
-        wait_for_pending_save(group)
+        if group.saves:
+            from ckpt.engine.save.job import wait_for_pending_save
+
+            wait_for_pending_save(group)
         if layout is not None:
             check_layout(layout, group.ranks)
         check_flags(strict=strict, cast=cast, dry_run=dry_run, **({} if exchange is None else {"exchange": exchange}))

@@ -319,7 +319,7 @@ class _Reshard:
         with self.call.phase("move"):
             setters = accept(matched)
             fill(matched, transfer)
-            self.job.agree({}, nothing)
+            self.job.call.agree({}, nothing)
         return setters, filling.copied, pulled
 
     # ---- set: the values of the state, when every tensor of every rank is right

@@ -225,7 +225,7 @@ class Sink:
             if self._views is not None:
                 catalog = in_other_names(catalog, self._views, strict=False)
             named = selection.view({name: entry for name, entry in catalog.tensors.items() if entry.rank is None})
-            LoadJob(call=call, options=self._options).agree({}, nothing)
+            call.agree({}, nothing)
         call.drain()
         return {
             name: torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
@@ -319,7 +319,7 @@ class Sink:
             finally:
                 if staged is None and self._relay is not None:  # who waits for what does not come asks others
                     self._relay.end()
-            agreed = job.agree({"dropped": staged is None}, dropped_anywhere)
+            agreed = job.call.agree({"dropped": staged is None}, dropped_anywhere)
         return None if agreed["dropped"] else staged
 
     def _offer(self, job: LoadJob, relay: Relay, matched: MatchedTake, puller: Puller) -> tuple[RelayedVersion | None, PlannedTake]:
@@ -332,7 +332,7 @@ class Sink:
             relayed = None if planned.mapped or not planned.left.shares else relay.begin()
             row = {} if relayed is None else relay.row(relayed, planned.plan.transfers.wanted)
             version = matched.offered.version
-            job.agree(row, lambda rows: self._source.offer(version, [each for each in rows.values() if each]))
+            job.call.agree(row, lambda rows: self._source.offer(version, [each for each in rows.values() if each]))
         return relayed, planned
 
     def _switch(self, job: LoadJob, staged: StagedTake, puller: Puller, *, last: bool) -> SwitchedTake | None:
@@ -358,7 +358,7 @@ class Sink:
                 row: Row = {"dropped": pulled is None, "from": {}, "dense": {}}
                 if pulled is not None:
                     row |= {"from": staged.came_from(pulled), "dense": staged.came_whole(pulled)}
-                agreed = job.agree(row, bytes_that_came)
+                agreed = job.call.agree(row, bytes_that_came)
             except GroupError as err:
                 # A rank died or hangs, with all that it needs: what is here is whole. One that raised may have only a part.
                 if isinstance(err, DeadlineError) or (isinstance(err, RankFailedError) and err.cause is None):
@@ -376,5 +376,5 @@ class Sink:
         with job.call.phase("accept"):
             self._state_version.torn = torn
             setters = accept(matched.fit)
-            job.agree({}, nothing)
+            job.call.agree({}, nothing)
         return setters

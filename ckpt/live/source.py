@@ -170,7 +170,7 @@ class Source:
                 return {"address": address, "run": secrets.token_hex(8), "secret": known.hex()}
 
             try:
-                agreed = call.lead(row, begin) if call.is_leader else call.follow(row)
+                agreed = call.agree(row, begin)
             except BaseException:
                 if port is not None:
                     port.close()
@@ -342,7 +342,7 @@ class Source:
             del published
             try:
                 with prepared.spans.span("agree"):
-                    agreed = call.lead(row, lambda rows: self._completed(call, number, rows)) if call.is_leader else call.follow(row)
+                    agreed = call.agree(row, lambda rows: self._completed(call, number, rows))
                 if agreed["names"] != self._numbers[0]:
                     names = parse_json(call.fetch(agreed["names"]))
                     self._numbers = agreed["names"], {name: n for n, name in enumerate(names)}

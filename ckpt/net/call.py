@@ -12,7 +12,7 @@ hears the decision:
 
     with call.phase("write"):                    # an error in here, on any rank, ends the call on all of them
         row = ...                                # this rank's part
-        decision = call.lead(row, decide) if call.is_leader else call.follow(row)
+        decision = call.agree(row, decide)
         ...                                      # what this rank makes of it
 
 An error before the row is out takes the row's place: the leader reports it, and every other rank raises RankFailedError with the rank's
@@ -102,11 +102,7 @@ class Call:
         """Run ``local`` on every rank, then ``on_leader`` on the leader with all rows (JSON); every rank returns what that decided (JSON).
         ``on_leader`` leaves the rows as they are: equal ones are one object."""
         with self.phase(phase):
-            row = local()
-            if self.is_leader:
-                return self.lead(row, on_leader)
-            decision: R = self.follow(row)
-            return decision
+            return self.agree(local(), on_leader)
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
@@ -133,6 +129,13 @@ class Call:
         """End the call on all ranks with an error of this one, which the caller then raises."""
         with suppress(type(error)), self.phase(phase):
             raise error
+
+    def agree(self, row: Row, decide: Callable[[dict[int, Row]], R]) -> R:
+        """The end of a phase: the leader decides with the rows of all ranks, and every rank returns that."""
+        if self.is_leader:
+            return self.lead(row, decide)
+        decision: R = self.follow(row)
+        return decision
 
     def lead(self, row: Row, decide: Callable[[dict[int, Row]], R], public: Callable[[R], Any] | None = None) -> R:
         """On the leader: gather the rows of all ranks, decide, and tell every rank: what was decided if that is JSON, else what ``public``

@@ -70,7 +70,7 @@ class Group(Members):
                 # In the leader's word, where the heads are would go to every rank; each needs one of them.
                 if where := links.where():
                     self.store.set(f"liveness/{position}", json.dumps(where).encode())
-                secret = call.lead({}, lambda rows: secrets.token_hex(16)) if call.is_leader else call.follow({})
+                secret = call.agree({}, lambda rows: secrets.token_hex(16))
                 head = self.store.peek(f"liveness/{links.parent}")
                 links.connect(bytes.fromhex(secret), parse_json(head) if head is not None else {"addresses": [], "network": ""})
             except BaseException:  # after Ctrl-C, too: no connection of half of the ranks stays open

@@ -285,6 +285,8 @@ class Members:
     """Connections that notice who dies, where the ranks have made them."""
     tree: BroadcastTree | None = field(default=None, init=False)
     """Hands on what the leader has for all ranks; None for a single process."""
+    saves: bool = field(default=False, init=False)
+    """Whether a save of theirs was begun in the background, and nobody has waited for it yet."""
     leader: int = field(init=False)
     size: int = field(init=False)
     position: int = field(init=False)

@@ -66,10 +66,10 @@ def dry_run(url: str, state: object, group: Group, options: LoadOptions) -> Load
             reader = job.reader(matched.catalog)
             exchange = None if sharing is None else exchange_of(matched, sharing, reader)
             forecast = ReadForecast.of(reader, list(map(TensorLoad._make, matched.binding.targets.values())), exchange)
-            known = job.agree({}, known_rate)
+            known = call.agree({}, known_rate)
         with call.phase("probe"):
             rate = known.get("rate") or forecast.probe(reader)
-            seconds: float = job.agree({"seconds": forecast.seconds(rate)}, lambda rows: max(row["seconds"] for row in rows.values()))
+            seconds: float = call.agree({"seconds": forecast.seconds(rate)}, lambda rows: max(row["seconds"] for row in rows.values()))
     call.drain()
     return matched.report(
         bytes_needed=forecast.needed,

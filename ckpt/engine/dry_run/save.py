@@ -42,7 +42,7 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
                 "measured": None if rate is None else rate.measured,
             }
 
-        decision: Row = call.lead(row, decide) if call.is_leader else call.follow(row)
+        decision: Row = call.agree(row, decide)
     call.drain()
     return SaveReport(
         url=url,

@@ -117,13 +117,6 @@ class LoadJob:
     def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[object]:
         return nullcontext() if self.options.spans is None else self.options.spans.span(phase, nbytes)
 
-    def agree(self, row: Row, decide: Callable[[dict[int, Row]], R]) -> R:
-        """The end of a phase: the leader decides with the rows of all ranks, and every rank returns that."""
-        if self.call.is_leader:
-            return self.call.lead(row, decide)
-        decision: R = self.call.follow(row)
-        return decision
-
     def reader(self, catalog: Catalog, verify: Verify | None = None) -> Reader:
         options = self.options
         return Reader(catalog, verify or options.verify, options.threads, self.call.heartbeat, options.spans)
@@ -200,7 +193,7 @@ def match(
     row = {} if beside is None else beside(binding)
     if has_state:
         row |= row_of_match(call, catalog, binding)
-    return Matched(job=job, catalog=catalog, binding=binding, verdict=job.agree(row, decide))
+    return Matched(job=job, catalog=catalog, binding=binding, verdict=call.agree(row, decide))
 
 
 # ---- fill

@@ -96,7 +96,7 @@ def _load(job: LoadJob, state: object, spans_of_ranks: dict[int, Row] | None, be
             row: Row = {"again": [] if exchange is None else exchange.again}
             if spans_of_ranks is not None and options.spans is not None:
                 row["spans"] = options.spans.table().to_row()
-            wrong = job.agree(row, partial(_end_reading, job, spans_of_ranks))
+            wrong = call.agree(row, partial(_end_reading, job, spans_of_ranks))
         if exchange is not None:
             # Some values come of tensors, and what takes them may keep or refuse what it gets.
             with call.phase("set"):
@@ -104,7 +104,7 @@ def _load(job: LoadJob, state: object, spans_of_ranks: dict[int, Row] | None, be
                     if wrong:
                         _read_again(matched, reader, wrong)
                     set_all(setters, call.url)
-                job.agree({}, nothing)
+                call.agree({}, nothing)
     except CkptError as err:
         err.message += f"; {PARTLY_WRITTEN if job.begun else UNCHANGED}"
         raise
@@ -219,10 +219,9 @@ def _transfer(matched: Matched, reader: Reader, exchange: ReadExchange | None, d
     if devices:
         reader.fetch.allocate = pinned_bytes
     total = sum(part.memory.nbytes for job in jobs for part in job.target.parts) if matched.job.options.progress is not None else 0
-    if exchange is None:
-        plan = reader.plan(jobs)
-    else:
-        plan = reader.plan([job for job in jobs if id(job.target) not in exchange.sharing.complete], exchange.sharing.left_out)
+    if exchange is not None:
+        jobs = [job for job in jobs if id(job.target) not in exchange.sharing.complete]
+    plan = reader.plan(jobs, None if exchange is None else exchange.sharing.left_out)
     return ByteTransfer(
         padding=plan.padding, run=partial(reader.run, plan, exchange), counts=lambda: (min(reader.fetch.read, total), total)
     )

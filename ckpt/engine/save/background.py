@@ -155,6 +155,7 @@ class SaveHandle:
     def start(self, run: BackgroundRun, threads: int, *, now: bool = False) -> None:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured."""
         run.job.cache.in_flight = self
+        run.job.call.group.saves = True
         self._fence.up(on_devices=bool(run.share.collected.shard_table.devices))
         copy = partial(self._capture, run.capture, threads, run.job.beat)
         if now:

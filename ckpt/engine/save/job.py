@@ -104,7 +104,7 @@ def wait_for_pending_save(group: Members) -> None:
     # An error that nobody has seen is raised here, by the next call of the job, on every rank that has it. A save may
     # be lost, but never without an exception.
     handle.wait()
-    cache.in_flight = None
+    cache.in_flight, group.saves = None, False
     if not handle.error_reported():
         handle.result()
 
