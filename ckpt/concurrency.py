@@ -278,19 +278,17 @@ class Rounds:
 
     def _run(self) -> None:
         try:
-            while self._next():
+            while True:
+                with self._lock:
+                    if not self._asked:
+                        self._thread = None
+                        return
+                    self._asked = False
                 self._work()
         except BaseException:
             with self._lock:
                 self._thread = None
             raise
-
-    def _next(self) -> bool:
-        with self._lock:
-            goes_on, self._asked = self._asked, False
-            if not goes_on:
-                self._thread = None
-            return goes_on
 
 
 # Whether a thread had to wait: the sign that storage is slow, and that more threads pay.

@@ -35,6 +35,7 @@ on its own line.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from .text import in_known_places, printable
@@ -91,11 +92,7 @@ class CkptError(Exception):
         return printable(in_known_places(text))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.where, self.hint))
-
-
-def _rebuild(cls: type[CkptError], message: str, where: str | None, hint: str | None) -> CkptError:
-    return cls(message, where=where, hint=hint)
+        return partial(type(self), self.message, where=self.where, hint=self.hint), ()
 
 
 def error_to_json(err: BaseException) -> dict[str, Any]:

@@ -87,12 +87,7 @@ def plugin_names(group: str) -> list[str]:
 
 
 def plugin(group: str, name: str, kind: type[T]) -> T | None:
-    """The plug-in of this name, a ``kind``; None if no installed distribution has one.
-
-    Raises:
-        UsageError: several distributions have it, or it cannot be used: it was made for another version of ckpt, cannot be imported, or is
-            something else. The message names the distribution.
-    """
+    """The plug-in of this name, a ``kind``; None if no installed distribution has one."""
     points = [point for point in _points(group) if point.name == name]
     if not points:
         return None

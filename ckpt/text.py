@@ -61,16 +61,13 @@ _UNSAFE_IN_A_LINE = re.compile(f"[\t\n{_CONTROL}{_SEPARATORS}{_DIRECTIONS}]")
 
 def printable(text: str, *, one_line: bool = False) -> str:
     """``text`` with control characters and marks of direction as escapes: ``\\x1b``, ``\\u202e``. ``one_line``: newlines and tabs too."""
-    return (_UNSAFE_IN_A_LINE if one_line else _UNSAFE).sub(_escaped, text)
+    unsafe = _UNSAFE_IN_A_LINE if one_line else _UNSAFE
+    return unsafe.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def printable_json(document: str) -> str:
     """A JSON document whose strings hold such characters as JSON escapes: it parses to the same values."""
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode("ascii")
 
 
 _places: dict[str, str] = {}

@@ -85,9 +85,19 @@ class CkptWriter(StorageWriter):
         check_choice(codec)
         self.checkpoint_id = None if url is None else os.fspath(url)
         self.codec = codec
-        self.threads = settings.threads(_threads(threads, others))
+        count = others.pop("thread_count", None)
+        if threads is not None and count is not None:
+            raise UsageError("threads and thread_count are the same: give one of them")
+        self.threads = settings.threads(count if threads is None else threads)
         self.overwrite = overwrite
-        _check_others(others)
+        for name, value in others.items():
+            if name not in _ONLY:
+                raise UsageError(
+                    f"CkptWriter has no argument {name!r}", hint=f"those of FileSystemWriter that it takes: {', '.join(_ONLY)}"
+                )
+            only, why = _ONLY[name]
+            if getattr(value, "value", value) != only:
+                raise UsageError(f"{name}={value!r} is not possible: {why}", hint=f"leave {name} out")
         self._leader: Leader | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -116,7 +126,8 @@ class CkptWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: everything will be there, once; nothing is written if not."""
-        self._check_overwrite()
+        if not self.overwrite and committed_id(open_backend(self.url)) is not None:
+            raise ConflictError("Checkpoint already exists and overwrite=False", where=self.url, hint="save to another URL")
         plans = _whole(plans)
         assignment = assign_boxes(g for position, plan in enumerate(plans) for g in _assigned_boxes(plan.items, position))
         assignment.check()
@@ -128,10 +139,6 @@ class CkptWriter(StorageWriter):
         joined = Joined(tensors=dict(assignment.tensors), assignments=dict(assignment.assignments), aliases={})
         leader.open_tables(Tables((), joined, {}), {})
         return [replace(plan, storage_data=_Place(id=leader.id, position=i)) for i, plan in enumerate(plans)]
-
-    def _check_overwrite(self) -> None:
-        if not self.overwrite and committed_id(open_backend(self.url)) is not None:
-            raise ConflictError("Checkpoint already exists and overwrite=False", where=self.url, hint="save to another URL")
 
     # ---- writing
 
@@ -191,22 +198,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
 """Arguments of ``FileSystemWriter``: the value that is no different from leaving it out, and what this does."""
 
 
-def _threads(threads: int | None, others: dict[str, Any]) -> int | None:
-    count = others.pop("thread_count", None)
-    if threads is not None and count is not None:
-        raise UsageError("threads and thread_count are the same: give one of them")
-    return count if threads is None else threads
-
-
-def _check_others(others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in _ONLY:
-            raise UsageError(f"CkptWriter has no argument {name!r}", hint=f"those of FileSystemWriter that it takes: {', '.join(_ONLY)}")
-        only, why = _ONLY[name]
-        if getattr(value, "value", value) != only:
-            raise UsageError(f"{name}={value!r} is not possible: {why}", hint=f"leave {name} out")
-
-
 def _whole(plans: list[SavePlan]) -> list[SavePlan]:
     """All plans, also those that a planner which caches them did not give again, since they are as in its last save."""
     # DCP would let ranks use the plans they have, which name the files of the last save; so they are all given out
@@ -252,13 +243,13 @@ def _node(item: WriteItem, planner: SavePlanner) -> tree.Node:
     value = look_up(item.index)
     if type(value) is io.BytesIO and planner.resolve_data(item) is value:
         value = (SERIALIZED, value)  # the planner, such as Megatron's, has made it of the value and will read it itself
-    return tree.encode(value, item.index.fqn, _refuse_tensor)
 
+    def refuse_tensor(value: object, path: str) -> tree.Node:
+        if isinstance(value, torch.Tensor):
+            raise StateError("DCP does not find the tensors in a tuple", where=path, hint="use a list or a dict")
+        return None
 
-def _refuse_tensor(value: object, path: str) -> tree.Node:
-    if isinstance(value, torch.Tensor):
-        raise StateError("DCP does not find the tensors in a tuple", where=path, hint="use a list or a dict")
-    return None
+    return tree.encode(value, item.index.fqn, refuse_tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,9 +161,12 @@ def _know(catalog: Catalog) -> _Known:
         flat[name], paths[name] = _placeholder(view[name], names), (name,)
     tensors = {name: names[id(value)] for name, value in flat.items() if id(value) in names}
     values = {name: value for name, value in flat.items() if id(value) not in names}
-    metadata = {
-        name: _tensor_metadata(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata() for name, value in flat.items()
-    }
+    metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, value in flat.items():
+        metadata[name] = BytesStorageMetadata()
+        if isinstance(value, torch.Tensor):
+            chunk = ChunkStorageMetadata(offsets=torch.Size([0] * value.ndim), sizes=value.size())
+            metadata[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [chunk])
     return _Known(catalog=catalog, metadata=Metadata(metadata, planner_data=paths), tensors=tensors, values=values)
 
 
@@ -182,8 +185,3 @@ def _placeholder(stored: StoredTensor, names: dict[int, str]) -> torch.Tensor:
     made = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     names[id(made)] = stored.name
     return made
-
-
-def _tensor_metadata(tensor: torch.Tensor) -> TensorStorageMetadata:
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [chunk])

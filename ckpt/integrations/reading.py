@@ -46,10 +46,6 @@ def job(entry: TensorEntry, box: Box, memory: torch.Tensor) -> TensorLoad:
 def read_state(url: str, *, threads: int | None = None, key: str | None = None) -> Any:
     """The state as it was saved: nested values with tensors in host memory. What each rank saved for itself is None. ``key``: only what is
     below it.
-
-    Raises:
-        NotFoundError, NotCommittedError, FormatError: there is no checkpoint that can be read.
-        CorruptError: bytes are damaged.
     """
     view = open_view(url)
     catalog, jobs = view._catalog, []

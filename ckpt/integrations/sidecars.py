@@ -39,10 +39,7 @@ class Sidecars:
 
     def put(self, directory: str, write: Callable[[str], object], durable: Future[Any] | None) -> None:
         """``write`` files into the folder that it is given, now; they appear in ``directory`` of the run once ``durable`` is done, if it
-        did not fail.
-
-        Raises:
-            StorageError: those before could not be put, and these are being put all the same; or these could not be written.
+        did not fail. That those before could not be put is raised when these are on their way.
         """
         failed: StorageError | None = None
         try:
@@ -87,11 +84,7 @@ class Sidecars:
             writer.commit()
 
     def wait(self) -> None:
-        """Until they are there; then those of checkpoints that retention has removed go.
-
-        Raises:
-            StorageError: they could not be put.
-        """
+        """Until they are there; then those of checkpoints that retention has removed go."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

@@ -178,12 +178,13 @@ class CheckpointManager:
             return False
         state = self.state()
         if last_step and self.config.last_save_model_only:
-            dtype = getattr(torch, self.config.export_dtype)
+            dtype, tensors = getattr(torch, self.config.export_dtype), self._tensors()
             if self.config.last_save_in_hf:
                 self.checkpointer.wait()
-                export(join_url(self.folder, "hf"), self.sd_adapter.to_hf(self._tensors()), dtype=dtype, overwrite=True)
+                export(join_url(self.folder, "hf"), self.sd_adapter.to_hf(tensors), dtype=dtype, overwrite=True)
                 return True
-            state = {MODEL: {name: _exported(t, dtype) for name, t in self._tensors().items()}}
+            floats = {n: t.to(dtype) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+            state = {MODEL: {**tensors, **floats}}
         self.checkpointer.save(curr_step, state)
         if last_step or not self.background:
             self.checkpointer.wait()
@@ -218,7 +219,3 @@ class _Stateful(Fenced):
 def _as_stateful(value: Any) -> Any:
     own = isinstance(value, torch.optim.Optimizer) and type(value).state_dict is not torch.optim.Optimizer.state_dict
     return _Stateful(value) if own else value
-
-
-def _exported(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -67,7 +67,6 @@ class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo
         """Nothing to prepare: parameters are filled in place."""
 
     def receive_weights(self, update_info: CkptUpdateInfo) -> None:
-        """Take a version."""
         if self.sink is None:
             raise UsageError("update_weights before init_weight_transfer_engine", hint="give it the address of a ckpt.live.Source first")
         take_step(self.sink, update_info.step, update_info.timeout, progress=update_info.progress)
@@ -76,7 +75,6 @@ class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo
         """Nothing is left to do."""
 
     def shutdown(self) -> None:
-        """End the connection."""
         if self.sink is not None:
             self.sink.close()
             self.sink = None
@@ -100,7 +98,6 @@ class CkptModelLoader(BaseModelLoader):
         self._checkpoint(model_config)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Fill the model that vLLM has built."""
         self._checkpoint(model_config).fill(model, parallel_state.get_tp_group().cpu_group)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:

@@ -72,25 +72,11 @@ class EverySteps(BothPolicy):
         return words if mark == step else f"{words} (the first after {mark})"
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class AnyBoth(JoinedPolicy, BothPolicy):
+class AnyBoth(AnySave, AnyKeep, BothPolicy):  # type: ignore[misc]  # its members are of both sides
     """:class:`AnySave` and :class:`AnyKeep` of the same policies. Made by ``|`` and by :func:`AnyOf`."""
 
+    __slots__ = ()
     policies: tuple[BothPolicy, ...]
-
-    def reason(self, now: Moment) -> str | None:
-        return AnySave(self.policies).reason(now)
-
-    @property
-    def rank_part(self) -> SavePolicy | None:
-        return AnySave(self.policies).rank_part
-
-    @property
-    def leader_part(self) -> SavePolicy | None:
-        return AnySave(self.policies).leader_part
-
-    def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
-        return AnyKeep(self.policies).choose(steps, now)
 
 
 @overload
@@ -174,16 +160,13 @@ def to_json(policy: SavePolicy | KeepPolicy) -> dict[str, object]:
     Raises:
         UsageError: it is, or has in it, a policy of another class than those of ``ckpt.policies``.
     """
-    return _node(policy)
-
-
-def _node(policy: Any) -> dict[str, object]:
-    if isinstance(policy, JoinedPolicy):
-        return {"policy": "AnyOf", "policies": [_node(p) for p in policy.policies]}
-    name = type(policy).__name__
-    if _CLASSES.get(name) is not type(policy):
+    given: Any = policy
+    if isinstance(given, JoinedPolicy):
+        return {"policy": "AnyOf", "policies": [to_json(p) for p in given.policies]}  # type: ignore[arg-type]  # of these sides
+    name = type(given).__name__
+    if _CLASSES.get(name) is not type(given):
         raise UsageError(f"{policy!r} cannot be written as JSON", hint=f"these can: {', '.join(_CLASSES)}")
-    values = {f.name: getattr(policy, f.name) for f in fields(policy)}
+    values = {f.name: getattr(given, f.name) for f in fields(given)}
     return {"policy": name, **{key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}}
 
 

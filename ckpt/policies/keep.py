@@ -219,10 +219,10 @@ class All(KeepPolicy):
         return {s.step: repr(self) for s in steps}
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class AnyKeep(JoinedPolicy, KeepPolicy):
     """What any of ``policies`` keeps. Made by ``|`` and by :func:`ckpt.policies.AnyOf`."""
 
+    __slots__ = ()
     policies: tuple[KeepPolicy, ...]
 
     @classmethod

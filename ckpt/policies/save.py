@@ -41,10 +41,10 @@ class Policy:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class JoinedPolicy(Policy):
     """Several policies of one side as one. Equal if their members are, in order."""
 
-    __slots__ = ()
     policies: tuple[Policy, ...]
 
     def __eq__(self, other: object) -> bool:
@@ -304,10 +304,10 @@ class OnPreemption(SavePolicy):
         return True
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class AnySave(JoinedPolicy, SavePolicy):
     """Due when any of ``policies`` is. Made by ``|`` and by :func:`ckpt.policies.AnyOf`."""
 
+    __slots__ = ()
     policies: tuple[SavePolicy, ...]
 
     @classmethod

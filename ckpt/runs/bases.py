@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ckpt.catalog import Catalog
 from ckpt.engine.save.base import SaveBase
-from ckpt.engine.save.options import SaveOptions
+from ckpt.engine.save.options import SaveArguments, SaveOptions
 from ckpt.errors import UsageError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR, XOR_PLANES
@@ -61,12 +61,22 @@ class Bases:
             self.since += 1
 
 
-def check_reuse(reuse: object, anchor: object, codec: str | None) -> str | None:
-    """The codec of a run's saves.
+def run_options(
+    arguments: SaveArguments, *, reuse: bool | TrustFrozen, anchor: Anchor | None, staging: int | None, root: str, tiers: bool
+) -> SaveOptions:
+    """The options of the saves of a run; ``tiers``: they are committed somewhere else first. UsageError if these do not go together."""
+    if reuse is not False or anchor is not None or arguments.get("codec") is not None:
+        arguments["codec"] = _codec(reuse, anchor, arguments.get("codec"))
+    reusable = bool(reuse) or anchor is not None
+    if reusable and tiers:
+        what = "anchor=" if anchor is not None else "reuse="
+        raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
+    options = SaveOptions.of(arguments, reusable=reusable, staging=staging)
+    return replace(options, trust=None if isinstance(reuse, bool) else reuse)
 
-    Raises:
-        UsageError: the three do not go together.
-    """
+
+def _codec(reuse: object, anchor: object, codec: str | None) -> str | None:
+    """The codec of a run's saves."""
     if not isinstance(reuse, bool | TrustFrozen):
         raise UsageError(f"reuse= is True, False or a TrustFrozen, not {reuse!r}", hint="reuse=ckpt.policies.TrustFrozen(hash_every=10)")
     if anchor is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.api import load
 from ckpt.catalog import Catalog
+from ckpt.engine.load.fill import LoadReport
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save
 from ckpt.engine.save.base import SaveBase
@@ -27,21 +28,21 @@ from ckpt.net.group import current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
-from ckpt.settings import check_flags, text
+from ckpt.settings import text
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
 
-from .bases import Bases, check_reuse
+from .bases import Bases, run_options
 from .events import Alerts, Listener
 from .lineage import Lineage
 from .members import MemberChanges
 from .membership import Membership
 from .node_tier import Memory, NodeLocal
 from .reporter import Reporter
-from .restore_order import BeginFrom, RestoredFrom, load_nearest, load_origin, origin_of
-from .save_schedule import SIGNALS, FailedSaves, SaveSchedule, State, check_signals, check_step, metric_values, state_of
+from .restore_order import BeginFrom, LoadedCopy, RestoredFrom, load_nearest, load_origin, origin_of
+from .save_schedule import SIGNALS, FailedSaves, SaveSchedule, State, check_step, metric_values, state_of
 from .step_listing import Step, step_url
 from .tier_chain import TierChain
 
@@ -99,6 +100,19 @@ class Checkpointer:
             :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
     """
 
+    restored_from: RestoredFrom | None = None
+    """What :meth:`restore` has loaded, and how many bytes from where."""
+    handle: SaveHandle | None = None
+    """The last save that was begun, until somebody was told how it ended."""
+    _memory: SaveSchedule | None = None
+    """When to save into memory."""
+    _joint: Membership | None = None
+    _witness: Witness | None = None
+    """Notes the steps of a job that is being proved (``ckpt.testing``)."""
+    _gave_up = False
+    """Nothing was saved since publishing was given up."""
+    _closed = _connected = False
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -124,23 +138,18 @@ class Checkpointer:
     ) -> None:
         root = url_text(root)
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
-        check_flags(run_log=run_log)
-        signals = check_signals(signals)
-        if reuse is not False or anchor is not None or arguments.get("codec") is not None:
-            arguments["codec"] = check_reuse(reuse, anchor, arguments.get("codec"))
-        options = SaveOptions.of(arguments, reusable=bool(reuse) or anchor is not None, staging=staging_bytes)
-        if options.reusable and (local is not None or memory is not None):
-            what = "anchor=" if anchor is not None else "reuse="
-            raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
+        tiers = local is not None or memory is not None
+        options = self._options = run_options(arguments, reuse=reuse, anchor=anchor, staging=staging_bytes, root=root, tiers=tiers)
         self._progress = arguments.get("progress")
         callback_of(progress=self._progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self._process_group = arguments.get("process_group")
         self.group = current_group(self._process_group)
-        self._witness: Witness | None = None
         if text("CKPT_PROVE") is not None:
-            root, local, memory, local_keep = self._attended(root, options, joint=member is not None), None, None, None
-        self._joint: Membership | None = None
+            from ckpt.testing.witness import attended
+
+            self._witness, root = attended(root, self.group, options.layout, joint=member is not None)
+            local, memory, local_keep = None, None, None
         if member is not None or members:
             self._joint = Membership(root, member, members, self.group, options.timeout, keep)
             root, keep = self._joint.own_root, All()  # what stays is decided for all members together
@@ -149,51 +158,28 @@ class Checkpointer:
         self.keep = keep
         self.capture = capture
         self._bases = Bases(anchor)
-        self._options = replace(options, trust=None if isinstance(reuse, bool) else reuse)
         self.timeout = options.timeout
         if options.layout is not None:
             check_layout(options.layout, self.group.ranks)
         warn_if_others_are_missing(self.group)
-        self.restored_from: RestoredFrom | None = None
-        """What :meth:`restore` has loaded, and how many bytes from where."""
         self._tiers = TierChain(root, keep, local, local_keep, memory, self.group, options)
-        self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals) if memory is not None else None
-        """When to save into memory."""
-        self._lineage = Lineage(self._tiers.later.look)
-        tiers = local is not None and memory is None
-        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=tiers, run_log=run_log)
-        self._tiers.later.removed = partial(self._reporter.tell, "save.removed")
         if anchor is not None:  # else the base is the newest checkpoint, which always stays
             self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
-        if self._tiers.spread is not None:
-            self._tiers.spread.copied = partial(self._reporter.tell, "save.copied")
+        if memory is not None:
+            self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals)
+        self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
+        self._lineage = Lineage(self._tiers.later.look)
+        behind = local is not None and memory is None
+        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=behind, run_log=run_log)
+        self._tiers.report_to(self._reporter, self._on_published)
         if self._joint is not None:
             self._joint.reporter = self._reporter
-        if self._tiers.uploader is not None:
-            self._tiers.uploader.published, self._tiers.uploader.failed = self._on_published, self._reporter.not_published
-        self._failed_saves, self._failed_publishing = (
-            FailedSaves(give_up_after, leads=self.group.rank == self.group.leader) for _ in range(2)
-        )
+        leads = self.group.rank == self.group.leader
+        self._failed_saves, self._failed_publishing = (FailedSaves(give_up_after, leads=leads) for _ in range(2))
         self._patience = self.timeout if publish_timeout is None else publish_timeout
-        self._gave_up = False
-        """Nothing was saved since publishing was given up."""
-        self.handle: SaveHandle | None = None
-        """The last save that was begun, until somebody was told how it ended."""
-        self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
-        self._closed = self._connected = False
 
     def __repr__(self) -> str:
         return f"<ckpt.Checkpointer of {self.root}: saves {self.policy!r}, keeps {self.keep!r}{'; closed' if self._closed else ''}>"
-
-    def _attended(self, root: str, options: SaveOptions, *, joint: bool) -> str:
-        """This job is being proved (``ckpt.testing``): have its steps noted, and give where it saves."""
-        from ckpt.testing.witness import attend
-
-        if joint:
-            raise UsageError("a proof runs one job, and this is a member of several", where=root, hint="prove it without member=")
-        self._witness = attend()
-        assert self._witness is not None
-        return self._witness.redirect(root, self.group, options.layout)
 
     def _prove(self, witness: Witness, n: int, state: State, metrics: Mapping[str, float] | None) -> None:
         """Note step ``n``; end the process if the run of the proof ends here."""
@@ -275,33 +261,14 @@ class Checkpointer:
             return {}
 
         self.group.call("restore", self.root, self.timeout).map_reduce("begin", check, lambda rows: None)
-        given = {
-            "progress": self._progress,
-            "layout": self._options.layout,
-            "timeout": self.timeout,
-            "threads": self._options.threads,
-            **options,
-        }
-        began, nbytes = time.perf_counter(), 0
+        began, reports = time.perf_counter(), list[LoadReport]()
         spans: dict[int, Row] = {}
-
-        def load_one(url: str, **more: Any) -> None:
-            nonlocal nbytes
-            nbytes = load(url, state, process_group=self._process_group, **{**given, **more}).bytes_needed
-
         catalogs: list[Catalog] = []
         wanted, taken = recorded.set(spans), opened.set(catalogs if self._options.reusable else None)
         for spread in self._tiers.spreads:
             spread.forget_sources()
         try:
-            part = self._options.part
-            same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
-            load_own = partial(load_one, **{**same_part, **options})
-            # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
-            base = load_origin(origin, self.group, self.timeout, load_one) if origin is not None and part is not None else None
-            own = restored = load_nearest(self._tiers, self.group, self.timeout, load_own, step, id) if id != "" else None
-            if restored is None and origin is not None:
-                restored = base or load_origin(origin, self.group, self.timeout, load_one)
+            own, restored = self._load(state, step, origin, options, id, reports)
         except CkptError as err:
             self._reporter.restored(step, None, time.perf_counter() - began, None, err)
             raise
@@ -320,7 +287,7 @@ class Checkpointer:
             self.restored_from = RestoredFrom(step=restored.step, url=restored.lasting, sources=sources)
             if self._options.reusable:
                 self._bases.restored(restored.url if own is not None else None, catalogs)
-            self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, nbytes, spans=spans)
+            self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, reports[-1].bytes_needed, spans=spans)
         if self._tiers.uploader is not None:
             for spread in self._tiers.spreads:
                 spread.add()
@@ -328,6 +295,32 @@ class Checkpointer:
         if self._witness is not None and restored is not None:
             self._witness.note(restored.step, state, restored=True)
         return restored.step if restored is not None else None
+
+    def _load(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        origin: BeginFrom | None,
+        options: Mapping[str, Any],
+        id: str | None,
+        reports: list[LoadReport],
+    ) -> tuple[LoadedCopy | None, LoadedCopy | None]:
+        """Load a checkpoint of this run, and where there is none ``origin``; gives the run's own, and what was loaded last."""
+        given = {"progress": self._progress, "layout": self._options.layout, "timeout": self.timeout, "threads": self._options.threads}
+
+        def load_one(url: str, **more: Any) -> None:
+            reports.append(load(url, state, process_group=self._process_group, **{**given, **options, **more}))
+
+        part = self._options.part
+        same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
+        # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
+        base = load_origin(origin, self.group, self.timeout, load_one) if origin is not None and part is not None else None
+        own: LoadedCopy | None = None
+        if id != "":
+            own = load_nearest(self._tiers, self.group, self.timeout, partial(load_one, **{**same_part, **options}), step, id)
+        if own is None and origin is not None:
+            return None, base or load_origin(origin, self.group, self.timeout, load_one)
+        return own, own
 
     # ---- saving
 

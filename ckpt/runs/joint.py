@@ -285,7 +285,6 @@ class JointRun:
         return future
 
     def request(self, n: int) -> None:
-        """Ask the other members to save step ``n``."""
         wanted = json.dumps({"generation": self.check_present().id, "step": n}).encode()
         for _ in range(3):
             try:

@@ -95,7 +95,6 @@ class Membership:
     # ---- saving
 
     def begin(self, n: int) -> None:
-        """Step ``n`` is about to be saved by this member."""
         self._saved = max(self._saved, n)
         if not self._on_leader:
             return
@@ -111,7 +110,6 @@ class Membership:
             threading.Thread(target=ask, name="ckpt-joint", daemon=True).start()
 
     def failed(self) -> None:
-        """The save that was begun last has failed."""
         if self._on_leader:
             self._run.failed()
 

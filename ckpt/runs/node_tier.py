@@ -200,7 +200,6 @@ class SpreadTier:
         return {**places, **computed, "root": read[ROOT]}
 
     def forget_sources(self) -> None:
-        """From here on count anew."""
         self.nodes.read_from.clear()
 
     # ---- copies

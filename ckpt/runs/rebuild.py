@@ -134,7 +134,6 @@ def _left(backend: Backend) -> _Index:
 
 
 def _chosen(backend: Backend, index: _Index, id: str | None) -> str:
-    """The id of the save whose index is made again."""
     if index.record is not None:
         if id not in (None, index.record.id):
             raise UsageError(f"save {index.record.id} is committed here, not {id}", where=backend.url, hint="leave --id out")

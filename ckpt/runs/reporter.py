@@ -22,6 +22,7 @@ from ckpt.formats.native.runlog import PATH, LogEntry, add_entry
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
+from ckpt.settings import check_flags
 from ckpt.telemetry.spans import Row, SpanTable, stragglers
 
 from .events import FLUSH, AlertRules, Alerts, Event, Kind, Listener, ListenerThread
@@ -50,6 +51,7 @@ class Reporter:
         if wrong:
             hint = "on_event= takes a function of one ckpt.monitors.Event, one of ckpt.monitors, or a list of these"
             raise UsageError(f"{wrong[0]!r} cannot be called with an event", hint=hint)
+        check_flags(run_log=run_log)
         if not isinstance(alerts, bool | Alerts):
             raise UsageError(f"alerts= is True, False or ckpt.monitors.Alerts(…), not {alerts!r}")
         self._root = root

@@ -64,11 +64,7 @@ class BeginFrom:
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | BeginFrom) -> BeginFrom:
-        """A URL alone stands for itself with no options.
-
-        Raises:
-            UsageError: it is neither, or the step is no whole number.
-        """
+        """A URL alone stands for itself with no options."""
         origin = given if isinstance(given, BeginFrom) else cls(given)
         if not isinstance(origin.url, str | os.PathLike):
             raise UsageError(f"begin_from= takes a path, a URL or a ckpt.BeginFrom, not {given!r}")
@@ -88,12 +84,7 @@ class BeginFrom:
         return {name: value for name, value in values.items() if value is not None}
 
     def find_step(self) -> int:
-        """The step that the checkpoint was saved after.
-
-        Raises:
-            UsageError: neither its path nor its state tells.
-            NotFoundError, FormatError, CorruptError: there is no checkpoint that can be read.
-        """
+        """The step that the checkpoint was saved after."""
         if self.step is not None:
             return self.step
         catalog = open_catalog(self.location, sources=checked_sources(self.sources))
@@ -140,11 +131,7 @@ _GONE = (NotFoundError, NotCommittedError, ConflictError)
 
 
 def origin_of(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom | None, options: Mapping[str, Any]) -> BeginFrom | None:
-    """What a run without checkpoints begins from, if something is given.
-
-    Raises:
-        UsageError: the arguments do not go together.
-    """
+    """What a run without checkpoints begins from, if something is given."""
     if begin_from is not None and step is not None:
         raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
     if options.get("dry_run"):

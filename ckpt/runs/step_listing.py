@@ -134,7 +134,7 @@ def latest(root_url: str | os.PathLike[str]) -> str | None:
 def look(backend: Backend, root_url: str) -> tuple[Step | None, list[str]]:
     """The checkpoint that the root of ``backend`` is, if it is one, else None; and the names of the directories right below it."""
     here = backend.list_dir("")
-    itself = _step(backend, "", root_url) if _is_of_checkpoint(here) else None
+    itself = _step(backend, "", root_url) if is_of_checkpoint(here) else None
     return itself, [name.rstrip("/") for name in here if name.endswith("/")]
 
 
@@ -186,7 +186,7 @@ def directory_name(step: Step) -> str:
     return step.url.rstrip("/").rpartition("/")[2]
 
 
-def _is_of_checkpoint(names: Sequence[str]) -> bool:
+def is_of_checkpoint(names: Sequence[str]) -> bool:
     """Whether one of these names is of a checkpoint, or of what is left of a save: else there is nothing to read beside them."""
     return any(name in (COMMIT_PATH, "data/", f"{MARKS}/") or name.startswith("index-") for name in names)
 
@@ -223,8 +223,7 @@ def none_here(url: str) -> NotFoundError:
 
 def _step(backend: Backend, prefix: str, url: str) -> Step | None:
     """What lies below ``prefix`` (empty, or ending in a slash); None if it is no checkpoint and no part of one."""
-    number = step_number(url.rstrip("/").rpartition("/")[2])
-    link = backend.link(prefix.rstrip("/"))
+    step = Step(number=step_number(url.rstrip("/").rpartition("/")[2]), url=url, committed=False, link=backend.link(prefix.rstrip("/")))
     data: bytes | None = None
     try:
         data = read_record(backend, prefix)
@@ -232,16 +231,7 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         sources, shared_bytes = _sources(record, url) if record is not None and record.features else ((), 0)
     except (CorruptError, FormatError) as err:
         left = _remaining_sources(data, url)
-        return Step(
-            number=number,
-            url=url,
-            committed=False,
-            damaged=True,
-            reason=err.message,
-            sources=left or (),
-            references_unknown=left is None,
-            link=link,
-        )
+        return replace(step, damaged=True, reason=err.message, sources=left or (), references_unknown=left is None)
     if record is None or record.given_up is not None:
         marks = f"{prefix}{MARKS}"
         if record is not None or f"{MARKS}/" in backend.list_dir(prefix):
@@ -250,14 +240,12 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
                 sorted({name.partition("-")[0] for name in backend.list_dir(f"{marks}/{latest}") if not name.startswith(".")})
             )
             reason = f"given up: {record.given_up}" if record is not None else f"saved by {there}: the other members are awaited"
-            return Step(number=number, url=url, committed=False, prepared=True, reason=reason, link=link)
+            return replace(step, prepared=True, reason=reason)
         if not has_orphans(backend, prefix):
             return None
-        reason = UNCONVERTED if CONVERTING in backend.list_dir(prefix) else UNFINISHED
-        return Step(number=number, url=url, committed=False, reason=reason, link=link)
-    return Step(
-        number=number,
-        url=url,
+        return replace(step, reason=UNCONVERTED if CONVERTING in backend.list_dir(prefix) else UNFINISHED)
+    return replace(
+        step,
         committed=True,
         created=record.created,
         tensor_bytes=record.tensor_bytes,
@@ -272,7 +260,6 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         part=record.part,
         branches=record.branches,
         members=record.members,
-        link=link,
     )
 
 

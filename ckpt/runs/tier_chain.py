@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.text import url_text
 
 from .node_tier import Memory, NodeLocal, SpreadTier, merged_sources
+from .reporter import Reporter
 from .tiers import LOOK, Tiers
 from .uploader import Uploader
 
@@ -88,6 +90,14 @@ class TierChain:
             self.nearest = self.later.nearer = Tiers(where, All(), spread.url, Latest(in_front.keep), spread, newest_only=True)
             self.memory_uploader = Uploader(self.nearest, group, timeout=timeout, threads=threads)
             self.memory_uploader.published = lambda step, url, id: self.later.retain_in_background()
+
+    def report_to(self, reporter: Reporter, published: Callable[[int, str, str | None], object]) -> None:
+        """Have a reporter told of what happens to checkpoints here; and ``published`` of those that are at the root."""
+        self.later.removed = partial(reporter.tell, "save.removed")
+        if self.spread is not None:
+            self.spread.copied = partial(reporter.tell, "save.copied")
+        if self.uploader is not None:
+            self.uploader.published, self.uploader.failed = published, reporter.not_published
 
     @property
     def spread(self) -> SpreadTier | None:

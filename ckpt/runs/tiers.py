@@ -77,16 +77,14 @@ class Tiers:
         self._swept = False
         """Whether what earlier lives of the job have left in memory is freed."""
         self._published: set[str | None] = set()
-        self._passed: set[str] = set()
-        """Ids of local checkpoints of which was said that the root has a later one of their step."""
+        self._warned: set[str] = set()
+        """Ids of checkpoints of which was said that others were saved later, and URLs of those whose records are damaged."""
         self._last_seen: str | None = None
         """The highest id that was seen at the root."""
         self._answers = True
         """Whether the root answered when it was asked last."""
         self._behind: list[int] = []
         """Abandoned steps of which was said that they are passed over."""
-        self._unreadable: set[str] = set()
-        """Checkpoints of which was said that their records are damaged."""
         if local is not None and spread is None and not is_file_system(local):
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
         if local is not None and real_url(local) == real_url(root):
@@ -138,8 +136,8 @@ class Tiers:
         later = {s.number: s for s in far if s.committed}
         for s in near:
             other = later.get(s.number)
-            if s.committed and s.id is not None and other is not None and str(other.id) > s.id and s.id not in self._passed:
-                self._passed.add(s.id)
+            if s.committed and s.id is not None and other is not None and str(other.id) > s.id and s.id not in self._warned:
+                self._warned.add(s.id)
                 log.warning(
                     "%s (save %s of %s) is passed over: by its id %s (save %s of %s) was saved later",
                     *(s.url, s.id, s.created, other.url, other.id, other.created),
@@ -214,8 +212,8 @@ class Tiers:
             if s.committed and s.abandoned is None and str(s.id) > str(chosen.id) and (s.number or 0) < (chosen.number or 0)
         ]
         newest = max(later, key=lambda s: str(s.id), default=None)
-        if newest is not None and newest.id not in self._passed:
-            self._passed.add(str(newest.id))
+        if newest is not None and newest.id not in self._warned:
+            self._warned.add(str(newest.id))
             log.warning(
                 "%s (save %s of %s) is gone on from, though %s (save %s of %s) was saved after it: a job that did not see these files "
                 "seems to have gone on from an earlier step, and what it did is undone; restore(state, step=%s) takes that up instead",
@@ -225,8 +223,8 @@ class Tiers:
     def _say_abandoned(self, run: Iterable[Step], chosen: Step) -> None:
         """Say which steps are not gone on from since the run went back, and which may be of a branch that nobody can see; once."""
         for s in run:
-            if s.damaged and s.url not in self._unreadable and (s.number or 0) < (chosen.number or 0):
-                self._unreadable.add(s.url)
+            if s.damaged and s.url not in self._warned and (s.number or 0) < (chosen.number or 0):
+                self._warned.add(s.url)
                 log.warning("%s cannot be read, nor whether the run had gone back before it: %s", s.url, s.reason)
         behind = sorted({s.number for s in run if s.abandoned is not None and s.number is not None})
         if not behind or behind == self._behind:

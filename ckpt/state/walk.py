@@ -43,7 +43,6 @@ def check_state(state: object) -> None:
 
 
 def scan_state(state: object) -> StateScan:
-    """Look over a state."""
     check_state(state)
     assert isinstance(state, dict)
     scan = StateScan()

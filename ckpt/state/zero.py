@@ -71,11 +71,7 @@ def is_of_deepspeed(value: object, name: str) -> bool:
 
 
 def module_of(engine: Any, path: str) -> nn.Module | None:
-    """The module of an engine, which is known from now on by its parts; None if it is no engine.
-
-    Raises:
-        StateError: it cannot be stored.
-    """
+    """The module of an engine, which is known from now on by its parts; None if it is no engine."""
     if not is_of_deepspeed(engine, "DeepSpeedEngine"):
         return None
     optimizer, module = engine.optimizer, engine.module

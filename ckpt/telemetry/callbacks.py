@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 
 from ckpt.errors import UsageError
@@ -35,29 +36,24 @@ def callback_of(*, progress: bool | ProgressCallback | None, leads: bool, title:
     if given is None or given is False:
         return None
     if given is True:
-        return _Bar(title) if leads and sys.stderr.isatty() else None
+        return partial(_draw, title) if leads and sys.stderr.isatty() else None
     if not callable(progress):
         raise UsageError(f"progress= takes True or a function of bytes done and bytes in all, not {progress!r}")
     return progress
 
 
-class _Bar:
+def _draw(title: str, done: int, total: int) -> None:
     """A bar of ``rich``, which is imported when there is something to draw."""
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-
-    def __call__(self, done: int, total: int) -> None:
-        from rich.console import Console
-        from rich.progress_bar import ProgressBar
-
-        console = Console(stderr=True)
-        bar = ProgressBar(total=max(total, 1), completed=done if total else 1, width=32)
-        with console.capture() as drawn:
-            console.print(bar, end="")
-        end = "\n" if done >= total else ""
-        sys.stderr.write(f"\r{self._title} {drawn.get()} {100 * done // max(total, 1) if total else 100:3d} %{end}")
-        sys.stderr.flush()
+    console = Console(stderr=True)
+    bar = ProgressBar(total=max(total, 1), completed=done if total else 1, width=32)
+    with console.capture() as drawn:
+        console.print(bar, end="")
+    end = "\n" if done >= total else ""
+    sys.stderr.write(f"\r{title} {drawn.get()} {100 * done // max(total, 1) if total else 100:3d} %{end}")
+    sys.stderr.flush()
 
 
 @contextmanager

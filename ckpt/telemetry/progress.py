@@ -158,7 +158,6 @@ class SaveMeter:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, *, captured: int = 0, written: int = 0, saved: int = 0) -> None:
-        """So many bytes more."""
         with self._lock:
             self.captured += captured
             self.written += written

@@ -188,7 +188,6 @@ class PhaseSum:
 
     @property
     def seconds(self) -> float:
-        """Busy seconds."""
         return self.busy / 1e6
 
     @property

@@ -95,16 +95,14 @@ def prove(
     check_whole(at, "at=", 1)
     check_whole(after, "after=", 1)
     sizes = tuple(worlds)
-    if not sizes:
-        raise UsageError("worlds= names no number of ranks", hint="worlds=(1, 2)")
-    for size in sizes:
-        check_whole(size, "a number of worlds=", 1, "worlds=(1, 2)")
+    for size in sizes or (None,):
+        check_whole(size, "worlds= has numbers of ranks: each", 1, "worlds=(1, 2)")
     with _folder(folder) as root:
         runs = _Runs(job, root, timeout, progress)
         uninterrupted = runs.run("uninterrupted", sizes[0], until=at + after)
         if at not in uninterrupted.steps or max(uninterrupted.steps) <= at:
-            last = max(uninterrupted.steps, default=None)
-            there = "it notes no step" if last is None else f"its steps are {min(uninterrupted.steps)} to {last}"
+            steps = uninterrupted.steps
+            there = f"its steps are {min(steps)} to {max(steps)}" if steps else "it notes no step"
             hint = "call Checkpointer.step(n, state) after each step, or choose an earlier step to resume from"
             raise UsageError(f"the job has no step after {at}: {there}", hint=hint)
         if set(sizes) != {sizes[0]} and not uninterrupted.has_numbers:

@@ -76,6 +76,14 @@ def attend() -> Witness | None:
     return None if folder is None else _witness(folder)
 
 
+def attended(root: str, group: Group, layout: Layout | None, *, joint: bool) -> tuple[Witness, str]:
+    """What notes the steps of a Checkpointer, and where that has its checkpoints in this run: the user's own stay as they are."""
+    if joint:
+        raise UsageError("a proof runs one job, and this is a member of several", where=root, hint="prove it without member=")
+    witness = _witness(settings.variable("CKPT_PROVE", ""))
+    return witness, witness.redirect(root, group, layout)
+
+
 @lru_cache(maxsize=1)
 def _witness(folder: str) -> Witness:
     return Witness(Path(folder))
@@ -99,7 +107,6 @@ class Witness:
         _watch_loaders(self)
 
     def redirect(self, root: str, group: Group, layout: Layout | None) -> str:
-        """Where a Checkpointer of ``root`` has its checkpoints in this run: the user's own stay as they are."""
         if self._root is not None:
             raise UsageError("a proof follows one Checkpointer of a job, and this is the second", where=root)
         self._root, self._group, self._layout = root, group, layout

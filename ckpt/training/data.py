@@ -171,11 +171,7 @@ class Batches(Sampler[list[int]]):
         return {"epoch": position.epoch, "taken": position.taken, "samples": self.steps.samples, "order": self._named}
 
     def position_of(self, state: Any) -> Position:
-        """The position that ``position_state`` gave.
-
-        Raises:
-            StateError: it is a position in another order.
-        """
+        """The position that ``position_state`` gave."""
         now = self.position_state(Position())
         for key in ("samples", "order"):
             if state[key] != now[key]:

@@ -123,13 +123,11 @@ class Average(Compound, Fenced):
     # ---- in a checkpoint
 
     def parts(self) -> dict[str, Any]:
-        """What is saved in its place."""
         if self._swapped:
             raise StateError("the model has the averaged weights now: a save would store them as its own", hint="save outside of swap()")
         return {"updates": self._updates, "weights": dict(self._weights)}
 
     def slots(self) -> dict[str, Any]:
-        """What a load fills."""
         return self.parts()
 
     def loaded(self, slots: dict[str, Any]) -> None:

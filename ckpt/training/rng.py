@@ -299,12 +299,8 @@ class Generators(PerRank):
             if seat.number % count not in holder_of:
                 raise ShapeError(f"of {count} streams, no rank saved the one with number {seat.number % count}")
             source, origin = holder_of[seat.number % count], "stream" if seat.number < count else "derived"
-        self._check(nodes[source])
-        return RankChoice(ranks=[source], take=partial(self._take, source, origin, seat.number))
-
-    def _check(self, node: Node) -> None:
-        """Raise ShapeError unless the checkpoint has exactly our generators, of the same kinds. Only CUDA may be there or not."""
-        saved = {name: tree.find(child, ["kind"]) for name, child in tree.pairs_of(tree.find(node, ["streams"])) or ()}
+        # The checkpoint has exactly our generators, of the same kinds. Only CUDA may be there or not.
+        saved = {name: tree.find(child, ["kind"]) for name, child in tree.pairs_of(tree.find(nodes[source], ["streams"])) or ()}
         mine = {name: stream.kind for name, stream in self.streams().items()}
         if self._named is None:
             saved.pop("cuda", None)
@@ -313,6 +309,7 @@ class Generators(PerRank):
         if wrong:
             differences = (f"{n}: {saved.get(n, 'none')} in the checkpoint, {mine.get(n, 'none')} in the state" for n in wrong)
             raise ShapeError(f"other random number generators: {'; '.join(differences)}")
+        return RankChoice(ranks=[source], take=partial(self._take, source, origin, seat.number))
 
     def _take(self, source: int, origin: Origin, number: int, values: list[Any]) -> None:
         states = {name: stream["state"] for name, stream in values[0]["streams"].items()}

@@ -19,12 +19,12 @@ EPOCH = 1.8e9
 
 
 class SimulatedSave:
-    """Blocks ``blocked`` seconds in the call, and goes on until ``ends``."""
+    """Blocks ``blocked`` seconds in the call, which ``began`` then, and goes on until ``ends``."""
 
-    def __init__(self, clock: SimulatedJob, ends: float) -> None:
+    def __init__(self, clock: SimulatedJob, began: float, ends: float) -> None:
         self.stall = Stall()
         self.called = 0.0
-        self.clock, self.began, self.ends = clock, clock.now, ends
+        self.clock, self.began, self.ends = clock, began, ends
 
     def done(self) -> bool:
         return self.clock.now >= self.ends
@@ -68,7 +68,7 @@ class SimulatedJob:
                 self.saved.append(last)
                 self.now += self.blocked(n)
                 self.lost += self.blocked(n)
-                save = SimulatedSave(self, self.now + self.lasts)
+                save = SimulatedSave(self, last, self.now + self.lasts)
                 self.meter.begun(save, self.now)
                 if policy.ends(moment):
                     break

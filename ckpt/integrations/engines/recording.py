@@ -162,10 +162,6 @@ def record_writes(load_weights: LoadWeights, tensors: Mapping[str, torch.Tensor]
     Args:
         tensors: what it is given. Those of the meta device stand for the checkpoint's; with others it does what it always does.
         memory: addresses of the storages (``untyped_storage()._cdata``) that belong to parameters.
-
-    Raises:
-        ValueNeededError: it asks for a value.
-        whatever the loader raises.
     """
     recording = Recording()
     mode = _RecordingMode(recording, memory)

@@ -68,12 +68,7 @@ class ParameterMemory:
 
 
 class EngineMemory:
-    """All parameters of an engine.
-
-    Raises:
-        UsageError: ``into`` is neither a module nor a dict.
-        StateError: one has no memory, or a memory of which it shows an element twice.
-    """
+    """All parameters of an engine."""
 
     def __init__(self, into: Parameters) -> None:
         named: list[tuple[str, torch.Tensor, bool]]

@@ -395,11 +395,7 @@ def _ranks_per_host(hosts: Mapping[str, Sequence[int]]) -> int | None:
 def _group_heat(title: str, labelled: Mapping[str, Sequence[int]], save: SaveSummary, tables: Mapping[int, SpanTable]) -> GroupHeat:
     """The slowest groups, in their order, if there are too many to see: a group is as slow as its median rank."""
     work = {label: sorted(save.work.get(rank, 0.0) for rank in ranks)[len(ranks) // 2] for label, ranks in labelled.items()}
-    slowest = (
-        set(sorted(labelled, key=lambda label: (-work[label], list(labelled).index(label)))[:_GROUPS])
-        if len(labelled) > _GROUPS
-        else set(labelled)
-    )
+    slowest = set(sorted(labelled, key=lambda label: -work[label])[:_GROUPS])
     shown = [label for label in labelled if label in slowest]
     groups = [ranks if isinstance(ranks, range) else tuple(ranks) for ranks in (labelled[label] for label in shown)]
     return GroupHeat(

@@ -19,6 +19,7 @@ from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.runs.members import member_urls
+from ckpt.runs.step_listing import is_of_checkpoint
 from ckpt.telemetry.spans import SpanTable
 
 from .summary import SaveSummary, summarize
@@ -69,7 +70,7 @@ class History:
 
 def is_checkpoint(url: str) -> bool:
     """Whether a checkpoint, or what is left of a save, is at ``url`` itself."""
-    return any(name in (COMMIT_PATH, "data/") or name.startswith("index-") for name in open_backend(url).list_dir(""))
+    return is_of_checkpoint(open_backend(url).list_dir(""))
 
 
 def read_save(url: str) -> SavedSpans:

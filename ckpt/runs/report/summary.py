@@ -213,19 +213,16 @@ def _verdict(tables: Mapping[int, SpanTable], phases: tuple[PhaseSummary, ...], 
 
 def _why_slow(rank: int, tables: Mapping[int, SpanTable]) -> str:
     """The phase in which a rank loses most against the median rank, and whether it has more to do there."""
-    middle = {name: _median_of(tables, name) for name in tables[rank].sums if name not in WAITING | LEADING}
+    middle: dict[str, tuple[float, float]] = {}
+    for name in tables[rank].sums.keys() - WAITING - LEADING:
+        sums = [table.sums.get(name) for table in tables.values()]  # a rank that lacks the phase has 0
+        middle[name] = median(s.busy if s else 0 for s in sums), median(s.nbytes if s else 0 for s in sums)
     worst = max(middle, key=lambda name: (tables[rank].sums[name].busy - middle[name][0], name))
     mine, (busy, nbytes) = tables[rank].sums[worst], middle[worst]
     times = ratio(mine.busy, busy)
     if mine.nbytes > _MORE_BYTES * nbytes:
         return f"rank {rank} has more to {worst} than others: {units.size(mine.nbytes)}, the median is {units.size(nbytes)}; {times}"
     return f"rank {rank}'s {_BLAMED.get(worst, worst)}: {worst} takes {times} ({brief(mine.seconds)} s), for as many bytes"
-
-
-def _median_of(tables: Mapping[int, SpanTable], phase: str) -> tuple[float, float]:
-    """Busy microseconds and bytes of the median rank; a rank that lacks the phase has 0."""
-    sums = [table.sums.get(phase) for table in tables.values()]
-    return median(s.busy if s else 0 for s in sums), median(s.nbytes if s else 0 for s in sums)
 
 
 def ratio(value: float, middle: float) -> str:
