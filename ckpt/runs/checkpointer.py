@@ -42,7 +42,7 @@ from .membership import Membership
 from .node_tier import Memory, NodeLocal
 from .reporter import Reporter
 from .restore_order import BeginFrom, LoadedCopy, RestoredFrom, load_nearest, load_origin, origin_of
-from .save_schedule import SIGNALS, FailedSaves, SaveSchedule, State, check_step, metric_values, state_of
+from .save_schedule import SIGNALS, FailedSaves, SaveSchedule, State, check_signals, check_step, metric_values, state_of
 from .step_listing import Step, step_url
 from .tier_chain import TierChain
 
@@ -137,6 +137,7 @@ class Checkpointer:
         **arguments: Unpack[SaveArguments],
     ) -> None:
         root = url_text(root)
+        signals = check_signals(signals)
         check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
         tiers = local is not None or memory is not None
         options = self._options = run_options(arguments, reuse=reuse, anchor=anchor, staging=staging_bytes, root=root, tiers=tiers)
@@ -167,7 +168,6 @@ class Checkpointer:
             self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if memory is not None:
             self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals)
-        self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
         self._lineage = Lineage(self._tiers.later.look)
         behind = local is not None and memory is None
         self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=behind, run_log=run_log)
@@ -177,6 +177,8 @@ class Checkpointer:
         leads = self.group.rank == self.group.leader
         self._failed_saves, self._failed_publishing = (FailedSaves(give_up_after, leads=leads) for _ in range(2))
         self._patience = self.timeout if publish_timeout is None else publish_timeout
+        # Last: what is refused above leaves no handler of a signal behind, which would keep a notice from ending the process.
+        self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
 
     def __repr__(self) -> str:
         return f"<ckpt.Checkpointer of {self.root}: saves {self.policy!r}, keeps {self.keep!r}{'; closed' if self._closed else ''}>"

@@ -180,7 +180,7 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._last_at: float | None = None
         self._before: tuple[int | None, float | None] = None, None
-        self._preemption = Preemption(check_signals(signals))
+        self._preemption = Preemption(signals)
         self._agreement: StepAgreement | None = None
         if policy.watches_preemption:
             self._preemption.watch()

@@ -210,6 +210,11 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
         with ckpt.Checkpointer(str(tmp_path), save=save):
             assert signal.getsignal(signal.SIGTERM) != before
         assert signal.getsignal(signal.SIGTERM) == before
+    wrong: list[dict[str, Any]] = [{"give_up_after": 0}, {"on_event": 3}, {"alerts": "x"}, {"run_log": 3}, {"signals": ["SIGTERM"]}]
+    for arguments in wrong:  # nobody would heed the notice
+        with pytest.raises(UsageError):
+            ckpt.Checkpointer(str(tmp_path), save=OnPreemption(), **arguments)
+        assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_training_raised_is_not_hidden(tmp_path: Path) -> None:
