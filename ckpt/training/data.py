@@ -413,7 +413,7 @@ class LoaderState(Compound):
         return {"own": _Own(self), **({"shared": ReceivedState()} if self.shared else {})}
 
     def loaded(self, slots: dict[str, Any]) -> None:
-        shared = slots["shared"].value if self.shared else {}
+        shared = slots["shared"].value or {} if self.shared else {}  # None: the load left it out
         own: _Own = slots["own"]
         states = [{**shared, **state} if self.shared else state for state in own.states]
         if own.place is None:

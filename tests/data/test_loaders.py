@@ -162,6 +162,17 @@ def test_shared_keys_are_stored_once(url: str) -> None:
         ckpt.load(url, {"loader": LoaderState(again)})
 
 
+def test_shared_keys_that_were_not_saved_apart(url: str) -> None:
+    """What each rank has of its own is loaded all the same."""
+    loader = Buffered(range(7))
+    loader.next(2)
+    ckpt.save(url, {"loader": LoaderState(loader)})
+    again = Buffered([], source="books")
+    report = ckpt.load(url, {"loader": LoaderState(again, shared=["config"])}, strict=False)
+    assert report.missing == ("loader.shared",)
+    assert (again.source, again.read, again.next(9)) == ("web", 2, [2, 3, 4, 5, 6])
+
+
 def test_a_position_taken_from_something_else(url: str) -> None:
     ckpt.save(url, {"loader": {"own": ckpt.PerRank({"state": 1})}})
     with pytest.raises(MismatchError, match="something else"):
