@@ -127,7 +127,8 @@ class ProcessLock:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        if self._lock.locked():  # it is free in a child that was forked in this very block
+            self._lock.release()
 
 
 # No collection of cyclic garbage while very many small objects are made that all stay.

@@ -103,7 +103,10 @@ class _PieceMemory:
     @contextmanager
     def lent(self) -> Iterator[memoryview]:
         with self._turn:
-            memory = self._free.pop() if self._free else bytearray(self._size)
+            try:
+                memory = self._free.pop()
+            except IndexError:  # not asked for before: another thread may take the last one
+                memory = bytearray(self._size)
             try:
                 yield memoryview(memory)
             finally:

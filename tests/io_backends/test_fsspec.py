@@ -202,6 +202,21 @@ def test_a_child_forked_while_somebody_publishes_can_publish(tmp_path: Path) -> 
     assert everything(FsspecBackend(f"local://{tmp_path}/root")) == {"parent": b"p", "child": b"c"}
 
 
+def test_a_child_forked_by_whoever_publishes_goes_on(tmp_path: Path) -> None:
+    """A file system may fork while it publishes: the child leaves the block too, and can publish."""
+    pid, code = -1, 1
+    try:
+        with FsspecBackend._publishing:
+            pid = os.fork()
+        FsspecBackend(f"local://{tmp_path}/root").put_if("parent" if pid else "child", b"x", expected=None)
+        code = 0
+    finally:
+        if pid == 0:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert everything(FsspecBackend(f"local://{tmp_path}/root")) == {"parent": b"x", "child": b"x"}
+
+
 def test_a_storage_that_connects_slowly_holds_up_no_other_one() -> None:
     """Those who want the same one wait, and get what was made once; after one that failed, the next makes it."""
     going, may_go, made = threading.Event(), threading.Event(), list[str]()
