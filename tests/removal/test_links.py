@@ -259,6 +259,7 @@ def test_links_inside_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixt
     ckpt.save(str(url), state(2))
     assert "orphan" in caplog.text and "symbolic link" in caplog.text
     assert before.items() <= contents(tmp_path / "disk").items() and stored(str(url)) == 2
+    assert len([*url.glob("index-*")]) == 1, "the index of what was replaced is gone"
     remove_at(str(url))
     assert before.items() <= contents(tmp_path / "disk").items()
 

@@ -274,7 +274,7 @@ class Leader:
                     older = {save: kept for save, paths in older.items() if (kept := [path for path in paths if not referrers.of(path)])}
             replaced = older.pop(self.replaced, None) if self.replaced is not None else None
             if replaced:
-                backend.delete_many(replaced)
+                backend.delete_many(replaced[::-1])  # the index first: what is in data/ may have to stay
             for save, paths in older.items():
                 clear(backend, save, "", paths, partial(committed_id, backend))
             if self.first or self.longest > backend.io_hints.single_put_size:  # else no save of this job leaves any
