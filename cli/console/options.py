@@ -77,8 +77,9 @@ def parse_mesh(context: click.Context, parameter: click.Parameter, text: str | N
     sizes: dict[str, int] = {}
     for part in () if text is None else text.split(","):
         name, _, size = part.strip().partition("=")
-        if not name or name in sizes or not (size.isascii() and size.isdecimal()):
-            raise UsageError(f"{text!r} is not a mesh such as pp=4,dp=8,tp=8", where=parameter.opts[0])
+        if not name or name in sizes or not (size.isascii() and size.isdecimal() and len(size) < 9 and int(size)):
+            hint = "each dimension has a name of its own, and at least one rank"
+            raise UsageError(f"{text!r} is not a mesh such as pp=4,dp=8,tp=8", where=parameter.opts[0], hint=hint)
         sizes[name] = int(size)
     if math.prod(sizes.values()) >= 1 << 24:
         raise UsageError("a mesh has fewer than 16,777,216 ranks", where=parameter.opts[0])

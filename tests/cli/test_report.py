@@ -75,7 +75,8 @@ def test_a_place_that_cannot_be_written(saved: Path, tmp_path: Path, what: str) 
     "options", [["--price", "much"], ["--price", "nan"], ["--price", "-1"], ["--mesh", "pp"], ["--mesh", "pp=0"], ["--mesh", "pp=3"]]
 )
 def test_options_that_do_not_fit(saved: Path, tmp_path: Path, options: list[str]) -> None:
-    assert report(saved, "-o", tmp_path / "r.html", *options).exit_code == 2
+    result = report(saved, "-o", tmp_path / "r.html", *options)
+    assert result.exit_code == 2 and ("where: --mesh" in result.stderr) == (options in (["--mesh", "pp"], ["--mesh", "pp=0"]))
     assert not (tmp_path / "r.html").exists()
 
 
