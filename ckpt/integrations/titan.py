@@ -101,13 +101,16 @@ class CheckpointManager:
         sd_adapter: Any = None,
         base_folder: str = "",
     ) -> None:
-        if (config.initial_load_in_hf or config.last_save_in_hf) and sd_adapter is None:
+        # Loops written after torchtitan may have a configuration from before it had these fields.
+        hf = ("initial_load_in_hf", "last_save_in_hf", "initial_load_in_hf_quantized")
+        self._load_in_hf, self._save_in_hf, quantized = (bool(getattr(config, name, False)) for name in hf)
+        if (self._load_in_hf or self._save_in_hf) and sd_adapter is None:
             raise UsageError(
                 "Hugging Face files need names of the model", hint="pass sd_adapter=, the model's StateDictAdapter of torchtitan"
             )
-        if config.last_save_in_hf and not config.last_save_model_only:
+        if self._save_in_hf and not config.last_save_model_only:
             raise UsageError("last_save_in_hf writes the model alone", hint="leave last_save_model_only=True")
-        if config.initial_load_in_hf_quantized:
+        if quantized:
             raise UsageError("initial_load_in_hf_quantized is not supported", hint="load a model that is not quantised")
         self.config = config
         self.sd_adapter = sd_adapter
@@ -137,7 +140,7 @@ class CheckpointManager:
         state = self.state()
         path = self.config.initial_load_path
         latest = agreed_latest(self.checkpointer) if step == -1 else step
-        if latest is None and self.config.initial_load_in_hf:
+        if latest is None and self._load_in_hf:
             self._load_from_hf(path or self.sd_adapter.hf_assets_path)
             return True
         if latest is None and path is None:
@@ -179,7 +182,7 @@ class CheckpointManager:
         state = self.state()
         if last_step and self.config.last_save_model_only:
             dtype, tensors = getattr(torch, self.config.export_dtype), self._tensors()
-            if self.config.last_save_in_hf:
+            if self._save_in_hf:
                 self.checkpointer.wait()
                 export(join_url(self.folder, "hf"), self.sd_adapter.to_hf(tensors), dtype=dtype, overwrite=True)
                 return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +194,26 @@ def test_the_last_step_and_the_first_are_hugging_face_models(ranks: Ranks, tmp_p
         titan.CheckpointManager(
             titan.Config(last_save_in_hf=True), dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}
         )
+
+
+def test_a_configuration_that_knows_nothing_of_hugging_face(tmp_path: Path) -> None:
+    config = SimpleNamespace(**{name: value for name, value in asdict(titan.Config(interval=1)).items() if "in_hf" not in name})
+    for step in (1, 2):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        manager = titan.CheckpointManager(
+            config,  # type: ignore[arg-type]
+            dataloader=None,
+            model_parts=[model],
+            optimizers=optimizer,
+            lr_schedulers=None,
+            states={},
+            base_folder=str(tmp_path),
+        )
+        assert manager.load() == (step > 1)
+        assert manager.save(step, last_step=step == 2)
+        manager.close()
+    assert [s.number for s in ckpt.list_steps(tmp_path / "checkpoint")] == [1, 2]
 
 
 # ----------------------------------------------------------------------------------------------------------- torchtitan
