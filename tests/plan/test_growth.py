@@ -494,6 +494,7 @@ CONSTANT = {
         *("__version__", "PerRank", "Layout", "Mesh", "Shard", "Replicate", "Flat", "Interleaved", "Padded", "Uneven", "GlobalShape"),
         *("Stage", "OnMesh", "Numbered", "pipeline", "experts", "MegatronParallel", "ExportReport", "BeginFrom", "CkptError"),
         *("MemberChanges", "errors", "policies", "formats", "io_backends", "converters", "Checkpointer.url", "Checkpointer.preempted"),
+        *("Checkpointer.handle", "Checkpointer.restored_from"),
         *("live.SourceStatus", "live.VersionStatus", "live.SinkStatus"),
     ),
     "modules whose operations are in the table, or are those of one rank on its own state": (

@@ -16,7 +16,7 @@ import ckpt
 from tests.formats.megatron_files import read_all
 from tests.formats.memory import deepspeed_memory
 from tests.formats.reading import same
-from tests.formats.test_deepspeed import PREFIX, masters_fit
+from tests.formats.test_deepspeed import PREFIX
 
 JOB = Path(__file__).parent / "deepspeed_job.py"
 
@@ -55,6 +55,15 @@ def test_zero(case: str, tmp_path: Path) -> None:
         as_held(tmp_path)
     masters_fit(view)
     assert {"model.head.weight", "model.frozen", "model.buf"} <= set(view)
+
+
+def masters_fit(view: ckpt.view.View) -> None:
+    """Every trained parameter has a master that rounds to its weight: elements that were put elsewhere would not."""
+    masters = [n for n in view if n.endswith(".master")]
+    for n in masters:
+        weight = view[f"model.{n.removeprefix(PREFIX).removesuffix('.master')}"].read()
+        assert same(view[n].read().to(weight.dtype), weight), n
+    assert masters
 
 
 def as_held(path: Path) -> None:
