@@ -25,6 +25,7 @@ from ckpt.io_backends.registry import join_url
 from ckpt.policies import All, EverySteps, Latest
 from ckpt.runs.checkpointer import Checkpointer
 from ckpt.state.collect import Fenced
+from ckpt.state.modules import copies_of, tensors_of
 from ckpt.state.walk import PerRank
 
 from .reading import agreed_latest
@@ -124,8 +125,14 @@ class CheckpointManager:
 
     def state(self) -> dict[str, Any]:
         """The state as ``ckpt.load`` takes it: ``model`` is the model, or has the tensors of all parts under the names that these give."""
-        parts = self.model_parts
-        return {MODEL: parts[0] if len(parts) == 1 else self._tensors(), **self.states}
+        return {MODEL: self._tensors() if self._by_names() else self.model_parts[0], **self.states}
+
+    def _by_names(self) -> bool:
+        """Whether tensors are saved and loaded in place of the model: of several parts, or of one whose state has copies, such as slices
+        of fused weights. torch's own optimizers need the model itself."""
+        if len(self.model_parts) != 1 or isinstance(self.states.get("optimizer"), torch.optim.Optimizer):
+            return len(self.model_parts) != 1
+        return bool(copies_of(self.model_parts[0], tensors_of(self.model_parts[0])))
 
     def _tensors(self) -> dict[str, Any]:
         return {name: value for part in self.model_parts for name, value in part.state_dict().items()}
@@ -151,6 +158,8 @@ class CheckpointManager:
             load_checkpoint(path, state, only=only)
         else:
             self.checkpointer.restore(state, step=None if step == -1 and latest else latest, only=only)
+        if self._by_names():
+            self._put(state[MODEL])
         return True
 
     def _load_from_hf(self, url: str) -> None:
@@ -161,8 +170,10 @@ class CheckpointManager:
             names = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
             raise NamesError(f"sd_adapter gives nothing for {len(missing)} tensors: {names}", where=url, hint="mend its from_hf")
         load_checkpoint(url, tensors, only=list(tensors), cast=True)
-        loaded = self.sd_adapter.from_hf(tensors)
-        for part in self.model_parts:
+        self._put(self.sd_adapter.from_hf(tensors))
+
+    def _put(self, loaded: Mapping[str, Any]) -> None:
+        for part in self.model_parts:  # also where the parts' own tensors were filled: others may be copies
             part.load_state_dict({name: loaded[name] for name in part.state_dict() if name in loaded}, strict=False)
 
     def _wanted(self, state: Mapping[str, Any], *, model_only: bool) -> list[str] | None:

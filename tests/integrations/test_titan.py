@@ -128,6 +128,45 @@ def test_parts_the_first_and_the_last_step(ranks: Ranks, tmp_path: Path) -> None
     assert alike
 
 
+class Fused(torch.nn.Module):
+    """Its state has the two halves of one weight, as copies."""
+
+    def __init__(self, name: str, value: float) -> None:
+        super().__init__()
+        self.name, self.weight = name, torch.nn.Parameter(torch.full((4, 3), value))
+        self.register_state_dict_post_hook(Fused._split)
+        self.register_load_state_dict_pre_hook(Fused._join)
+
+    def _split(self, state: dict[str, Any], *_: Any) -> None:
+        first, second = state.pop("weight").clone().chunk(2)
+        state |= {f"{self.name}.first": first.clone(), f"{self.name}.second": second.clone()}
+
+    def _join(self, state: dict[str, Any], *_: Any) -> None:
+        state["weight"] = torch.cat([state.pop(f"{self.name}.first"), state.pop(f"{self.name}.second")])
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one-part", "two-parts"])
+def test_a_model_whose_state_has_copies_gets_what_was_loaded(tmp_path: Path, names: tuple[str, ...]) -> None:
+    def manager(offset: float) -> tuple[list[Fused], titan.CheckpointManager]:
+        parts = [Fused(name, offset + at) for at, name in enumerate(names)]
+        return parts, titan.CheckpointManager(
+            titan.Config(folder=str(tmp_path), interval=1),
+            dataloader=None,
+            model_parts=parts,
+            optimizers=None,
+            lr_schedulers=None,
+            states={"train_state": Counter()},
+        )
+
+    _, saving = manager(1.0)
+    saving.save(1)
+    saving.close()
+    parts, loading = manager(5.0)
+    assert loading.load()
+    assert [part.weight.unique().tolist() for part in parts] == [[1.0 + at] for at in range(len(names))]
+    loading.close()
+
+
 class Adapter:
     """Names below ``model.``, and one weight with its rows in another order, as rotary embeddings need it."""
 
