@@ -148,7 +148,10 @@ class CheckpointManager:
         path = self.config.initial_load_path
         latest = agreed_latest(self.checkpointer) if step == -1 else step
         if latest is None and self._load_in_hf:
-            self._load_from_hf(path or self.sd_adapter.hf_assets_path)
+            url = path or self.sd_adapter.hf_assets_path
+            if url is None:
+                raise UsageError("initial_load_in_hf has no model to load", hint="set initial_load_path, or the trainer's hf_assets_path")
+            self._load_from_hf(url)
             return True
         if latest is None and path is None:
             return False

@@ -214,6 +214,8 @@ def in_hugging_face_files(folder: str) -> list[Any]:
     with pytest.raises(ckpt.errors.NamesError, match=f"nothing for 1 tensors: {name}"):
         lacking.manager.load()
     same(flat({"m": lacking.which.model.state_dict()}), before)
+    with pytest.raises(ckpt.errors.UsageError, match="no model to load"):
+        job("fourth", 4, Adapter(None), initial_load_in_hf=True).manager.load()
     state = first.which.model.state_dict()
     rounded = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
     expected = flat({"m": {name: value.to(state[name].dtype) for name, value in rounded.items()}})
