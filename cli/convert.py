@@ -1,4 +1,4 @@
-"""``ckpt convert``, ``import`` and ``rebuild``: checkpoints made of the files of others, or of what is left of them."""
+"""``ckpt convert``, ``import`` and ``rebuild``: checkpoints made of the files of others, or of the rest of a damaged one."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def report(
     """Draw where the time of saves went. URL is a run, or one or more checkpoints to compare.
 
     The report is one HTML file that needs no network and no scripts: figures, advice, a heat map of ranks and phases, threads over time,
-    and what is stored. The newest save is shown in detail.
+    and the stored tensors. The newest save is shown in detail.
 
     \b
     Example:

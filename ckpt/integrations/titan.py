@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ckpt import units
 from ckpt.api import load as load_checkpoint
 from ckpt.converters.export.export import export
 from ckpt.errors import NamesError, UsageError
@@ -171,7 +172,9 @@ class CheckpointManager:
         buffers = {name for part in self.model_parts for name, _ in part.named_buffers()}
         if missing := sorted(self._tensors().keys() - there.keys() - buffers):
             names = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
-            raise NamesError(f"sd_adapter gives nothing for {len(missing)} tensors: {names}", where=url, hint="mend its from_hf")
+            raise NamesError(
+                f"sd_adapter gives nothing for {units.plural(len(missing), 'tensor')}: {names}", where=url, hint="mend its from_hf"
+            )
         load_checkpoint(url, tensors, only=list(tensors), cast=True)
         self._put(self.sd_adapter.from_hf(tensors))
 

@@ -1,5 +1,5 @@
-"""Parts of a command's work as tasks of Ray: ``--executor ray``. Ray decides where and when a task runs; it starts no process of ours, and
-nothing waits for another task.
+"""Parts of a command's work as tasks of Ray: ``--executor ray``. Ray decides where and when a task runs; it starts none of our
+processes, and no task waits for another.
 
 A task is a generator: it yields a sign every few seconds and its row at the end, so that the command sees progress and has a deadline for
 silence. It is not Ray that repeats a lost task: a generator that Ray repeats must yield the same again, and signs of life do not.
@@ -132,7 +132,7 @@ class _Watch:
                 self._take(number, parse_json(ray.get(next(signs), timeout=settings.timeout(None))))
             except StopIteration:
                 raise RankFailedError(f"the task of part {number} ended without a word", hint="look at Ray's logs of it") from None
-            except ray.exceptions.RayTaskError as err:  # nothing of ours: what can happen there comes as a sign
+            except ray.exceptions.RayTaskError as err:  # not raised by our code, whose errors come as a sign
                 raise RankFailedError(f"the task of part {number} failed in Ray: {err.cause}", hint="look at Ray's logs of it") from err
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as err:
                 self._repeat(number, err)

@@ -1,4 +1,4 @@
-"""What a task runs: the command again, up to its part, with signs of life while it goes on."""
+"""What a task runs: the command again, up to its part, with signs of life while it runs."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def in_hugging_face_files(folder: str) -> list[Any]:
     name = next(name for name, _ in lacking.which.model.named_parameters())
     lacking.manager.sd_adapter.lacks = name
     before = flat({"m": lacking.which.model.state_dict()})
-    with pytest.raises(ckpt.errors.NamesError, match=f"nothing for 1 tensors: {name}"):
+    with pytest.raises(ckpt.errors.NamesError, match=f"nothing for 1 tensor: {name}"):
         lacking.manager.load()
     same(flat({"m": lacking.which.model.state_dict()}), before)
     with pytest.raises(ckpt.errors.UsageError, match="no model to load"):
