@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -263,7 +265,8 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         elif event == "damage" and model.last is not None:
             model.last.damaged = True
             for file in (root / f"step-{model.last.step:08d}" / "data").iterdir():
-                file.write_bytes(bytes(file.stat().st_size))
+                with suppress(FileNotFoundError), file.open("r+b") as data:  # what it replaced is removed in the background
+                    data.write(bytes(os.fstat(data.fileno()).st_size))
         elif event == "kill":
             name = root / "step-00000013" / "data"
             name.mkdir(parents=True, exist_ok=True)
