@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
 
@@ -115,6 +116,36 @@ def damaged_weights(folder: Path) -> Outcomes:
     return "loaded, wrong values" if wrong else "mended", refused(lambda: ckpt.load(folder / "ckpt", {"w": torch.zeros(1000)}))
 
 
+def slice_of_a_tensor(folder: Path) -> Outcomes:
+    """pytorch/pytorch#40157: a slice of a tensor is saved with the whole tensor."""
+    part = torch.zeros(1_000_000)[:1000]
+    torch.save(part, folder / "part.pt")
+    ckpt.save(folder / "ckpt", {"part": part})
+    size = (folder / "part.pt").stat().st_size
+    ours = sum(path.stat().st_size for path in (folder / "ckpt").rglob("*") if path.is_file())
+    return (
+        f"{size:,} bytes" if size > 1_000_000 else f"mended: {size:,} bytes",
+        f"the slice alone: {ours:,} bytes" if ours < 100_000 else "",
+    )
+
+
+def changed_rate(folder: Path) -> Outcomes:
+    """pytorch/pytorch#156846: a job that resumes with another learning rate gets the saved one. ckpt does not help: the rate is state."""
+
+    def job(rate: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([("w", torch.nn.Parameter(torch.ones(4)))], lr=rate)
+
+    def outcome(optimizer: torch.optim.Optimizer) -> str:
+        return "the saved rate, no warning" if optimizer.param_groups[0]["lr"] == 1e-3 else "mended"
+
+    saved, state, ours = job(1e-3), job(1e-4), job(1e-4)
+    torch.save(saved.state_dict(), folder / "optimizer.pt")
+    state.load_state_dict(torch.load(folder / "optimizer.pt"))
+    ckpt.save(folder / "ckpt", {"optimizer": saved})
+    ckpt.load(folder / "ckpt", {"optimizer": ours})
+    return outcome(state), outcome(ours)
+
+
 # ----------------------------------------------------------------------------------------------------- two ranks
 
 
@@ -192,7 +223,41 @@ def own_tensors(folder: Path) -> Outcomes:
     return lost, (folder / "outcome").read_text()
 
 
-INCIDENTS = (narrower_dtype, part_left_out, values_not_there_yet, moments_by_position, damaged_weights, overwritten, own_tensors)
+def save_strided(folder: Path) -> None:
+    """Each rank has its rows of the gate and its rows of the up projection, as tensor parallelism cuts a fused weight."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    own = torch.arange(8.0).view(2, 2, 2)[:, rank].flatten()
+    state = {"gate_up": DTensor.from_local(own, mesh, [_StridedShard(0, split_factor=2)])}
+    try:
+        dcp.save(state, checkpoint_id=folder / "dcp")
+        outcome = "mended"
+    except CheckpointException as err:
+        outcome = "the save fails: overlapping chunks" if "overlapping chunks" in str(err) else f"the save fails: {err}"
+    ckpt.save(folder / "ckpt", state)
+    if rank == 0:
+        (folder / "outcome").write_text(outcome)
+
+
+def fused_projection(folder: Path) -> Outcomes:
+    """huggingface/transformers#48802: a rank's rows of a fused weight are not contiguous, so DCP cannot save them."""
+    on_two_ranks(save_strided, folder)
+    state = {"gate_up": torch.zeros(8)}
+    ckpt.load(folder / "ckpt", state)
+    return (folder / "outcome").read_text(), "saved, each row in its place" if torch.equal(state["gate_up"], torch.arange(8.0)) else ""
+
+
+INCIDENTS = (
+    narrower_dtype,
+    part_left_out,
+    values_not_there_yet,
+    moments_by_position,
+    damaged_weights,
+    slice_of_a_tensor,
+    changed_rate,
+    overwritten,
+    own_tensors,
+    fused_projection,
+)
 
 
 def main(names: list[str]) -> int:
