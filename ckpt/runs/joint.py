@@ -32,6 +32,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.awaited import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
     JOINT,
@@ -50,13 +51,11 @@ from ckpt.text import parse_object
 from .lineage import branches_after
 from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, member_path
 from .removal import infos, remove_steps
-from .step_listing import MARKS, Step, directory_name, list_steps, step_name, step_url
+from .step_listing import Step, directory_name, list_steps, step_name, step_url
 
 log = logging.getLogger("ckpt")
 
-GENERATION_PATH, REQUEST_PATH = "joint.json", "requested.json"
-_LIMIT = 1 << 20
-"""Bytes of ``joint.json`` that are read."""
+REQUEST_PATH = "requested.json"
 _FIRST_POLL, _LAST_POLL = 0.05, 1.0
 """Seconds between two looks at an object that somebody else will write: it grows from the first to the last."""
 
@@ -288,7 +287,7 @@ class JointRun:
         wanted = json.dumps({"generation": self.check_present().id, "step": n}).encode()
         for _ in range(3):
             try:
-                before: bytes | None = self._backend.read_whole(REQUEST_PATH, _LIMIT)
+                before: bytes | None = self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT)
             except NotFoundError:
                 before = None
             with suppress(ConflictError):
@@ -299,7 +298,7 @@ class JointRun:
         """The step that the leading member of this generation asked for last."""
         self._backend.evict(REQUEST_PATH)
         try:
-            values = parse_object(self._backend.read_whole(REQUEST_PATH, _LIMIT))
+            values = parse_object(self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT))
         except (NotFoundError, ValueError):
             return None
         n = values.get("step")
@@ -438,7 +437,7 @@ class JointRun:
     def _read(self) -> tuple[bytes | None, Generation | None]:
         self._backend.evict(GENERATION_PATH)
         try:
-            data = self._backend.read_whole(GENERATION_PATH, _LIMIT)
+            data = self._backend.read_whole(GENERATION_PATH, GENERATION_LIMIT)
         except NotFoundError:
             return None, None
         return data, Generation.from_bytes(data, join_url(self.root, GENERATION_PATH))
