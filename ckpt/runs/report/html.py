@@ -16,12 +16,13 @@ from ckpt import units
 
 from . import areas, charts
 from .charts import Markup, Point, join, number, short, tag
-from .content import Detail, HistoryEvent, Report, Setting
+from .content import Detail, HistoryEvent, Report, Setting, run_stragglers
 from .history import SavedSpans
 from .summary import SaveSummary, brief
 
 _CODE = "ckpt.runs.report"
 _YEAR_9999 = 250_000_000_000
+_RANKS = 12
 
 
 def render(report: Report) -> str:
@@ -76,6 +77,7 @@ def _sections(report: Report, detail: Detail | None) -> Iterator[Markup]:
         )
     if len([s for s in report.saves if s.summary is not None]) > 1:
         yield _over_steps(report)
+        yield from _stragglers(report.saves)
     if detail is not None:
         yield from _of_one(detail)
     if len(report.compared) > 1:
@@ -120,7 +122,7 @@ def _subtitle(report: Report) -> Markup:
     if detail is None or detail.saved.record is None:
         return tag("p", units.plural(len(report.saves), "save"), class_="about")
     record = detail.saved.record
-    which = f"{units.plural(len(report.saves), 'save')}. Looked at closely: {_name(detail.saved)}, " if len(report.saves) > 1 else ""
+    which = f"{units.plural(len(report.saves), 'save')}. In detail: {_name(detail.saved)}, " if len(report.saves) > 1 else ""
     return tag(
         "p",
         f"{which}saved {record.created[:19].replace('T', ' ')} UTC by {short(record.writer, 40)}, id {short(record.id, 24)}",
@@ -150,6 +152,16 @@ def _tiles(detail: Detail, report: Report) -> Markup:
         ("ranks", f"{record.world_size:,}", f"{units.size(record.tensor_bytes / max(record.world_size, 1))} each"),
         ("stragglers", f"{len(save.stragglers):,}", "ranks above 1.5 × the median" if save.stragglers else "no rank holds the others up"),
     ]
+    if report.failed:
+        steps = ", ".join(dict.fromkeys(f"{one.step:,}" for one in reversed(report.failed) if one.step is not None))
+        tiles.insert(
+            0,
+            (
+                "failed saves",
+                f"{len(report.failed):,}",
+                short(f"at {'steps' if ',' in steps else 'step'} {steps}" if steps else "listed below", 60),
+            ),
+        )
     if save.retries:
         again, throttled = (sum(pair[i] for pair in save.retries.values()) for i in (0, 1))
         worst = next(iter(save.retries))
@@ -209,14 +221,38 @@ def _over_steps(report: Report) -> Markup:
             series.append(Point(x=x, y=y, label=f"{_name(saved)}: {shown}"))
         return series
 
+    failed = [Point(x=float(e.step), y=None, label=f"step {e.step:,}: {short(e.what, 200)}") for e in report.failed if e.step is not None]
+    marks, axis = (failed, "step") if by_step else ([], "save")
     panels = [
-        charts.series("durable, blocked", points("durable"), lambda y: f"{brief(y)} s", points("blocked")),
-        charts.series("rate", points("rate"), lambda y: f"{units.size(y)}/s"),
-        charts.series("tensors", points("size"), units.size),
-        charts.series("stragglers", points("stragglers"), lambda y: f"{y:,.0f}"),
+        charts.series("durable, blocked", points("durable"), lambda y: f"{brief(y)} s", points("blocked"), marks, axis),
+        charts.series("rate", points("rate"), lambda y: f"{units.size(y)}/s", failed=marks, axis=axis),
+        charts.series("tensors", points("size"), units.size, failed=marks, axis=axis),
+        charts.series("stragglers", points("stragglers"), lambda y: f"{y:,.0f}", failed=marks, axis=axis),
     ]
     about = f"From {_name(saves[0])} to {_name(saves[-1])}; beside each title the newest value. Blocked is dashed."
+    about += " A red line is a save that failed." if marks else ""
     return _section("Over steps", tag("div", *panels, class_="panels"), about=about)
+
+
+def _stragglers(saves: Sequence[SavedSpans]) -> Iterator[Markup]:
+    """The ranks that held up saves of the whole run: a rank that is slow now and then is seldom so in the newest save."""
+    known = [saved.summary for saved in saves if saved.summary is not None]
+    ranks = run_stragglers(known)
+    if not ranks:
+        return
+    rows = [
+        tag(
+            "tr",
+            tag("th", f"rank {one.rank}", scope="row", data_v=str(one.rank)),
+            tag("td", f"slowest in {one.saves:,} of {units.plural(len(known), 'save')}", data_v=str(one.saves)),
+            tag("td", short(one.phase, 32)),
+            number(brief(one.seconds), one.seconds),
+        )
+        for one in ranks[:_RANKS]
+    ]
+    left = f" {units.plural(len(ranks) - _RANKS, 'rank')} with fewer saves left out." if len(ranks) > _RANKS else ""
+    heads = ("rank", "saves", "mostly in", "seconds lost")
+    yield _section("Stragglers over the run", charts.table(heads, rows, kind="run"), about=f"The rank that held up each save most.{left}")
 
 
 # ------------------------------------------------------------------------------------------------------------- one save
