@@ -240,6 +240,9 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
         "collect",
         "4.80",
     ]
+    (link,) = table.all("a")
+    (target,) = [e for e in page.everything() if f"#{e.attributes.get('id')}" == link.attributes["href"]]
+    assert target.all("th")[0].text == link.text == "rank 3"
     assert "It was the slowest in 6 of 57 saves, mostly in collect: 4.80 s in all." in page.text
     panel = next(e for e in page.everything() if "panel" in e.classes)
     assert "median 1.30 s · p95 1.30 s" in panel.text

@@ -215,11 +215,16 @@ def table(heads: Sequence[str], rows: Sequence[Markup], kind: str = "") -> Marku
 # ------------------------------------------------------------------------------------------------------------- heat maps
 
 
-def heat_table(heat: HeatMap, labels: Sequence[str], what: str) -> Markup:
-    """A row for each group of ranks, a column for each phase, seconds in the cells."""
+def heat_table(heat: HeatMap, labels: Sequence[str], what: str, *, ids: bool = False) -> Markup:
+    """A row for each group of ranks, a column for each phase, seconds in the cells. With ``ids``, links lead to the rows of ranks."""
     names = list(heat.rows)
     rows = [
-        tag("tr", tag("th", label, scope="row", data_v=str(i)), *[_heat_cell(heat.rows[name][i], label, name) for name in names])
+        tag(
+            "tr",
+            tag("th", label, scope="row", data_v=str(i)),
+            *[_heat_cell(heat.rows[name][i], label, name) for name in names],
+            id=f"rank-{heat.groups[i][0]}" if ids else None,
+        )
         for i, label in enumerate(labels)
     ]
     middles = [number(brief(heat.medians[name] / 1e6), heat.medians[name]) for name in names]

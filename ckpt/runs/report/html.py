@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 
@@ -77,7 +77,7 @@ def _sections(report: Report, detail: Detail | None) -> Iterator[Markup]:
         )
     if len([s for s in report.saves if s.summary is not None]) > 1:
         yield _over_steps(report)
-        yield from _stragglers(report.saves)
+        yield from _stragglers(report.saves, detail)
     if detail is not None:
         yield from _of_one(detail)
     if len(report.compared) > 1:
@@ -234,16 +234,18 @@ def _over_steps(report: Report) -> Markup:
     return _section("Over steps", tag("div", *panels, class_="panels"), about=about)
 
 
-def _stragglers(saves: Sequence[SavedSpans]) -> Iterator[Markup]:
+def _stragglers(saves: Sequence[SavedSpans], detail: Detail | None) -> Iterator[Markup]:
     """The ranks that held up saves of the whole run: a rank that is slow now and then is seldom so in the newest save."""
     known = [saved.summary for saved in saves if saved.summary is not None]
     ranks = run_stragglers(known)
     if not ranks:
         return
+    few = detail is not None and detail.rows is None
+    shown = () if detail is None else detail.saved.tables if few else detail.save.slowest[:_RANKS]
     rows = [
         tag(
             "tr",
-            tag("th", f"rank {one.rank}", scope="row", data_v=str(one.rank)),
+            tag("th", _rank_link(one.rank, shown), scope="row", data_v=str(one.rank)),
             tag("td", f"slowest in {one.saves:,} of {units.plural(len(known), 'save')}", data_v=str(one.saves)),
             tag("td", short(one.phase, 32)),
             number(brief(one.seconds), one.seconds),
@@ -255,6 +257,11 @@ def _stragglers(saves: Sequence[SavedSpans]) -> Iterator[Markup]:
     yield _section("Stragglers over the run", charts.table(heads, rows, kind="run"), about=f"The rank that held up each save most.{left}")
 
 
+def _rank_link(rank: int, shown: Container[int]) -> str | Markup:
+    """The name of a rank; a link to its row if the page has one."""
+    return tag("a", f"rank {rank}", href=f"#rank-{rank}") if rank in shown else f"rank {rank}"
+
+
 # ------------------------------------------------------------------------------------------------------------- one save
 
 
@@ -264,7 +271,7 @@ def _of_one(detail: Detail) -> Iterator[Markup]:
     yield _section(f"Phases of {_name(detail.saved)}", charts.phase_rows(save), about=about)
     about = "Colour compares a rank with the median rank of the phase. "
     if detail.rows is None:
-        body = charts.heat_table(heat, [charts.group_name(group) for group in heat.groups], "seconds")
+        body = charts.heat_table(heat, [charts.group_name(group) for group in heat.groups], "seconds", ids=True)
     else:
         size = len(heat.groups[0])
         in_column = "ranks" if size == 1 else f"cells of {size} ranks, the slowest of them"
@@ -302,14 +309,14 @@ def _slowest(detail: Detail) -> Markup:
     save, tables = detail.save, detail.saved.tables
     names = list(detail.heat.rows)
     rows = []
-    for rank in save.slowest[:12]:
+    for rank in save.slowest[:_RANKS]:
         sums = tables[rank].sums
         cells = [
             tag("td", brief(sums[name].seconds) if name in sums else "", data_v=str(sums[name].busy if name in sums else -1), class_="n")
             for name in names
         ]
         total = number(brief(save.work[rank]), save.work[rank])
-        rows.append(tag("tr", tag("th", f"rank {rank}", scope="row", data_v=str(rank)), total, *cells))
+        rows.append(tag("tr", tag("th", f"rank {rank}", scope="row", data_v=str(rank)), total, *cells, id=f"rank-{rank}"))
     return join(
         [tag("h3", "The slowest ranks", tag("small", "seconds")), charts.table(("rank", "work", *[short(n, 16) for n in names]), rows)]
     )
