@@ -33,6 +33,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.awaited import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
     JOINT,
@@ -52,13 +53,11 @@ from ckpt.text import parse_object
 from .lineage import branches_after
 from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, member_path
 from .removal import infos, remove_steps
-from .step_listing import MARKS, Step, directory_name, in_order, list_steps, read_steps, step_name, step_url
+from .step_listing import Step, directory_name, in_order, list_steps, read_steps, step_name, step_url
 
 log = logging.getLogger("ckpt")
 
-GENERATION_PATH, REQUEST_PATH = "joint.json", "requested.json"
-_LIMIT = 1 << 20
-"""Bytes of ``joint.json`` that are read."""
+REQUEST_PATH = "requested.json"
 _FIRST_POLL, _LAST_POLL = 0.05, 1.0
 """Seconds between two looks at an object that somebody else will write: it grows from the first to the last."""
 
@@ -298,7 +297,7 @@ class JointRun:
             except ConflictError:
                 self._backend.evict(REQUEST_PATH)
                 try:
-                    self._wanted = self._backend.read_whole(REQUEST_PATH, _LIMIT)
+                    self._wanted = self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT)
                 except NotFoundError:
                     self._wanted = None
 
@@ -306,7 +305,7 @@ class JointRun:
         """The step that the leading member of this generation asked for last."""
         self._backend.evict(REQUEST_PATH)
         try:
-            values = parse_object(self._backend.read_whole(REQUEST_PATH, _LIMIT))
+            values = parse_object(self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT))
         except (NotFoundError, ValueError):
             return None
         n = values.get("step")
@@ -456,7 +455,7 @@ class JointRun:
     def _read(self) -> tuple[bytes | None, Generation | None]:
         self._backend.evict(GENERATION_PATH)
         try:
-            data = self._backend.read_whole(GENERATION_PATH, _LIMIT)
+            data = self._backend.read_whole(GENERATION_PATH, GENERATION_LIMIT)
         except NotFoundError:
             return None, None
         return data, Generation.from_bytes(data, join_url(self.root, GENERATION_PATH))

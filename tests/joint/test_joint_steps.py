@@ -81,12 +81,15 @@ def test_a_step_exists_once_the_last_member_has_saved_it(root: str) -> None:
     assert restored(runs) == [None] * 3
     first = [save(run, 10) for run in runs[:2]]
     end = time.monotonic() + 20
-    while [s.reason for s in list_steps(root)] != ["saved by buffer, trainer: the other members are awaited"]:
+    while [s.reason for s in list_steps(root)] != ["saved by buffer, trainer; awaited: rollouts"]:
         assert time.monotonic() < end
         time.sleep(0.02)
     assert steps(root) == []
-    with pytest.raises(FormatError, match="not a checkpoint"):
+    with pytest.raises(NotCommittedError, match="not committed: saved by buffer, trainer; awaited: rollouts"):
         ckpt.open(f"{root}/step-00000010")
+    with pytest.raises(NotCommittedError, match=r"committed no step: trainer \(restored\), buffer \(restored\), rollouts \(restored\)"):
+        ckpt.open(root)
+    assert "saved by buffer, trainer; awaited: rollouts" in ckpt_command("ls", f"{root}/step-00000010").stdout
     last = save(runs[2], 10)
     assert [ended().given_up for ended in (*first, last)] == [None] * 3
     (step,) = list_steps(root)
@@ -300,6 +303,18 @@ def test_two_processes_of_one_member_and_a_step_that_falls_are_errors(root: str)
     for n in (6, 5):
         with pytest.raises(UsageError, match="not after the one that the members of this run went on from"):
             third.begin(n)
+
+
+def test_a_run_without_a_step_says_which_members_have_begun(root: str) -> None:
+    JointRun(root, "trainer", NAMES, 5).join()
+    text = "members have committed no step: trainer (restored), buffer (awaited), rollouts (awaited)"
+    for command in ("ls", "inspect"):
+        assert text in ckpt_command(command, root).stderr
+    marks = Path(root, "step-00000004", "members", "0" * 16)
+    marks.mkdir(parents=True)
+    (marks / f"buffer-{'0' * 16}-1-8").touch()
+    listed = ckpt_command("ls", root)
+    assert listed.exit_code == 0 and "saved by buffer before the members restarted: it will not be committed" in listed.stdout
 
 
 def test_members_that_do_not_agree_are_an_error_by_name(root: str) -> None:
