@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +14,7 @@ from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of
 
 from . import settings
-from .errors import CkptError, UsageError
+from .errors import UsageError
 from .settings import check_flags
 from .text import url_text
 
@@ -96,7 +95,8 @@ def save(
     from ckpt.engine.save.save import save_state
 
     group = current_group(process_group)
-    with _fails_together(group, "save", url):
+    with group.fails_together("save", url):
+        scheme_of(url)
         wait_for_pending_save(group)
         check_flags(dry_run=dry_run)
         given: SaveArguments = {
@@ -157,14 +157,15 @@ def save_async(
     from ckpt.engine.save.options import check_capture
 
     group = current_group(arguments.get("process_group"))
-    with _fails_together(group, "save", url):
+    with group.fails_together("save", url):
+        scheme_of(url)
         check_capture(capture, staging_bytes)
         if when_busy not in ("wait", "refuse"):
             raise UsageError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
         options = _save_options(group, url, arguments, base, reusable=reusable, staging=staging_bytes)
     if when_busy == "refuse":
         refuse_if_busy(group, url, options.timeout)
-    with _fails_together(group, "save", url):
+    with group.fails_together("save", url):
         wait_for_pending_save(group)
     return start_save(url, state, group, options, capture, failed=partial(_note_failure, group, url))
 
@@ -264,7 +265,8 @@ def load(
     from ckpt.plan.values import StatePart
 
     group = current_group(process_group)
-    with _fails_together(group, "load", url):
+    with group.fails_together("load", url):
+        scheme_of(url)
         if member is not None:
             from ckpt.runs.members import member_url
 
@@ -327,15 +329,3 @@ def open(
 
         url = member_url(url, member)
     return View(open_catalog(url, sources=settings.sources(sources)))
-
-
-@contextmanager
-def _fails_together(group: Group, kind: str, url: str) -> Iterator[None]:
-    """What keeps one rank from its call (a mistake in its arguments, an earlier save that failed) ends the call on all ranks; each has made
-    one call then, and the next one finds them in step."""
-    try:
-        scheme_of(url)
-        yield
-    except CkptError as err:
-        group.call(kind, url if isinstance(url, str) else "", settings.DEFAULT_TIMEOUT).fail("options", err)
-        raise

@@ -112,7 +112,7 @@ class _Screen:
         if self._live and not last:
             width = shutil.get_terminal_size().columns - 1
             click.echo(f"\r\x1b[2K{printable(text, one_line=True)[:width]}", nl=False)
-        elif last or seen.state != self._state or now - self._shown >= _LINES:
+        elif last or seen.state != self._state or (seen.state != "idle" and now - self._shown >= _LINES):
             click.echo("\r\x1b[2K" if self._live else "", nl=False)
             if seen.state != "idle" or not last:
                 self._output.line(text)

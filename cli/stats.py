@@ -162,7 +162,7 @@ def _rate(rate: float | None) -> str:
 
 
 def _document(url: str, record: CommitRecord, save: SaveSummary, tables: Mapping[int, SpanTable], *, by_rank: bool) -> dict[str, Any]:
-    fields = {name: value for name, value in asdict(save).items() if name not in ("work", "slowest", "measured")}
+    fields = {name: value for name, value in asdict(save).items() if name not in ("work", "slowest", "measured", "lost")}
     fields |= {"url": url, "id": record.id, "created": record.created, "world_size": record.world_size, "tensor_bytes": record.tensor_bytes}
     fields |= {
         "phases": [{**asdict(phase), "rate": phase.rate} for phase in save.phases],

@@ -199,6 +199,8 @@ class _Files(NamedTuple):
 
 
 def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequence[str | os.PathLike[str]] | None) -> Catalog:
+    from ckpt.formats.native.awaited import GENERATION_PATH, unfinished_run, unfinished_step
+    from ckpt.formats.native.awaited import MARKS as JOINT_MARKS
     from ckpt.formats.native.catalog import not_committed
     from ckpt.formats.native.paths import has_orphans
 
@@ -217,10 +219,14 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
         known.append(candidate.name)
     if has_orphans(backend):
         raise not_committed(url)
+    if f"{JOINT_MARKS}/" in names and (reason := unfinished_step(backend, "", url)) is not None:
+        raise NotCommittedError(f"this step of several jobs is not committed: {reason}", where=url, hint="load an earlier step")
     below = _below(url, names)
     if below is not None:
         hint = f"name one of them, such as {below}; `ckpt ls` lists them"
         raise FormatError("this directory holds checkpoints, but is not one itself", where=url, hint=hint)
+    if GENERATION_PATH in names and (unfinished := unfinished_run(url)) is not None:
+        raise unfinished
     raise FormatError(
         "; ".join([f"this is not a checkpoint of a known format ({', '.join(known)})", *unusable, f"found {_some(names)}"]),
         where=url,

@@ -63,7 +63,7 @@ class RayCheckpointer(Checkpointer):
         self._preempted_nodes |= nodes
         log.warning("step %d is saved: Ray loses %d nodes: %s", n, len(nodes), info)
         if not begun:
-            self.save(n, state, metrics=metrics)  # type: ignore[arg-type]  # a function is as good
+            self.save(n, state, metrics=metrics)
         self.wait()
         return True
 

@@ -135,8 +135,11 @@ class CheckpointManager:
             return len(self.model_parts) != 1
         return bool(copies_of(self.model_parts[0], tensors_of(self.model_parts[0])))
 
-    def _tensors(self) -> dict[str, Any]:
-        return {name: value for part in self.model_parts for name, value in part.state_dict().items()}
+    def _tensors(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Of all parts; floating-point numbers in ``dtype``."""
+        tensors = {name: value for part in self.model_parts for name, value in part.state_dict().items()}
+        floats = (name for name, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point())
+        return tensors if dtype is None else tensors | {name: tensors[name].to(dtype) for name in floats}
 
     def load(self, step: int = -1) -> bool:
         """Load the newest checkpoint, or that of ``step``; else what ``initial_load_path`` says. Whether anything was loaded.
@@ -145,7 +148,8 @@ class CheckpointManager:
             NotFoundError: there is no checkpoint of ``step``.
             CkptError: as :meth:`ckpt.Checkpointer.restore`.
         """
-        state = self.state()
+        with self.checkpointer.group.fails_together("load", self.folder):
+            state = self.state()
         path = self.config.initial_load_path
         latest = agreed_latest(self.checkpointer) if step == -1 else step
         if latest is None and self._load_in_hf:
@@ -167,14 +171,15 @@ class CheckpointManager:
         return True
 
     def _load_from_hf(self, url: str) -> None:
-        tensors = self.sd_adapter.to_hf(self._tensors())
-        there = self.sd_adapter.from_hf(dict(tensors))  # first: some of the tensors are the model's own
-        buffers = {name for part in self.model_parts for name, _ in part.named_buffers()}
-        if missing := sorted(self._tensors().keys() - there.keys() - buffers):
-            names = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
-            raise NamesError(
-                f"sd_adapter gives nothing for {units.plural(len(missing), 'tensor')}: {names}", where=url, hint="mend its from_hf"
-            )
+        with self.checkpointer.group.fails_together("load", url):
+            tensors = self.sd_adapter.to_hf(self._tensors())
+            there = self.sd_adapter.from_hf(dict(tensors))  # first: some of the tensors are the model's own
+            buffers = {name for part in self.model_parts for name, _ in part.named_buffers()}
+            if missing := sorted(self._tensors().keys() - there.keys() - buffers):
+                names = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+                raise NamesError(
+                    f"sd_adapter gives nothing for {units.plural(len(missing), 'tensor')}: {names}", where=url, hint="mend its from_hf"
+                )
         load_checkpoint(url, tensors, only=list(tensors), cast=True)
         self._put(self.sd_adapter.from_hf(tensors))
 
@@ -196,16 +201,15 @@ class CheckpointManager:
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
         if self.config.load_only or not (first or last_step or curr_step % self.config.interval == 0):
             return False
-        state = self.state()
-        if last_step and self.config.last_save_model_only:
-            dtype, tensors = getattr(torch, self.config.export_dtype), self._tensors()
-            if self._save_in_hf:
-                self.checkpointer.wait()
-                export(join_url(self.folder, "hf"), self.sd_adapter.to_hf(tensors), dtype=dtype, overwrite=True)
-                return True
-            floats = {n: t.to(dtype) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
-            state = {MODEL: {**tensors, **floats}}
-        self.checkpointer.save(curr_step, state)
+        dtype = getattr(torch, self.config.export_dtype) if last_step and self.config.last_save_model_only else None
+        if dtype is not None and self._save_in_hf:
+            self.checkpointer.wait()
+            url = join_url(self.folder, "hf")
+            with self.checkpointer.group.fails_together("export", url):
+                tensors = self.sd_adapter.to_hf(self._tensors())
+            export(url, tensors, dtype=dtype, overwrite=True)
+            return True
+        self.checkpointer.save(curr_step, self.state if dtype is None else lambda: {MODEL: self._tensors(dtype)})
         if last_step or not self.background:
             self.checkpointer.wait()
         return True

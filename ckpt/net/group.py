@@ -12,13 +12,14 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ckpt import settings
 from ckpt.errors import DeadlineError, UsageError
 from ckpt.text import parse_json
 
@@ -47,6 +48,16 @@ class Group(Members):
         background, on any rank."""
         self.calls += 1
         return Call(self, f"{self.calls}", kind, url, timeout, overlaps)
+
+    @contextmanager
+    def fails_together(self, kind: str, url: str) -> Iterator[None]:
+        """What may keep one rank from the call that all make next (a mistake in its arguments, an earlier save that failed): its error ends
+        the call on all ranks; each has made one call then, and the next one finds them in step. The block itself makes no call."""
+        try:
+            yield
+        except BaseException as err:
+            self.call(kind, url, settings.DEFAULT_TIMEOUT).fail("options", err)
+            raise
 
     def own_store(self) -> Store:
         """A part of the job's store that nobody else uses: the ranks of a group make them in the same order."""

@@ -375,8 +375,11 @@ class Checkpointer:
         """The job will be stopped, and its last save is durable: leave the loop and end the program."""
         return self._schedule.answered
 
-    def save(self, n: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
-        """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it.
+    def save(
+        self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, metrics: Mapping[str, float] | None = None
+    ) -> SaveHandle:
+        """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it. ``state`` may be a function that makes it:
+        if that raises on one rank, the save fails on all.
 
         Raises:
             CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
@@ -385,7 +388,7 @@ class Checkpointer:
         self._check_open()
         self._check_step(n)
         if self._witness is not None:
-            self._prove(self._witness, n, state, metrics)
+            self._prove(self._witness, n, state_of(state), metrics)
         with self._schedule.timed():
             failed, handle = self._begin(n, state, metrics)
         _raise(failed)

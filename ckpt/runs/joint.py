@@ -7,7 +7,8 @@ members share nothing but storage.
     root/step-00000020/checkpoint.json        the joint record. The step exists if and only if it does
 
 Saving. Who has put its mark lists the marks; who sees those of all members puts the record, if the generation is still the present one.
-Who does not see the record by its deadline puts one that gives the step up. Both puts are of an absent object, so exactly one happens.
+The others look for the record, and rarely for the marks: whoever should have put it may have died. Who does not see the record by its
+deadline puts one that gives the step up. Both puts are of an absent object, so exactly one happens.
 
 Restoring. The first member that comes back begins a generation, by a compare-and-swap of joint.json. Then it gives up every step that has
 marks and no record: whoever put the last mark of such a step either had put the record before, or sees the new generation, or finds the
@@ -32,6 +33,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.awaited import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
     JOINT,
@@ -42,6 +44,7 @@ from ckpt.formats.native.commit import (
     now,
     read_record,
 )
+from ckpt.formats.native.paths import step_number
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import KeepPolicy, retention
@@ -50,13 +53,11 @@ from ckpt.text import parse_object
 from .lineage import branches_after
 from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, member_path
 from .removal import infos, remove_steps
-from .step_listing import MARKS, Step, directory_name, list_steps, step_name, step_url
+from .step_listing import Step, directory_name, in_order, list_steps, read_steps, step_name, step_url
 
 log = logging.getLogger("ckpt")
 
-GENERATION_PATH, REQUEST_PATH = "joint.json", "requested.json"
-_LIMIT = 1 << 20
-"""Bytes of ``joint.json`` that are read."""
+REQUEST_PATH = "requested.json"
 _FIRST_POLL, _LAST_POLL = 0.05, 1.0
 """Seconds between two looks at an object that somebody else will write: it grows from the first to the last."""
 
@@ -68,6 +69,8 @@ class JointRun:
         self.root, self.member, self.members, self.timeout = root, member, tuple(members), timeout
         self._backend = open_backend(root)
         self._lock = threading.Lock()
+        self._wanted: bytes | None = None
+        """What ``requested.json`` says, as far as this process knows."""
         self.start_over()
 
     def start_over(self) -> None:
@@ -173,12 +176,12 @@ class JointRun:
 
     def _decide(self, seen: Generation, step: int | None, changes: MemberChanges) -> Generation:
         """What the members of this generation go on from, by what the run has."""
-        for s in list_steps(self.root):
+        for s in self.steps():
             if s.prepared and not s.committed and s.number is not None:
                 for old in self._backend.list_dir(f"{step_name(s.number)}/{MARKS}"):
                     if (id := old.rstrip("/")) < seen.id:
                         self._give_up(s.number, replace(seen, id=id), "the members restarted before all had saved it")
-        steps = [s for s in list_steps(self.root) if s.committed and s.members]
+        steps = [s for s in self.steps() if s.committed and s.members]
         failed: list[str] = []
         for s in sorted((s for s in steps if s.abandoned is None or step is not None), key=lambda s: s.number or 0, reverse=True):
             if s.number is None or (step is not None and s.number != step):
@@ -288,18 +291,21 @@ class JointRun:
         wanted = json.dumps({"generation": self.check_present().id, "step": n}).encode()
         for _ in range(3):
             try:
-                before: bytes | None = self._backend.read_whole(REQUEST_PATH, _LIMIT)
-            except NotFoundError:
-                before = None
-            with suppress(ConflictError):
-                self._backend.put_if(REQUEST_PATH, wanted, expected=before)
+                self._backend.put_if(REQUEST_PATH, wanted, expected=self._wanted)
+                self._wanted = wanted
                 return
+            except ConflictError:
+                self._backend.evict(REQUEST_PATH)
+                try:
+                    self._wanted = self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT)
+                except NotFoundError:
+                    self._wanted = None
 
     def requested(self) -> int | None:
         """The step that the leading member of this generation asked for last."""
         self._backend.evict(REQUEST_PATH)
         try:
-            values = parse_object(self._backend.read_whole(REQUEST_PATH, _LIMIT))
+            values = parse_object(self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT))
         except (NotFoundError, ValueError):
             return None
         n = values.get("step")
@@ -327,21 +333,22 @@ class JointRun:
             self._backend.put_if(f"{marks}/{mark}", b"", expected=None)
         for turn, _ in enumerate(_polls(end)):
             try:
-                there = self._marks(marks)
-                if set(there) == set(generation.members):
+                there = self._marks(marks) if turn % 4 == 0 or self._newest > n else None
+                record: CommitRecord | None = None
+                if there and (turn or set(there) == set(generation.members)):
                     if (seen := self._read()[1]) is None or seen.id != generation.id:
                         raise self._restarted(seen)
-                    self._put(n, self._new_record(generation, there, n))
-                record = self._record(n)
+                    if set(there) == set(generation.members):
+                        record = self._put(n, self._new_record(generation, there, n))
+                if turn and record is None:  # at first it was seen that it cannot be there yet
+                    record = self._record(n)
                 if record is not None and record.generation == generation.id:
                     self._newest = max(self._newest, n if record.given_up is None else -1)
                     return JointOutcome(step=n, url=url, given_up=record.given_up)
-                if not there:  # marks go with a step that was committed, when later ones take its place
+                if there is not None and not there:  # marks go with a step that was committed, when later ones take its place
                     return JointOutcome(step=n, url=url)
-                if self._newest > n:  # who has saved that one saves this one no more
+                if turn and there is not None and self._newest > n:  # who has saved that one saves this one no more
                     break
-                if turn % 4 == 3 and ((seen := self._read()[1]) is None or seen.id != generation.id):
-                    raise self._restarted(seen)
             except ConflictError:
                 raise
             except StorageError as err:
@@ -373,14 +380,19 @@ class JointRun:
             given_up=given_up,
         )
 
-    def _put(self, n: int, record: CommitRecord) -> None:
-        """The record of step ``n``, unless there is one of the same generation: exactly one of those who try succeeds."""
+    def _put(self, n: int, record: CommitRecord) -> CommitRecord:
+        """The record of step ``n``, unless there is one of the same generation: exactly one of those who try succeeds. Gives the
+        one that is there now."""
+        data: bytes | None = None
         while True:
-            data = read_record(self._backend, f"{step_name(n)}/")
-            if data is not None and CommitRecord.from_bytes(data, step_url(self.root, n)).generation == record.generation:
-                return
-            with suppress(ConflictError):  # another member was first, or hid one of an earlier generation
+            try:
                 self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", record.to_bytes(), expected=data)
+                return record
+            except ConflictError:  # another member was first, or hid one of an earlier generation
+                data = read_record(self._backend, f"{step_name(n)}/")
+            there = None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
+            if there is not None and there.generation == record.generation:
+                return there
 
     def _restarted(self, seen: Generation | None) -> ConflictError:
         """That this process takes part in no generation any more."""
@@ -397,7 +409,7 @@ class JointRun:
     def retain(self, keep: KeepPolicy) -> list[Step]:
         """Remove the joint steps that no rule keeps, with the checkpoints of their members, and what is left of steps that an
         earlier generation gave up. Gives the steps that went."""
-        steps = list_steps(self.root)
+        steps = self.steps()
         verdicts = retention(keep, infos(steps), datetime.now(timezone.utc))
         newest = max((s.number for s in steps if s.committed and s.number is not None and s.abandoned is None), default=-1)
         going = [s for s in steps if s.members and s.number in verdicts.removed]
@@ -411,7 +423,7 @@ class JointRun:
     def sweep(self, given_up: Collection[int] | None = None) -> None:
         """Remove the checkpoints of this member that no joint step has: of steps that were ``given_up``, or of all, which is safe before
         anybody saves. Where a joint record is damaged, nothing goes: it may name any."""
-        joint = list_steps(self.root)
+        joint = self.steps()
         if (given_up is not None and not given_up) or any(s.damaged for s in joint):
             return
         used = {checkpoint.id for s in joint for checkpoint in s.members.values()}
@@ -426,6 +438,11 @@ class JointRun:
 
     # ---- objects
 
+    def steps(self) -> list[Step]:
+        """As ``list_steps`` gives them, without a look into the directories of the members."""
+        names = [name.rstrip("/") for name in self._backend.list_dir("") if name.endswith("/")]
+        return in_order(read_steps(self._backend, self.root, [name for name in names if step_number(name) is not None]).values())
+
     def _record(self, n: int) -> CommitRecord | None:
         data = read_record(self._backend, f"{step_name(n)}/")
         return None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
@@ -438,7 +455,7 @@ class JointRun:
     def _read(self) -> tuple[bytes | None, Generation | None]:
         self._backend.evict(GENERATION_PATH)
         try:
-            data = self._backend.read_whole(GENERATION_PATH, _LIMIT)
+            data = self._backend.read_whole(GENERATION_PATH, GENERATION_LIMIT)
         except NotFoundError:
             return None, None
         return data, Generation.from_bytes(data, join_url(self.root, GENERATION_PATH))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from ckpt import units
 from ckpt.formats.native.commit import Branch, Branches, begun_last, new_id
 
 from .step_listing import Step
+
+log = logging.getLogger("ckpt")
 
 
 def branches_after(step: Step, run: Iterable[Step], *, complete: bool) -> Branches:
@@ -51,6 +55,13 @@ class Lineage:
         if self._last is None:
             run = self._look()
             self._branches, self._last = begun_last(s.branches for s in run), _last(run)
+            newer = [s.number for s in run if s.number is not None and s.number >= n and s.abandoned is None and s.committed]
+            if newer:
+                message = (
+                    "step %d is saved in a run that has %s already (%s%s), and nothing was restored: a save of the same step is replaced, "
+                    "later restarts leave higher ones out; call restore() before the first save, or save a new run to another directory"
+                )
+                log.warning(message, n, units.plural(len(newer), "step"), ", ".join(map(str, newer[:5])), ", …" if len(newer) > 5 else "")
         if n < self._last:
             self._branches = _forked(self._branches, max(n - 1, 0), self._look())
         self._last = n

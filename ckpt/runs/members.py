@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.formats.native.awaited import MARKS
 from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.text import parse_object
 
-from .step_listing import MARKS, step_name
+from .step_listing import step_name
 
 _FORMAT, _VERSION = "ckpt-joint", 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")

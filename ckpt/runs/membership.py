@@ -17,7 +17,7 @@ from ckpt.policies import KeepPolicy
 from .joint import JointRun
 from .members import JointOutcome, MemberChanges, check_members
 from .reporter import Reporter
-from .step_listing import Step, list_steps
+from .step_listing import Step
 
 log = logging.getLogger("ckpt")
 
@@ -55,7 +55,7 @@ class Membership:
 
     def steps(self) -> list[Step]:
         """The committed joint steps, the lowest first."""
-        return [s for s in list_steps(self.root) if s.committed and s.members]
+        return [s for s in self._run.steps() if s.committed and s.members]
 
     # ---- restoring
 

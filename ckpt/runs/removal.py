@@ -12,6 +12,7 @@ from functools import partial
 
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError
+from ckpt.formats.native.awaited import MARKS
 from ckpt.formats.native.clearing import clear, referred_files
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, moment_of, read_record
 from ckpt.formats.native.paths import id_of
@@ -20,7 +21,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url
 from ckpt.policies import StepInfo
 
-from .step_listing import MARKS, Step, directory_name, list_steps
+from .step_listing import Step, directory_name, list_steps
 
 # Removing checkpoints: a checkpoint exists as long as its commit record does, so that goes first, and its files after it.
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.catalog import DataFile
 from ckpt.concurrency import map_tasks
-from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.awaited import MARKS, unfinished_run, unfinished_step
 from ckpt.formats.native.catalog import read_index
 from ckpt.formats.native.clearing import references_of, remaining_files, remaining_references
 from ckpt.formats.native.commit import (
@@ -35,8 +36,6 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.text import url_text
 
-MARKS = "members"
-"""Directory of a joint step that says which members have saved it (``joint``)."""
 UNFINISHED = "no commit record: the save did not finish, or is still going on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 
@@ -209,12 +208,14 @@ def vanished_bases(root_url: str, steps: Sequence[Step]) -> dict[str, tuple[str,
     return {url: gone for url, names in owners.items() if (gone := tuple(name for name in names if name not in there))}
 
 
-def none_here(url: str) -> NotFoundError:
+def none_here(url: str) -> CkptError:
     """That there is no checkpoint at ``url`` nor right below, with the runs further below."""
     if is_file_system(url) and not os.path.exists(real_url(url)) and not url.startswith("memory:"):
         return NotFoundError(
             "there is no such file or directory", where=url, hint="check the path: it is relative to the working directory"
         )
+    if (joint := unfinished_run(url)) is not None:
+        return joint
     runs = runs_below(url)
     more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
     hint = f"name one of the runs below: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"
@@ -233,13 +234,8 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         left = _remaining_sources(data, url)
         return replace(step, damaged=True, reason=err.message, sources=left or (), references_unknown=left is None)
     if record is None or record.given_up is not None:
-        marks = f"{prefix}{MARKS}"
-        if record is not None or f"{MARKS}/" in backend.list_dir(prefix):
-            latest = max(backend.list_dir(marks), default="")
-            there = ", ".join(
-                sorted({name.partition("-")[0] for name in backend.list_dir(f"{marks}/{latest}") if not name.startswith(".")})
-            )
-            reason = f"given up: {record.given_up}" if record is not None else f"saved by {there}: the other members are awaited"
+        reason = unfinished_step(backend, prefix, url) if record is None else f"given up: {record.given_up}"
+        if reason is not None:
             return replace(step, prepared=True, reason=reason)
         if not has_orphans(backend, prefix):
             return None

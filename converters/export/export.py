@@ -332,9 +332,10 @@ def export(
         dequantize=dequantize,
     )
     group = current_group(process_group)
-    wait_for_pending_save(group)
-    call = group.call("export", url, settings.timeout(timeout))
-    return _run(call, options, config, state, layout, settings.threads(threads))
+    with group.fails_together("export", url):
+        wait_for_pending_save(group)
+        seconds, workers = settings.timeout(timeout), settings.threads(threads)
+    return _run(group.call("export", url, seconds), options, config, state, layout, workers)
 
 
 def _run(

@@ -287,3 +287,18 @@ def test_many_random_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(15, 2015):
         with tempfile.TemporaryDirectory() as folder:
             play(seed, Path(folder), monkeypatch)
+
+
+def test_a_first_save_below_steps_that_nobody_restored_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        words = [r.getMessage() for r in caplog.records if "nothing was restored" in r.getMessage()]
+        caplog.clear()
+        return words
+
+    saved(tmp_path, 10, 20, restore=False)
+    saved(tmp_path, 30, restore=False)
+    saved(tmp_path, 25, go_on_from=20)
+    assert warnings() == []
+    saved(tmp_path, 20, 22, restore=False)
+    (only,) = warnings()
+    assert "step 20 is saved in a run that has 2 steps already (20, 25)" in only and "call restore()" in only

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.errors import FormatError
+from ckpt.formats.native import commit
 from ckpt.formats.registry import open_catalog
 from tests.formats.oracle import read
 from tests.golden import generate_anchors as anchored
 from tests.golden import generate_codecs as coded
+from tests.golden import generate_joint as joint
 from tests.golden import generate_references as referring
 from tests.golden.generate import TENSORS, expected_bytes, expected_values, itemsize, per_rank
 
@@ -23,10 +28,11 @@ VERSIONS = ["v1"]
 CODED = "v1-codecs"
 REFERENCES = "v1-references"
 ANCHORS = "v1-anchors"
+JOINT = "v1-joint"
 
 
 def test_every_version_is_kept() -> None:
-    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED, REFERENCES, ANCHORS])
+    assert sorted(p.name for p in HERE.glob("v*") if p.is_dir()) == sorted([*VERSIONS, CODED, REFERENCES, ANCHORS, JOINT])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -119,3 +125,37 @@ def test_differences_are_read_by_both_readers(step: int) -> None:
         assert found[name][2] == raw_bytes(tensor), name
     header = next((url / "data").iterdir()).read_bytes()[:4096]
     assert (header.count(b"#xor-planes-zstd"), header.count(b"#planes-zstd")) == ((0, 4), (2, 1))[step - 1]
+
+
+@pytest.mark.parametrize("member", joint.MEMBERS)
+def test_both_readers_read_the_members_of_a_joint_step(member: str) -> None:
+    for step in (1, 2):
+        right, url = joint.state(member, step), HERE / JOINT / f"step-{step:08d}"
+        view = ckpt.open(str(url), member=member)
+        assert torch.equal(torch.as_tensor(view["own"][...]), right["own"])
+        assert (view.state()["name"], view.state()["queue"]) == (member, right["queue"])
+        assert read(HERE / JOINT / member / url.name)["own"] == ("int32", (6,), raw_bytes(right["own"]))
+
+
+def test_a_reader_without_the_extension_refuses_a_joint_record_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = HERE / JOINT / "step-00000002"
+    with pytest.raises(AssertionError, match="unknown feature"):
+        read(url)
+    monkeypatch.setattr(commit, "FEATURES", commit.FEATURES - {commit.JOINT})
+    with pytest.raises(FormatError, match="members"):
+        ckpt.open(str(url))
+
+
+def test_the_members_of_the_golden_run_go_on_from_its_last_step(tmp_path: Path) -> None:
+    root = str(shutil.copytree(HERE / JOINT, tmp_path / "run"))
+
+    def restored(member: str) -> int | None:
+        state = joint.state(member, 0)
+        with ckpt.Checkpointer(root, member=member, members=joint.MEMBERS, timeout=60) as c:
+            step = c.restore(state)
+        right = joint.state(member, 2)
+        assert torch.equal(state.pop("own"), right.pop("own")) and state == right
+        return step
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(restored, joint.MEMBERS)) == [2, 2]

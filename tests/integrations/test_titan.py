@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -186,6 +187,18 @@ def _turned(value: Any, name: str) -> Any:
     return torch.cat(value.chunk(2)[::-1]) if name.endswith("weight") and value.ndim == 2 and value.shape[0] % 2 == 0 else value
 
 
+def fail(*_: Any) -> None:
+    raise KeyError("no such weight")
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ckpt.CkptError, KeyError) as err:
+        return f"{type(err).__name__}: {err}"
+    return ""
+
+
 def in_hugging_face_files(folder: str) -> list[Any]:
     def job(name: str, seed: int, adapter: Adapter, **options: Any) -> Job:
         made = Job(f"{folder}/{name}", seed)
@@ -223,14 +236,31 @@ def in_hugging_face_files(folder: str) -> list[Any]:
     opened = ckpt.open(written)
     names = {t.name: (t.shape, str(t.dtype)) for t in opened.tensors()}
     assert names == {f"model.{name}": (tuple(value.shape), str(value.dtype)) for name, value in rounded.items()}
+    errors, first.manager.sd_adapter = [], SimpleNamespace(to_hf=dict)  # without collectives of its own
+    for alone in (0, 1):  # the leader, or another: what one rank lacks ends the call on all
+        mine = dist.get_rank() == alone
+        lacking.manager.sd_adapter.lacks = name if mine else ""
+        errors.append(error_of(lacking.manager.load))
+        hook = first.which.model.register_state_dict_post_hook(fail if mine else lambda *_: None)
+        for in_hf in (True, False):
+            first.manager._save_in_hf = in_hf
+            errors.append(error_of(lambda: first.manager.save(4, last_step=True)))
+        hook.remove()
+        first.manager._save_in_hf = True
+        assert first.manager.save(4, last_step=True)
+    same(flat({"m": lacking.which.model.state_dict()}), before)
     for manager in (first.manager, second.manager, lacking.manager):
         manager.close()
-    return sorted(names)
+    return [sorted(names), errors]
 
 
 def test_the_last_step_and_the_first_are_hugging_face_models(ranks: Ranks, tmp_path: Path) -> None:
-    one, two = ranks.run(2, in_hugging_face_files, str(tmp_path))
+    (one, errors_of_0), (two, errors_of_1) = ranks.run(2, in_hugging_face_files, str(tmp_path))
     assert one == two and one
+    own = ["NamesError: sd_adapter gives nothing", "KeyError: 'no such weight'", "KeyError: 'no such weight'"]
+    for alone, (mine, others) in enumerate([(errors_of_0[:3], errors_of_1[:3]), (errors_of_1[3:], errors_of_0[3:])]):
+        assert [err[: len(text)] for err, text in zip(mine, own, strict=True)] == own
+        assert all(err.startswith("RankFailedError: ") and f"rank {alone}" in err for err in others), others
     with pytest.raises(ckpt.errors.UsageError, match="need names of the model"):
         titan.CheckpointManager(
             titan.Config(last_save_in_hf=True), dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}

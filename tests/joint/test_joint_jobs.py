@@ -22,6 +22,8 @@ from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
 from tests.api.checked import empty_directory
+from tests.joint.campaign import WAYS
+from tests.joint.campaign import campaign as toy_run
 
 NAMES = ("trainer", "buffer", "rollouts")
 PRELOAD = ["torch", "pyarrow.ipc", "safetensors.torch", "ckpt.api", "ckpt.runs.checkpointer", "ckpt.engine.load.load"]
@@ -88,6 +90,15 @@ def test_members_that_are_killed_go_on_from_one_step_and_end_as_if_nothing_had_b
 @pytest.mark.parametrize("seed", range(10))
 def test_300_kills(root: str, seed: int) -> None:
     campaign(root, kills=30, last=600, every=5, seconds=0.02, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_are_lost_by_jobs_that_save_for_themselves_and_not_by_members_of_a_run(way: str) -> None:
+    """The table of docs/guides/joint-run.md."""
+    result = toy_run(way, kills=50, seed=0)
+    assert result["kills"] == 50
+    assert (result["disagree"] + result["lost"] + result["repeated"] > 0) == (way != "ckpt"), result
 
 
 def campaign(root: str, *, kills: int, last: int, every: int, seconds: float, seed: int) -> None:

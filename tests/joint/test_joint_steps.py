@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,10 @@ from click.testing import CliRunner, Result
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
-from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.commit import CommitRecord, new_id
+from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.registry import wrap_backends
+from ckpt.runs import joint
 from ckpt.runs.joint import JointRun
 from ckpt.runs.members import Generation, JointOutcome, MemberChanges, check_members, member_path
 from ckpt.runs.removal import remove_at
@@ -77,12 +81,15 @@ def test_a_step_exists_once_the_last_member_has_saved_it(root: str) -> None:
     assert restored(runs) == [None] * 3
     first = [save(run, 10) for run in runs[:2]]
     end = time.monotonic() + 20
-    while [s.reason for s in list_steps(root)] != ["saved by buffer, trainer: the other members are awaited"]:
+    while [s.reason for s in list_steps(root)] != ["saved by buffer, trainer; awaited: rollouts"]:
         assert time.monotonic() < end
         time.sleep(0.02)
     assert steps(root) == []
-    with pytest.raises(FormatError, match="not a checkpoint"):
+    with pytest.raises(NotCommittedError, match="not committed: saved by buffer, trainer; awaited: rollouts"):
         ckpt.open(f"{root}/step-00000010")
+    with pytest.raises(NotCommittedError, match=r"committed no step: trainer \(restored\), buffer \(restored\), rollouts \(restored\)"):
+        ckpt.open(root)
+    assert "saved by buffer, trainer; awaited: rollouts" in ckpt_command("ls", f"{root}/step-00000010").stdout
     last = save(runs[2], 10)
     assert [ended().given_up for ended in (*first, last)] == [None] * 3
     (step,) = list_steps(root)
@@ -108,6 +115,85 @@ def test_a_member_that_does_not_come_ends_the_step_for_all_and_the_one_before_st
         ckpt.open(f"{root}/step-00000002")
     assert {ended().given_up for ended in [save(run, 3) for run in runs]} == {None}
     assert restored(members(root)) == [3] * 3
+
+
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_a_joint_commit_takes_three_requests_of_a_member_and_one_more_of_the_last(
+    count: int, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits looks again when the last one has committed: how often it does so before is time, and no more than once a second."""
+    names, runs, counts = tuple(f"m{n}" for n in range(count)), list[JointRun](), list[FaultyProcess]()
+    for name in names:
+        counts.append(FaultyProcess())
+        with wrap_backends(counts[-1].wrap):
+            runs.append(JointRun(root, name, names, 60))
+    generation = joint.Generation(id=new_id(), members=names, decided=True)
+    assert runs[0]._swap(None, generation)
+    committed = threading.Event()
+
+    def requests(process: FaultyProcess, since: int = 0) -> int:
+        """The size of an object comes with its bytes, wherever a request is a message."""
+        return sum(not what.startswith("size ") for what in process.log) - since
+
+    def polls(end: float) -> Iterator[None]:
+        yield None
+        assert committed.wait(60)
+        yield None
+
+    monkeypatch.setattr(joint, "_polls", polls)
+    before, waiting = [requests(process) for process in counts], []
+    for run, process, since in zip(runs, counts, before, strict=True):
+        run.generation = generation
+        run.begin(1)
+        waiting.append(run.prepared(1, new_id(), 1, 0))
+        end = time.monotonic() + 60
+        while requests(process, since) < 2:  # its mark, and a look at those of all
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    assert waiting[-1].result(60).given_up is None
+    committed.set()
+    assert {future.result(60).given_up for future in waiting} == {None}
+    assert record(root, 1).members.keys() == set(names)
+    assert [requests(process, since) for process, since in zip(counts, before, strict=True)] == [3] * (count - 1) + [4]
+
+    for n in (2, 3, 4):
+        since = requests(counts[0])
+        runs[0].request(n)
+        assert requests(counts[0], since) == 1
+    since = requests(counts[-1])
+    assert (runs[-1].requested(), requests(counts[-1], since)) == (4, 1)
+    for name in names:
+        os.makedirs(f"{root}/{name}/step-00000001")
+    since = requests(counts[0])
+    assert [s.number for s in runs[0].steps()] == [1]
+    assert requests(counts[0], since) <= 3, "the directories of the members are not looked into"
+
+
+def test_a_step_that_was_committed_and_removed_before_a_member_looks_is_not_given_up(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, removed = members(root, NAMES[:2]), threading.Event()
+    restored(runs)
+
+    def polls(end: float) -> Iterator[None]:
+        yield None
+        assert removed.wait(60)
+        yield None
+
+    monkeypatch.setattr(joint, "_polls", polls)
+    run, last = runs
+    first = [save(run, 1)]
+    marks = Path(root, "step-00000001", "members")
+    while not list(marks.rglob("*-1-*")):
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert save(last, 1)().given_up is None
+    late = save(last, 2)
+    while not list(Path(root, "step-00000002", "members").rglob("*-1-*")):
+        time.sleep(0.001)
+    assert save(run, 2)().given_up is None
+    assert [s.number for s in run.retain(ckpt.policies.Latest(1))] == [1]
+    removed.set()
+    assert [ended().given_up for ended in (*first, late)] == [None, None]
+    assert steps(root) == [2] and not Path(root, "step-00000001").exists()
 
 
 def test_a_step_that_a_member_has_passed_is_given_up_at_once(root: str) -> None:
@@ -217,6 +303,18 @@ def test_two_processes_of_one_member_and_a_step_that_falls_are_errors(root: str)
     for n in (6, 5):
         with pytest.raises(UsageError, match="not after the one that the members of this run went on from"):
             third.begin(n)
+
+
+def test_a_run_without_a_step_says_which_members_have_begun(root: str) -> None:
+    JointRun(root, "trainer", NAMES, 5).join()
+    text = "members have committed no step: trainer (restored), buffer (awaited), rollouts (awaited)"
+    for command in ("ls", "inspect"):
+        assert text in ckpt_command(command, root).stderr
+    marks = Path(root, "step-00000004", "members", "0" * 16)
+    marks.mkdir(parents=True)
+    (marks / f"buffer-{'0' * 16}-1-8").touch()
+    listed = ckpt_command("ls", root)
+    assert listed.exit_code == 0 and "saved by buffer before the members restarted: it will not be committed" in listed.stdout
 
 
 def test_members_that_do_not_agree_are_an_error_by_name(root: str) -> None:

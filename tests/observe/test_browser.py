@@ -47,17 +47,28 @@ def test_tables_sort_and_the_heat_map_tells_the_rank_below_the_pointer(tmp_path:
     act = """
       const strip = document.querySelector('svg.strip'), box = strip.getBoundingClientRect();
       const at = {clientX: box.left + box.width * 9.5 / 10, clientY: box.top + box.height * 5.5 / 8};  // column 9, row 5: rank 77
-      strip.dispatchEvent(new MouseEvent('mousemove', at));
+      const words = () => document.getElementById('tip').textContent;
+      const tips = ['pointermove', 'pointerdown'].map((name) => {
+        document.getElementById('tip').textContent = '';
+        strip.dispatchEvent(new PointerEvent(name, {...at, pointerType: name === 'pointerdown' ? 'touch' : 'mouse'}));
+        return words();
+      });
+      strip.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));
+      tips.push(words());
       const table = [...document.querySelectorAll('table.live')].find((t) => t.tHead.textContent.startsWith('kind'));
       const values = () => [...table.tBodies[0].rows].map((r) => r.cells[3].dataset.v).join();
-      const sort = () => { table.tHead.rows[0].cells[3].click(); return values(); };
-      document.title = [document.getElementById('tip').textContent, sort(), sort()].join('|');
+      const head = table.tHead.rows[0].cells[3];
+      head.click();
+      const clicked = values();
+      head.dispatchEvent(new KeyboardEvent('keydown', {key: ' '}));
+      document.title = [...tips, clicked, values()].join('|');
     """
     open_page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page).replace("</body>", f"<script>{act}</script></body>")
     (tmp_path / "r.html").write_text(open_page)
     title = parse(browser(tmp_path / "r.html", tmp_path, "--dump-dom").replace("<!DOCTYPE html>", "")).all("title")[0].text
-    tip, down, up = title.split("|")
-    assert tip == "rank 77: write 9.000 s, 6.5 × the median"
-    counts = [int(text) for text in down.split(",")]
+    mouse, touch, key, down, up = title.split("|")
+    assert mouse == touch == "rank 77: write 9.000 s, 6.5 × the median"
+    assert key == "rank 69: write 1.690 s, 1.2 × the median"
+    counts = [float(text) for text in down.split(",")]
     assert counts == sorted(counts, reverse=True) and len(set(counts)) > 2
-    assert [int(text) for text in up.split(",")] == sorted(counts)
+    assert [float(text) for text in up.split(",")] == sorted(counts)

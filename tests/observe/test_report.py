@@ -20,6 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.formats.native.runlog import LogEntry, add_entry
+from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.runs.report.areas import squarify
 from ckpt.runs.report.content import Setting, build_report
@@ -196,12 +198,63 @@ def test_a_slow_host_is_named_as_what_its_ranks_share(tmp_path: Path) -> None:
     assert "All 16 ranks wait for the last one, rank 8: about 20.0 s of this save." in text
     assert "Save in the background" in text
     assert "host 2" not in advice_of(url)
+    rows = {rank: row(("write", 0, 40 if rank == 1 else 30 if rank // 4 == 2 else 10, MIB)) for rank in range(16)}
+    report = build_report([str(save(tmp_path / "two", rows))], Setting(ranks_per_host=4))
+    assert report.detail is not None
+    one, host = report.detail.advice[:2]
+    assert (one.what, one.why[:54]) == ("Look at rank 1.", "All 16 ranks wait for the last one, rank 1: about 30.0")
+    assert host.what.startswith("Look at host 2:")
+    assert host.why == "The slowest of them, rank 8, works 30.0 s; the median is 10.0 s."
 
 
 def test_saves_that_become_slower(tmp_path: Path) -> None:
     for step in range(9):
         save(tmp_path / f"step-{step}", {0: row(("write", 0, 0.2 + step / 20, MIB))})
     assert "The last 3 saves took 0.550 s (median), the first 3 took 0.250 s." in advice_of(tmp_path)
+
+
+def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_then(tmp_path: Path) -> None:
+    for n in range(1, 58):
+        rows = {k: row(("collect", 0, 0.82 if n % 9 == 0 and k == 3 else 0.02, 0), ("write", 1, 1.3, MIB)) for k in range(4)}
+        save(tmp_path / f"step-{n * 10}", rows)
+    for step in (135, 305, 425):
+        entry = LogEntry(kind="save", at=1.7e9 + step, rank=0, ranks=4, step=step, url=f"{tmp_path}/step-{step}", error="StorageError")
+        add_entry(open_backend(str(tmp_path)), entry)
+    page = parse(page_of(tmp_path))
+    tile = next(e for e in page.everything() if "tile" in e.classes)
+    assert [child.text for child in tile.children if isinstance(child, Element)] == ["failed saves", "3", "at steps 135, 305, 425"]
+    charts = [svg for svg in page.all("svg") if "chart" in svg.classes]
+    for chart in charts:
+        marks = {line.text.partition(":")[0]: line.attributes["x1"] for line in chart.all("line") if "failed" in line.classes}
+        assert marks == {f"step {s}": f"{100 * (0.01 + 0.98 * (s - 10) / 560):.2f}%" for s in (135, 305, 425)}
+    assert [[label.text for label in chart.all("text")] for chart in charts] == [
+        ["1.30 s", "0"],
+        ["280 B/s", "0"],
+        ["364 B", "0"],
+        ["1", "0"],
+    ]
+    (table,) = [t for t in page.all("table") if "run" in t.classes]
+    assert [cell.text for cell in table.all("tbody")[0].everything() if cell.name in ("th", "td")] == [
+        "rank 3",
+        "slowest in 6 of 57 saves",
+        "collect",
+        "4.80",
+    ]
+    (link,) = table.all("a")
+    (target,) = [e for e in page.everything() if f"#{e.attributes.get('id')}" == link.attributes["href"]]
+    assert target.all("th")[0].text == link.text == "rank 3"
+    assert "It was the slowest in 6 of 57 saves, mostly in collect: 4.80 s in all." in page.text
+    panel = next(e for e in page.everything() if "panel" in e.classes)
+    assert "median 1.30 s · p95 1.30 s" in panel.text
+
+
+def test_the_verdict_blames_no_phase_that_the_heat_map_shows_as_even(tmp_path: Path) -> None:
+    """Two phases of 0.04 s more each make a straggler, and neither differs enough for a colour."""
+    rows = {k: row(("collect", 0, 0.042 if k == 1 else 0.002, 0), ("capture", 1, 1.042 if k == 1 else 1.002, 0)) for k in range(4)}
+    page = parse(page_of(save(tmp_path, rows)))
+    levels = {td.classes[0] for t in page.all("table") if "heat" in t.classes for td in t.all("tbody")[0].all("td")}
+    assert levels == {"h2"}
+    assert "Rank 1 is a little slower in several phases, in none by 0.050 s" in page.text
 
 
 def test_gaps_and_slow_sync(tmp_path: Path) -> None:

@@ -108,12 +108,16 @@ def test_threads_that_sign_at_once_are_one_rank(monkeypatch: pytest.MonkeyPatch)
     assert leader.awaited()[1] is not None
 
 
-def test_a_run_that_has_nothing(tmp_path: Path) -> None:
+def test_a_run_that_has_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch(str(tmp_path)).exit_code == 10
     (tmp_path / "notes.txt").write_text("x")
     assert watch(str(tmp_path)).exit_code == 10
     result = CliRunner().invoke(cli, ["watch", str(tmp_path), "--timeout", "0"])
     assert result.exit_code == 10
+    monkeypatch.setattr("ckpt.cli.live._LINES", 0.0)  # each look is late enough for another line of a log
+    result = CliRunner().invoke(cli, ["watch", str(tmp_path), "--interval", "0.05", "--timeout", "1s"])
+    assert result.exit_code == 10
+    assert result.stdout.count("waiting for the next") == 1
 
 
 HOSTILE: dict[str, Any] = {

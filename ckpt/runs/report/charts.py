@@ -91,13 +91,20 @@ class Point:
     label: str
 
 
-def series(title: str, points: Sequence[Point], show: Callable[[float], str], second: Sequence[Point] = ()) -> Markup:
-    """A panel: a line over steps, and a second, dashed one on the same scale. Nothing if no value is known."""
+def series(
+    title: str,
+    points: Sequence[Point],
+    show: Callable[[float], str],
+    second: Sequence[Point] = (),
+    failed: Sequence[Point] = (),
+    axis: str = "step",
+) -> Markup:
+    """A panel: a line over steps, a second, dashed one on the same scale, and a mark where a save failed. Nothing if no value is known."""
     known = [point.y for point in (*points, *second) if point.y is not None]
     if not known:
         return Markup("")
     top = max(known) or 1.0
-    low, high = min(p.x for p in points), max(p.x for p in points)
+    low, high = min(p.x for p in (*points, *failed)), max(p.x for p in (*points, *failed))
     lines = [_line(line, low, high, top, f"line s{i}") for i, line in enumerate((points, second)) if line]
     dots = [dot for i, line in enumerate((points, second)) for dot in _dots(line, low, high, top, f"dot s{i}")]
     chart = tag(
@@ -105,17 +112,28 @@ def series(title: str, points: Sequence[Point], show: Callable[[float], str], se
         tag("line", x1="0", x2="100%", y1="4", y2="4", class_="rule"),
         tag("line", x1="0", x2="100%", y1=str(_HEIGHT + 4), y2=str(_HEIGHT + 4), class_="rule"),
         tag("svg", *lines, x="0", y="4", width="100%", height=str(_HEIGHT), view_box="0 0 1000 100", preserve_aspect_ratio="none"),
+        *[_mark(p, low, high) for p in failed],
         *dots,
+        tag("text", show(top), x="-6", y="8", class_="axis"),
+        tag("text", "0", x="-6", y=str(_HEIGHT + 8), class_="axis"),
         width="100%",
         height=str(_HEIGHT + 8),
         role="img",
         aria_label=f"{title} over steps",
         class_="chart",
     )
-    ends = tag("p", tag("span", f"{low:,.0f}"), tag("span", f"{high:,.0f}" if high > low else ""), class_="ends")
+    ends = tag("p", tag("span", f"{low:,.0f}"), tag("span", axis), tag("span", f"{high:,.0f}" if high > low else ""), class_="ends")
+    values = sorted(point.y for point in points if point.y is not None) or sorted(known)
+    middle, tail = values[(len(values) - 1) // 2], values[-(-95 * len(values) // 100) - 1]  # the nearest rank: values that occurred
     latest = next((point.y for point in reversed(points) if point.y is not None), None)
-    head = tag("h3", title, " ", tag("b", "" if latest is None else show(latest)), tag("small", f"most {show(max(known))}"))
+    spread = tag("small", f"median {show(middle)} · p95 {show(tail)}")
+    head = tag("h3", title, " ", tag("b", "" if latest is None else show(latest)), spread)
     return tag("div", head, chart, ends, class_="panel")
+
+
+def _mark(point: Point, low: float, high: float) -> Markup:
+    x = percent(_across(point.x, low, high))
+    return tag("line", tag("title", point.label), x1=x, x2=x, y1="4", y2=str(_HEIGHT + 4), class_="failed")
 
 
 def _line(points: Sequence[Point], low: float, high: float, top: float, kind: str) -> Markup:
@@ -156,7 +174,8 @@ def _across(x: float, low: float, high: float) -> float:
 
 def phase_rows(save: SaveSummary) -> Markup:
     """A bar for each phase: the slowest rank, and a mark at the median one."""
-    top = max((phase.seconds for phase in save.phases), default=0) or 1.0
+    gap = save.unaccounted
+    top = max([*(phase.seconds for phase in save.phases), gap.seconds if gap is not None else 0.0]) or 1.0
     heads = ("phase", "slowest rank to median", "slowest", "median", "wall", "bytes", "rate", "operations")
     rows = []
     for phase in save.phases:
@@ -168,7 +187,6 @@ def phase_rows(save: SaveSummary) -> Markup:
             number(f"{phase.spans:,}", phase.spans),
         ]
         rows.append(_phase_row(tag("td", short(phase.phase, 32), tag("small", note)), colour_of(phase.phase), phase, top, more))
-    gap = save.unaccounted
     if gap is not None and gap.share >= _MENTIONED:
         name = tag("td", "no phase", tag("small", f"{100 * gap.share:.1f} % of the save"))
         rows.append(_phase_row(name, "pgap", gap, top, [tag("td")] * 4))
@@ -197,11 +215,16 @@ def table(heads: Sequence[str], rows: Sequence[Markup], kind: str = "") -> Marku
 # ------------------------------------------------------------------------------------------------------------- heat maps
 
 
-def heat_table(heat: HeatMap, labels: Sequence[str], what: str) -> Markup:
-    """A row for each group of ranks, a column for each phase, seconds in the cells."""
+def heat_table(heat: HeatMap, labels: Sequence[str], what: str, *, ids: bool = False) -> Markup:
+    """A row for each group of ranks, a column for each phase, seconds in the cells. With ``ids``, links lead to the rows of ranks."""
     names = list(heat.rows)
     rows = [
-        tag("tr", tag("th", label, scope="row", data_v=str(i)), *[_heat_cell(heat.rows[name][i], label, name) for name in names])
+        tag(
+            "tr",
+            tag("th", label, scope="row", data_v=str(i)),
+            *[_heat_cell(heat.rows[name][i], label, name) for name in names],
+            id=f"rank-{heat.groups[i][0]}" if ids else None,
+        )
         for i, label in enumerate(labels)
     ]
     middles = [number(brief(heat.medians[name] / 1e6), heat.medians[name]) for name in names]
@@ -246,6 +269,7 @@ def heat_strips(heat: HeatMap, rows: int) -> Markup:
             role="img",
             aria_label=f"{short(name, 32)} of all ranks; {where}",
             class_="strip",
+            tabindex="0",
             data_strip=str(number),
         )
         strips.append(tag("div", tag("h3", short(name, 32), tag("small", where)), strip))

@@ -16,7 +16,7 @@ from ckpt.telemetry.spans import NOTICEABLE, WAITING, SpanTable
 from .areas import Timeline, timeline
 from .heat import HeatMap, KindSize, LayerSize, blocks, heat_map, kinds_of
 from .history import SavedSpans, is_checkpoint, read_history, read_save
-from .summary import SaveSummary, brief
+from .summary import Loss, SaveSummary, brief
 
 # Sentences: what is worth changing, and which figures say so. Pure. Each rule gives nothing where its figures are unremarkable.
 
@@ -28,6 +28,7 @@ _SMALL_WRITE, _MANY_WRITES = 1 << 20, 10_000
 _FEW_STEPS = 6
 _WORSE = 1.3
 _TOGETHER = 0.75
+_REPEATED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +65,16 @@ def _stragglers(facts: Facts) -> Iterator[Recommendation]:
     ranks = units.plural(len(facts.tables), "rank")
     why = f"All {ranks} wait for the last one, rank {first}: about {brief(lost)} s of this save."
     if together:
-        yield Recommendation(
-            what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.", why=why
-        )
-        alone = sorted(slow - {rank for name in together for rank in facts.groups[name]}, key=save.slowest.index)
+        shared = [rank for rank in save.stragglers if any(rank in facts.groups[name] for name in together)]
+        alone = [rank for rank in save.stragglers if rank not in shared]
         if alone:
-            yield Recommendation(
-                what=f"Look at rank {alone[0]} too.",
-                why=f"It is slow while its neighbours are not: {brief(save.work[alone[0]])} s of work.",
-            )
+            works = f"It is slow while its neighbours are not: {brief(save.work[alone[0]])} s of work."
+            yield Recommendation(what=f"Look at rank {alone[0]}.", why=f"{why} {works}" if alone[0] == first else works)
+        slowest = f"The slowest of them, rank {shared[0]}, works {brief(save.work[shared[0]])} s; the median is {brief(save.median)} s."
+        yield Recommendation(
+            what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.",
+            why=why if shared[0] == first else slowest,
+        )
     elif len(slow) > 1:
         yield Recommendation(
             what=f"Look at rank {first} first; {units.plural(len(slow), 'rank')} take more than 1.5 × the median.", why=why
@@ -83,6 +85,42 @@ def _stragglers(facts: Facts) -> Iterator[Recommendation]:
         )
     else:
         yield Recommendation(what=f"Look at the machine of rank {first}: its storage, its network, and what else runs there.", why=why)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStraggler:
+    """A rank that held up ``saves`` of a run more than any other rank, for ``seconds`` in all, most of it in ``phase``."""
+
+    rank: int
+    phase: str
+    saves: int
+    seconds: float
+
+
+def run_stragglers(saves: Sequence[SaveSummary]) -> tuple[RunStraggler, ...]:
+    """The ranks that were the slowest straggler of a save, those of most saves first."""
+    by_rank: dict[int, list[Loss]] = {}
+    for save in saves:
+        if save.lost is not None:
+            by_rank.setdefault(save.lost.rank, []).append(save.lost)
+    ranks = []
+    for rank, losses in by_rank.items():
+        phases: dict[str, float] = {}
+        for lost in losses:
+            phases[lost.phase] = phases.get(lost.phase, 0.0) + lost.seconds
+        phase = max(phases, key=lambda name: (phases[name], name))
+        ranks.append(RunStraggler(rank=rank, phase=phase, saves=len(losses), seconds=sum(phases.values())))
+    return tuple(sorted(ranks, key=lambda one: (-one.saves, -one.seconds, one.rank)))
+
+
+def _again(facts: Facts) -> Iterator[Recommendation]:
+    for one in run_stragglers(facts.earlier)[:1]:
+        if one.saves >= _REPEATED and one.rank not in facts.save.stragglers:
+            often = f"It was the slowest in {one.saves:,} of {len(facts.earlier):,} saves"
+            yield Recommendation(
+                what=f"Look at rank {one.rank}: it is slow again and again, though not in the newest save.",
+                why=f"{often}, mostly in {one.phase}: {brief(one.seconds)} s in all.",
+            )
 
 
 def _waiting_caller(facts: Facts) -> Iterator[Recommendation]:
@@ -168,6 +206,7 @@ def _gaps(facts: Facts) -> Iterator[Recommendation]:
 
 _RULES: tuple[Callable[[Facts], Iterator[Recommendation]], ...] = (
     _stragglers,
+    _again,
     _worse,
     _waiting_caller,
     _sync,
@@ -218,6 +257,7 @@ class HistoryEvent:
     ranks: int
     nbytes: int | None
     slowest: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +344,13 @@ def _history_event(entry: LogEntry) -> HistoryEvent:
     )
     slowest = "" if busiest is None else f"{busiest[2]}, {brief(busiest[0] / 1e6)} s on rank {-busiest[1]}"
     return HistoryEvent(
-        at=entry.at, what=entry_line(entry), seconds=entry.seconds, ranks=entry.ranks, nbytes=entry.tensor_bytes, slowest=slowest
+        at=entry.at,
+        what=entry_line(entry),
+        seconds=entry.seconds,
+        ranks=entry.ranks,
+        nbytes=entry.tensor_bytes,
+        slowest=slowest,
+        step=entry.step,
     )
 
 

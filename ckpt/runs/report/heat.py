@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from ckpt.catalog import TensorEntry
-from ckpt.telemetry.spans import NOTICEABLE, NOTICEABLE_SHARE, WAITING, SpanTable
+from ckpt.telemetry.spans import WAITING, SpanTable
 
-from .summary import SaveSummary, brief
+from .summary import SaveSummary, brief, floor_of
 
 BOUNDS = (0.5, 0.8, 1.25, 1.5, 2.0, 3.0)
 """Ratios to the median between levels 0 … 6."""
@@ -50,7 +50,7 @@ def heat_map(
 ) -> HeatMap:
     """The phases in the order of ``save``, work before waiting; each cell is the slowest rank of one of ``groups``, or a ``typical`` one:
     the median."""
-    floor = 1e6 * max(NOTICEABLE, NOTICEABLE_SHARE * save.seconds)
+    floor = 1e6 * floor_of(save.seconds)
     names = sorted((phase.phase for phase in save.phases), key=lambda name: name in WAITING)
     rows: dict[str, tuple[Cell | None, ...]] = {}
     medians: dict[str, float] = {}

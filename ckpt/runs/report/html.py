@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 
@@ -16,12 +16,13 @@ from ckpt import units
 
 from . import areas, charts
 from .charts import Markup, Point, join, number, short, tag
-from .content import Detail, HistoryEvent, Report, Setting
+from .content import Detail, HistoryEvent, Report, Setting, run_stragglers
 from .history import SavedSpans
 from .summary import SaveSummary, brief
 
 _CODE = "ckpt.runs.report"
 _YEAR_9999 = 250_000_000_000
+_RANKS = 12
 
 
 def render(report: Report) -> str:
@@ -76,6 +77,7 @@ def _sections(report: Report, detail: Detail | None) -> Iterator[Markup]:
         )
     if len([s for s in report.saves if s.summary is not None]) > 1:
         yield _over_steps(report)
+        yield from _stragglers(report.saves, detail)
     if detail is not None:
         yield from _of_one(detail)
     if len(report.compared) > 1:
@@ -120,7 +122,7 @@ def _subtitle(report: Report) -> Markup:
     if detail is None or detail.saved.record is None:
         return tag("p", units.plural(len(report.saves), "save"), class_="about")
     record = detail.saved.record
-    which = f"{units.plural(len(report.saves), 'save')}. Looked at closely: {_name(detail.saved)}, " if len(report.saves) > 1 else ""
+    which = f"{units.plural(len(report.saves), 'save')}. In detail: {_name(detail.saved)}, " if len(report.saves) > 1 else ""
     return tag(
         "p",
         f"{which}saved {record.created[:19].replace('T', ' ')} UTC by {short(record.writer, 40)}, id {short(record.id, 24)}",
@@ -150,6 +152,16 @@ def _tiles(detail: Detail, report: Report) -> Markup:
         ("ranks", f"{record.world_size:,}", f"{units.size(record.tensor_bytes / max(record.world_size, 1))} each"),
         ("stragglers", f"{len(save.stragglers):,}", "ranks above 1.5 × the median" if save.stragglers else "no rank holds the others up"),
     ]
+    if report.failed:
+        steps = ", ".join(dict.fromkeys(f"{one.step:,}" for one in reversed(report.failed) if one.step is not None))
+        tiles.insert(
+            0,
+            (
+                "failed saves",
+                f"{len(report.failed):,}",
+                short(f"at {'steps' if ',' in steps else 'step'} {steps}" if steps else "listed below", 60),
+            ),
+        )
     if save.retries:
         again, throttled = (sum(pair[i] for pair in save.retries.values()) for i in (0, 1))
         worst = next(iter(save.retries))
@@ -209,14 +221,45 @@ def _over_steps(report: Report) -> Markup:
             series.append(Point(x=x, y=y, label=f"{_name(saved)}: {shown}"))
         return series
 
+    failed = [Point(x=float(e.step), y=None, label=f"step {e.step:,}: {short(e.what, 200)}") for e in report.failed if e.step is not None]
+    marks, axis = (failed, "step") if by_step else ([], "save")
     panels = [
-        charts.series("durable, blocked", points("durable"), lambda y: f"{brief(y)} s", points("blocked")),
-        charts.series("rate", points("rate"), lambda y: f"{units.size(y)}/s"),
-        charts.series("tensors", points("size"), units.size),
-        charts.series("stragglers", points("stragglers"), lambda y: f"{y:,.0f}"),
+        charts.series("durable, blocked", points("durable"), lambda y: f"{brief(y)} s", points("blocked"), marks, axis),
+        charts.series("rate", points("rate"), lambda y: f"{units.size(y)}/s", failed=marks, axis=axis),
+        charts.series("tensors", points("size"), units.size, failed=marks, axis=axis),
+        charts.series("stragglers", points("stragglers"), lambda y: f"{y:,.0f}", failed=marks, axis=axis),
     ]
     about = f"From {_name(saves[0])} to {_name(saves[-1])}; beside each title the newest value. Blocked is dashed."
+    about += " A red line is a save that failed." if marks else ""
     return _section("Over steps", tag("div", *panels, class_="panels"), about=about)
+
+
+def _stragglers(saves: Sequence[SavedSpans], detail: Detail | None) -> Iterator[Markup]:
+    """The ranks that held up saves of the whole run: a rank that is slow now and then is seldom so in the newest save."""
+    known = [saved.summary for saved in saves if saved.summary is not None]
+    ranks = run_stragglers(known)
+    if not ranks:
+        return
+    few = detail is not None and detail.rows is None
+    shown = () if detail is None else detail.saved.tables if few else detail.save.slowest[:_RANKS]
+    rows = [
+        tag(
+            "tr",
+            tag("th", _rank_link(one.rank, shown), scope="row", data_v=str(one.rank)),
+            tag("td", f"slowest in {one.saves:,} of {units.plural(len(known), 'save')}", data_v=str(one.saves)),
+            tag("td", short(one.phase, 32)),
+            number(brief(one.seconds), one.seconds),
+        )
+        for one in ranks[:_RANKS]
+    ]
+    left = f" {units.plural(len(ranks) - _RANKS, 'rank')} with fewer saves left out." if len(ranks) > _RANKS else ""
+    heads = ("rank", "saves", "mostly in", "seconds lost")
+    yield _section("Stragglers over the run", charts.table(heads, rows, kind="run"), about=f"The rank that held up each save most.{left}")
+
+
+def _rank_link(rank: int, shown: Container[int]) -> str | Markup:
+    """The name of a rank; a link to its row if the page has one."""
+    return tag("a", f"rank {rank}", href=f"#rank-{rank}") if rank in shown else f"rank {rank}"
 
 
 # ------------------------------------------------------------------------------------------------------------- one save
@@ -228,7 +271,7 @@ def _of_one(detail: Detail) -> Iterator[Markup]:
     yield _section(f"Phases of {_name(detail.saved)}", charts.phase_rows(save), about=about)
     about = "Colour compares a rank with the median rank of the phase. "
     if detail.rows is None:
-        body = charts.heat_table(heat, [charts.group_name(group) for group in heat.groups], "seconds")
+        body = charts.heat_table(heat, [charts.group_name(group) for group in heat.groups], "seconds", ids=True)
     else:
         size = len(heat.groups[0])
         in_column = "ranks" if size == 1 else f"cells of {size} ranks, the slowest of them"
@@ -266,14 +309,14 @@ def _slowest(detail: Detail) -> Markup:
     save, tables = detail.save, detail.saved.tables
     names = list(detail.heat.rows)
     rows = []
-    for rank in save.slowest[:12]:
+    for rank in save.slowest[:_RANKS]:
         sums = tables[rank].sums
         cells = [
             tag("td", brief(sums[name].seconds) if name in sums else "", data_v=str(sums[name].busy if name in sums else -1), class_="n")
             for name in names
         ]
         total = number(brief(save.work[rank]), save.work[rank])
-        rows.append(tag("tr", tag("th", f"rank {rank}", scope="row", data_v=str(rank)), total, *cells))
+        rows.append(tag("tr", tag("th", f"rank {rank}", scope="row", data_v=str(rank)), total, *cells, id=f"rank-{rank}"))
     return join(
         [tag("h3", "The slowest ranks", tag("small", "seconds")), charts.table(("rank", "work", *[short(n, 16) for n in names]), rows)]
     )

@@ -1,5 +1,5 @@
 "use strict";
-// The page does without this: it sorts tables by their heads, and says what is below the pointer.
+// The page does without this: it sorts tables by their heads, and says what is below the pointer, the finger, or the arrow keys.
 (() => {
   const value = (row, column) => {
     const cell = row.cells[column];
@@ -22,7 +22,11 @@
       };
       head.tabIndex = 0;
       head.addEventListener("click", sort);
-      head.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+      head.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        sort();
+      });
     });
   }
 
@@ -41,16 +45,31 @@
   for (const strip of heat ? document.querySelectorAll("svg.strip") : []) {
     const one = heat.phases[Number(strip.dataset.strip)];
     const columns = Math.ceil(one.busy.length / heat.rows);
-    strip.addEventListener("mousemove", (event) => {
-      const box = strip.getBoundingClientRect();
-      const column = Math.min(columns - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * columns)));
-      const row = Math.min(heat.rows - 1, Math.max(0, Math.floor(((event.clientY - box.top) / box.height) * heat.rows)));
+    const limit = (value, most) => Math.min(most, Math.max(0, value));
+    let column = 0, row = 0;
+    const show = (x, y) => {
       const at = column * heat.rows + row;
       const busy = at < one.busy.length ? one.busy[at] : -1;
       const rank = one.rank ? one.rank[at] : at;
       const times = one.median > 0 ? `, ${(busy / one.median).toFixed(1)} × the median` : "";
-      say(event, busy < 0 ? "" : `rank ${rank}: ${one.phase} ${(busy / 1e6).toFixed(3)} s${times}`);
+      say({clientX: x, clientY: y}, busy < 0 ? "" : `rank ${rank}: ${one.phase} ${(busy / 1e6).toFixed(3)} s${times}`);
+    };
+    const point = (event) => {
+      const box = strip.getBoundingClientRect();
+      column = limit(Math.floor(((event.clientX - box.left) / box.width) * columns), columns - 1);
+      row = limit(Math.floor(((event.clientY - box.top) / box.height) * heat.rows), heat.rows - 1);
+      show(event.clientX, event.clientY);
+    };
+    for (const name of ["pointermove", "pointerdown"]) strip.addEventListener(name, point);
+    strip.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") say(event, ""); });
+    strip.addEventListener("blur", (event) => say(event, ""));
+    strip.addEventListener("keydown", (event) => {
+      const [right, down] = {ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1]}[event.key] ?? [0, 0];
+      if (!right && !down) return;
+      event.preventDefault();
+      [column, row] = [limit(column + right, columns - 1), limit(row + down, heat.rows - 1)];
+      const box = strip.getBoundingClientRect();
+      show(box.left + ((column + 0.5) / columns) * box.width, box.top + ((row + 0.5) / heat.rows) * box.height);
     });
-    strip.addEventListener("mouseleave", (event) => say(event, ""));
   }
 })();

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ckpt import units
-from ckpt.telemetry.spans import LEADING, WAITING, PhaseSum, SpanTable, stragglers
+from ckpt.telemetry.spans import LEADING, NOTICEABLE, NOTICEABLE_SHARE, WAITING, PhaseSum, SpanTable, stragglers
 
 _MORE_BYTES = 1.25
 
@@ -68,6 +68,15 @@ class Unaccounted:
     ranks: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """Where the slowest straggler, ``rank``, loses most against the median rank: ``seconds`` in ``phase``."""
+
+    rank: int
+    phase: str
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaveSummary:
     """``seconds`` is the wall time of the rank that took longest; ``slowest`` are all ranks in order, ``stragglers`` the first of them."""
@@ -89,6 +98,7 @@ class SaveSummary:
     retries: Mapping[int, tuple[int, int]]
     """Requests to the storage that a rank made again, and those of them where it was asked to slow down, the most first."""
     unaccounted: Unaccounted | None
+    lost: Loss | None
     verdict: str
 
     def phase(self, name: str) -> PhaseSummary | None:
@@ -103,6 +113,7 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
     slow = tuple(stragglers(work, seconds))
     phases = _phases(tables)
     background = any(_CAPTURE in table.sums for table in tables.values())
+    lost = _loss(slow[0], tables) if slow else None
     trouble = {rank: (table.retries, table.throttled) for rank, table in tables.items() if table.retries}
     return SaveSummary(
         phases=phases,
@@ -118,7 +129,8 @@ def summarize(tables: Mapping[int, SpanTable], world_size: int) -> SaveSummary:
         background=background,
         retries=dict(sorted(trouble.items(), key=lambda one: (-one[1][0], one[0]))),
         unaccounted=_unaccounted(tables),
-        verdict=_verdict(tables, phases, slow),
+        lost=lost,
+        verdict=_verdict(tables, phases, lost, floor_of(seconds)),
     )
 
 
@@ -197,10 +209,15 @@ def uncovered(table: SpanTable) -> int:
 # -------------------------------------------------------------------------------------------------------------- verdict
 
 
-def _verdict(tables: Mapping[int, SpanTable], phases: tuple[PhaseSummary, ...], stragglers: tuple[int, ...]) -> str:
+def floor_of(seconds: float) -> float:
+    """The difference in seconds that counts in a save of ``seconds``. Verdicts and heat maps share it, so they never disagree."""
+    return max(NOTICEABLE, NOTICEABLE_SHARE * seconds)
+
+
+def _verdict(tables: Mapping[int, SpanTable], phases: tuple[PhaseSummary, ...], lost: Loss | None, floor: float) -> str:
     """One line: what to look at first."""
-    if stragglers:
-        return _why_slow(stragglers[0], tables)
+    if lost is not None:
+        return _why_slow(lost, tables, floor)
     longest = max(phases, key=lambda p: (p.wall, p.phase), default=None)
     if longest is None or not longest.wall:
         return "nothing took any time"
@@ -211,17 +228,28 @@ def _verdict(tables: Mapping[int, SpanTable], phases: tuple[PhaseSummary, ...], 
     return f"no rank is slow; {longest.phase} takes longest, {brief(longest.wall)} s on rank {longest.rank}"
 
 
-def _why_slow(rank: int, tables: Mapping[int, SpanTable]) -> str:
-    """The phase in which a rank loses most against the median rank, and whether it has more to do there."""
-    middle: dict[str, tuple[float, float]] = {}
-    for name in tables[rank].sums.keys() - WAITING - LEADING:
-        sums = [table.sums.get(name) for table in tables.values()]  # a rank that lacks the phase has 0
-        middle[name] = median(s.busy if s else 0 for s in sums), median(s.nbytes if s else 0 for s in sums)
-    worst = max(middle, key=lambda name: (tables[rank].sums[name].busy - middle[name][0], name))
-    mine, (busy, nbytes) = tables[rank].sums[worst], middle[worst]
+def _middle(name: str, tables: Mapping[int, SpanTable]) -> tuple[float, float]:
+    """Busy microseconds and bytes of the median rank in a phase; a rank that lacks the phase has 0."""
+    sums = [table.sums.get(name) for table in tables.values()]
+    return median(s.busy if s else 0 for s in sums), median(s.nbytes if s else 0 for s in sums)
+
+
+def _loss(rank: int, tables: Mapping[int, SpanTable]) -> Loss:
+    sums = tables[rank].sums
+    lost = {name: sums[name].busy - _middle(name, tables)[0] for name in sums.keys() - WAITING - LEADING}
+    worst = max(lost, key=lambda name: (lost[name], name))
+    return Loss(rank=rank, phase=worst, seconds=lost[worst] / 1e6)
+
+
+def _why_slow(lost: Loss, tables: Mapping[int, SpanTable], floor: float) -> str:
+    """The phase in which a rank loses most, and whether it has more to do there."""
+    rank, worst = lost.rank, lost.phase
+    mine, (busy, nbytes) = tables[rank].sums[worst], _middle(worst, tables)
     times = ratio(mine.busy, busy)
     if mine.nbytes > _MORE_BYTES * nbytes:
         return f"rank {rank} has more to {worst} than others: {units.size(mine.nbytes)}, the median is {units.size(nbytes)}; {times}"
+    if lost.seconds < floor:
+        return f"rank {rank} is a little slower in several phases, in none by {brief(floor)} s; most in {worst} ({brief(mine.seconds)} s)"
     return f"rank {rank}'s {_BLAMED.get(worst, worst)}: {worst} takes {times} ({brief(mine.seconds)} s), for as many bytes"
 
 
