@@ -115,3 +115,8 @@ def test_nearby_is_what_the_nodes_of_this_machine_have(tmp_path: Path) -> None:
         step = open_backend(f"{run.url}/step-2")
         assert {*(step.nearby(own) or ())} == {*own[:2]}
         assert {*(RunBackend(step).nearby([*own, *references]) or ())} == {*own[:2], references[0]}
+
+
+def test_a_storage_that_all_reach_alike_has_nothing_near(tmp_path: Path) -> None:
+    backend = open_backend(str(tmp_path))
+    assert backend.nearby(["a"]) is None and RunBackend(backend).nearby(["a"]) is None
