@@ -92,6 +92,12 @@ def _plain_logging() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_stale_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network file systems remember for a second which files there are; the tests' storages do not, and many tests remove files."""
+    monkeypatch.setattr("ckpt.formats.native.catalog._STALE", 0.01)
+
+
+@pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the shell that starts pytest has set must not change what is tested."""
     for name in list(os.environ):

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.catalog import Catalog, job_tensors
-from ckpt.errors import ShapeError, StateError
+from ckpt.errors import MismatchError, StateError
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.match import Selection, enclosing_module
@@ -260,7 +260,7 @@ class _BindWalk(Binder):
                 where=f"tensor {empty[0]}",
                 hint="load before cpu_offload, disk_offload or dispatch_model; or call accelerate.hooks.remove_hook_from_submodules first",
             )
-        before = len(self.binding.misfits)
+        before = len(self.binding.shapes)
         if parts.flat:
             self.binding.create += [lambda: reshard(module), lambda: partition_again(module)]
             self.binding.apply.append(lambda: refresh(module))
@@ -273,7 +273,7 @@ class _BindWalk(Binder):
                 self.wrapper(at := join(path, name), tensor, self.nodes.child(node, name, at))
             else:
                 self.tensor(join(path, name), tensor)
-        for number in range(before, len(self.binding.misfits)):
+        for number in range(before, len(self.binding.shapes)):
             self.resizes(number, path, parts.owners)
         for name in parts.extra:
             state_name = join(path, name)
@@ -282,13 +282,13 @@ class _BindWalk(Binder):
 
     def resizes(self, number: int, path: str, owners: Mapping[str, torch.nn.Module]) -> None:
         """Say of a shape that does not fit what to do if its module changes shapes when it loads, which is not asked for the others."""
-        text = self.binding.misfits[number]
+        text = self.binding.shapes[number]
         owner = owners.get(text.partition(": ")[0].removeprefix(f"{path}."))
         if owner is None or ": shape " not in text:
             return
         for method in ("_load_from_state_dict", "load_state_dict"):
             if getattr(type(owner), method) is not getattr(torch.nn.Module, method):
-                self.binding.misfits[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
+                self.binding.shapes[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
                 return
 
     def stateful(self, target: Any, node: Node, path: str) -> None:
@@ -313,7 +313,7 @@ class _BindWalk(Binder):
         some = self.shard_table.position in nodes or len(nodes)  # in this order: the values of other ranks may have to be read
         try:
             chosen = target.choose(nodes, self.catalog.world_size, self.shard_table.rank, self.shard_table.ranks) if some else None
-        except ShapeError as err:
+        except MismatchError as err:
             self.binding.misfits.append(f"{path}: {err.message}")
             return
         if chosen is None:

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.catalog import TensorEntry
-from ckpt.errors import ShapeError
+from ckpt.errors import MismatchError
 from ckpt.plan import tree
 from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Node
@@ -68,7 +68,7 @@ class FlatState:
             (first, number), *others = self.numbers
             other = next((name for name, value in others if not torch.equal(value, number)), None)
             if other is not None:
-                raise ShapeError(
+                raise MismatchError(
                     f"it is {number.item()} and {other} is {dict(others)[other].item()}, but FSDP's flat parameter has one for both",
                     where=f"tensor {first}",
                     hint="build FSDP with use_orig_params=True",

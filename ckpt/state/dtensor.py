@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckpt.errors import LayoutError, ShapeError, UsageError
+from ckpt.errors import LayoutError, MismatchError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.layout.mesh import Mesh
@@ -113,7 +113,7 @@ class MeshCoordinate:
             if not 0 <= seat.number < seat.count:
                 raise ValueError(seat)
         except (TypeError, KeyError, ValueError, IndexError) as err:
-            raise ShapeError("the checkpoint has something else there: it does not say for which coordinates a rank saved it") from err
+            raise MismatchError("the checkpoint has something else there: it does not say for which coordinates a rank saved it") from err
         return seat
 
 
@@ -155,5 +155,5 @@ def holders(nodes: Mapping[int, Node], key: str) -> tuple[int, dict[int, int]]:
         if tree.find(node, [key]) is not tree.MISSING:
             first_ranks.setdefault(seat.number, rank)
     if len(counts) > 1:
-        raise ShapeError(f"ranks saved it with different meshes: of {' and '.join(map(str, sorted(counts)))} distinct states")
+        raise MismatchError(f"ranks saved it with different meshes: of {' and '.join(map(str, sorted(counts)))} distinct states")
     return counts.pop(), first_ranks

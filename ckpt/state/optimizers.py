@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ckpt.errors import ShapeError, StateError
+from ckpt.errors import MismatchError, StateError
 from ckpt.plan.tree_decoding import Node
 
 from .fsdp1 import FlatPart
@@ -154,7 +154,7 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             try:
                 old.detach().copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
             except (TypeError, ValueError, RuntimeError) as err:
-                raise ShapeError(
+                raise MismatchError(
                     f"the option {key!r} of the optimizer is a tensor in the state, and {value!r:.80} in the checkpoint",
                     hint="build the optimizer as it was built for the save",
                 ) from err

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
-from ckpt.errors import CorruptError, FormatError, ShapeError, StateError
+from ckpt.errors import CorruptError, FormatError, MismatchError, StateError
 from ckpt.plan import tree
 from ckpt.plan.match import Selection, misfit
 from ckpt.plan.tree_decoding import MISSING, Node
@@ -156,6 +156,8 @@ class Binding:
     renames: tuple[tuple[str, str], ...] = ()
     """Rules that were found beside the caller's own (``bind.optimizer_renames``)."""
     missing: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    """Lines about shapes and dtypes that differ; ``misfits`` has those about all else that does not fit."""
     misfits: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -232,7 +234,7 @@ class Binder:
             for other, values in before:
                 for part, value in zip(other.parts, values, strict=True):
                     if not torch.equal(raw_view(part.memory.detach().contiguous()), raw_view(value.contiguous())):
-                        raise ShapeError(
+                        raise MismatchError(
                             "the two share elements in the state, for which the checkpoint has different values",
                             where=f"tensor {name} and {other.state_name}",
                             hint="give each of them memory of its own, or leave one out with only=",
@@ -324,7 +326,7 @@ class Binder:
         if entry.dtype is not info.dtype or entry.shape != info.shape or entry.logical is not None:  # if not, nothing can be wrong
             problem = misfit(info, entry, cast=self.cast)
             if problem is not None:
-                self.binding.misfits.append(f"{name}: {problem}")
+                self.binding.shapes.append(f"{name}: {problem}")
                 return
             if entry.dtype != info.dtype:
                 self.binding.cast.append(name)
@@ -348,7 +350,7 @@ class Binder:
 
         def check() -> None:
             if not all(torch.equal(raw_view(a.memory), raw_view(b.memory)) for a, b in zip(local.parts, beside.parts, strict=True)):
-                raise ShapeError(
+                raise MismatchError(
                     "the state ties this tensor to another one, but the checkpoint has different values for the two",
                     where=f"tensor {name} and {first}",
                     hint="untie them in the model, or leave one out with only=",

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ckpt.errors import ShapeError, StateError, UsageError
+from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MAX_DEPTH, SCALARS, Node
@@ -249,14 +249,14 @@ class PerRank:
         None if its own is missing.
 
         Raises:
-            ShapeError: it cannot be said who takes what. Nothing was changed.
+            MismatchError: it cannot be said who takes what. Nothing was changed.
         """
         position, count = list(ranks).index(rank), len(ranks)
         if world_size == count:
             return RankChoice(ranks=[position], take=lambda values: self._put(values[0])) if position in nodes else None
         reshard = self.reshard
         if reshard is None:
-            raise ShapeError(f"saved per rank by {world_size} ranks, loaded by {count}; give PerRank(value, reshard=...) to say how")
+            raise MismatchError(f"saved per rank by {world_size} ranks, loaded by {count}; give PerRank(value, reshard=...) to say how")
         return RankChoice(ranks=list(nodes), take=lambda values: self._put(reshard(values, position, count)))
 
     def _put(self, value: object) -> None:

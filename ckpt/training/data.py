@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from ckpt.errors import ShapeError, StateError, UsageError
+from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan.tree_decoding import Node
 from ckpt.state.dtensor import MeshLike, StateSharding, holders
 from ckpt.state.walk import Compound, PerRank, RankChoice, ReceivedState
@@ -443,9 +443,9 @@ class _Own(PerRank):
         wanted = [seat.number] if count == seat.count else list(range(count))
         lacking = [n for n in wanted if n not in holding]
         if lacking:
-            raise ShapeError(f"of {count} data-parallel ranks, none of number {lacking[0]} saved the loader's state: stores=False")
+            raise MismatchError(f"of {count} data-parallel ranks, none of number {lacking[0]} saved the loader's state: stores=False")
         if count != seat.count and self.of.reshard is None:
-            raise ShapeError(
+            raise MismatchError(
                 f"saved by {count} data-parallel ranks, loaded by {seat.count}, and only the loader knows what its state means: load on "
                 f"{count}, give LoaderState(reshard=...), or use ckpt.training.Batches (docs/random-and-data.md)"
             )
