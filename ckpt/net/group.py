@@ -114,6 +114,11 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
     import torch.distributed as dist
 
+    if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup) and dist.is_initialized()):
+        raise UsageError(
+            f"process_group= is a group of ranks that torch.distributed knows, not {process_group!r}",
+            hint="process_group=dist.new_group(ranks), or mesh.get_group(), after init_process_group; None for all ranks",
+        )
     if not (dist.is_available() and dist.is_initialized()):
         if not hasattr(_alone, "group"):
             _alone.group = Group(0, (0,))
