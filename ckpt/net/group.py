@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -114,12 +114,15 @@ def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
     import torch.distributed as dist
 
-    if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup) and dist.is_initialized()):
+    in_use, given = dist.is_available() and dist.is_initialized(), cast(object, process_group)
+    if given is not None and not (in_use and isinstance(given, dist.ProcessGroup)):
+        if in_use and given == dist.GroupMember.NON_GROUP_MEMBER:  # new_group gives it to ranks outside
+            raise UsageError(f"rank {dist.get_rank()} is not in the process group")
         raise UsageError(
-            f"process_group= is a group of ranks that torch.distributed knows, not {process_group!r}",
+            f"process_group= is a group of ranks that torch.distributed knows, not {given!r}",
             hint="process_group=dist.new_group(ranks), or mesh.get_group(), after init_process_group; None for all ranks",
         )
-    if not (dist.is_available() and dist.is_initialized()):
+    if not in_use:
         if not hasattr(_alone, "group"):
             _alone.group = Group(0, (0,))
         alone: Group = _alone.group
