@@ -14,10 +14,11 @@ Invariant: nothing in a state changes before every rank knows that everything fi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 
@@ -79,6 +80,23 @@ class LoadReport:
             f"{verb} {units.plural(self.tensors, 'tensor')}, {units.size(self.bytes_needed)}, from {self.url} in "
             f"{units.duration(self.seconds)}{lacking}"
         )
+
+
+class LoadArguments(TypedDict, total=False):
+    """What :meth:`ckpt.Checkpointer.restore` hands on to :func:`ckpt.load`."""
+
+    only: str | Sequence[str] | None
+    trainable: bool
+    rename: Mapping[str, str] | None
+    strict: bool
+    cast: bool
+    verify: Verify
+    exchange: bool | None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None
+    layout: Layout | None
+    timeout: float | None
+    threads: int | None
+    progress: bool | ProgressCallback | None
 
 
 Shares = Literal["all", "parts", "none"]
