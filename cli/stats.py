@@ -288,14 +288,15 @@ def _run_row(saved: SavedSpans, *, members: bool) -> tuple[str, ...]:
 def report(
     urls: tuple[str, ...], *, out: str, price: str | None, ranks_per_host: int | None, mesh: dict[str, int] | None, output: Output
 ) -> None:
-    """Draw where the time of saves went. URL is a run, or one or more checkpoints to compare.
+    """Draw where the time of saves went. URL is a run, or several runs or checkpoints to compare.
 
     The report is one HTML file that needs no network and no scripts: figures, advice, a heat map of ranks and phases, threads over time,
-    and the stored tensors. The newest save is shown in detail.
+    and the stored tensors. The page shows the newest save first; links show the others. Charts of several runs lie over each other.
 
     \b
     Example:
       ckpt report runs/a
+      ckpt report runs/a runs/b
       ckpt report runs/a/step-1000 -o step.html --price 2.50
       ckpt report runs/a/step-1000 runs/b/step-1000 -o both.html
     """
@@ -313,7 +314,7 @@ def report(
         sys.stdout.buffer.write(page)
         return
     _write("report", out, [page])
-    saves = len([s for s in report.saves if s.summary is not None])
+    saves = sum(len(series.known) for series in report.series)
     if output.json:
         notes = list(report.notes)
         output.document(

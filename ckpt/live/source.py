@@ -57,10 +57,12 @@ from .publication import (
     Publication,
     VersionLeader,
     capture_image,
+    conclude,
     not_sealed,
     prepare_image,
     replica_digests,
     seal_image,
+    settle,
 )
 from .registry import VersionRegistry
 from .segment import PublishedSegment, SegmentPool
@@ -257,7 +259,7 @@ class Source:
         if self._last is not None:
             last, self._last = self._last, None
             try:
-                last.settle()
+                settle(last)
             except Exception as err:  # noqa: BLE001  raised below
                 earlier = err
         spans = Spans(on=settings.spans())
@@ -320,7 +322,7 @@ class Source:
                 prepared.fence.down(err)
             publication.sealed.set_exception(err)
         else:
-            publication.publish(version, prepared)
+            conclude(publication, version, prepared)
 
     def _seal(self, step: int, prepared: PreparedImage, call: Call, number: int) -> Version:
         rank = self._group.rank
@@ -410,7 +412,7 @@ class Source:
             return
         try:
             if self._last is not None:
-                self._last.settle()
+                settle(self._last)
         finally:
             if self._control is not None:
                 self._control.close()

@@ -235,7 +235,7 @@ class PerRank:
     """
 
     def __init__(self, value: Any, *, reshard: Reshard | None = None) -> None:
-        self.value = value
+        self.value: Any = value
         self.reshard = reshard
 
     def __repr__(self) -> str:

@@ -14,10 +14,11 @@ Invariant: nothing in a state changes before every rank knows that everything fi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from ckpt import units
 from ckpt.catalog import Catalog
@@ -80,6 +81,23 @@ class LoadReport:
             f"{verb} {units.plural(self.tensors, 'tensor')}, {units.size(self.bytes_needed)}, from {self.url} in "
             f"{units.duration(self.seconds)}{lacking}"
         )
+
+
+class LoadArguments(TypedDict, total=False):
+    """What :meth:`ckpt.Checkpointer.restore` hands on to :func:`ckpt.load`."""
+
+    only: str | Sequence[str] | None
+    trainable: bool
+    rename: Mapping[str, str] | None
+    strict: bool
+    cast: bool
+    verify: Verify
+    exchange: bool | None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None
+    layout: Layout | None
+    timeout: float | None
+    threads: int | None
+    progress: bool | ProgressCallback | None
 
 
 Shares = Literal["all", "parts", "none"]
