@@ -82,6 +82,7 @@ def test_a_guide_is_short_and_has_what_can_go_wrong() -> None:
 def test_the_pages_are_not_too_many_words() -> None:
     assert sum(len(page.read_text().split()) for page in DOCS.rglob("*.md")) <= 45_000
     assert sum(len((DOCS / name).read_text().split()) for name in ("architecture.md", "decisions.md")) <= 7_000
+    assert len((DOCS / "benchmarks.md").read_text().split()) <= 1_500  # one page
     assert len((ROOT / "README.md").read_text().splitlines()) <= 175
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -95,9 +96,7 @@ def warn_if_others_are_missing(group: Group) -> None:
     size = os.environ.get("WORLD_SIZE", "")
     if group.size > 1 or not size.isdecimal() or int(size) < 2 or "RANK" not in os.environ or _warned:
         return
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    if not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():
         _warned.append(size)
         log.warning(
             "WORLD_SIZE is %s, but torch.distributed is not initialized: this process saves alone, as if it were the only one", size
@@ -112,13 +111,13 @@ _alone = threading.local()
 
 def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    if not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():  # whoever uses it has imported it
         if not hasattr(_alone, "group"):
             _alone.group = Group(0, (0,))
         alone: Group = _alone.group
         return alone
+    import torch.distributed as dist
+
     pg = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
     ranks = tuple(dist.get_process_group_ranks(pg))
     rank = dist.get_rank()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.api import load
 from ckpt.catalog import Catalog
-from ckpt.engine.load.fill import LoadReport
+from ckpt.engine.load.fill import LoadArguments, LoadReport
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, stats_of
 from ckpt.engine.save.base import SaveBase
@@ -200,7 +200,7 @@ class Checkpointer:
         step: int | None = None,
         begin_from: str | os.PathLike[str] | BeginFrom | None = None,
         members: MemberChanges | None = None,
-        **options: Any,
+        **options: Unpack[LoadArguments],
     ) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 

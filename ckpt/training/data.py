@@ -126,15 +126,16 @@ class Batches(Sampler[list[int]]):
         seed: int = 0,
         tail: Tail = "carry",
     ) -> None:
-        self.steps = Steps(samples=samples, size=size, tail=tail)
+        self.steps: Steps = Steps(samples=samples, size=size, tail=tail)
         if not 0 <= part < parts <= size:
             raise UsageError(
                 f"part {part} of {parts} in batches of {size}", hint="size counts the samples of all data-parallel ranks together"
             )
         if seed < 0 or not (callable(order) or order in ("shuffled", "as-is")):
             raise UsageError(f"order is 'shuffled', 'as-is' or a function, seed not negative: {order!r}, {seed}")
-        self.part, self.parts = part, parts
-        self.start = Position()
+        self.part: int = part
+        self.parts: int = parts
+        self.start: Position = Position()
         """Where the next iteration begins."""
         self._named = "function" if callable(order) else f"shuffled {seed}" if order == "shuffled" else "as-is"
         own = order if callable(order) else (lambda epoch: range(samples)) if order == "as-is" else partial(shuffled, samples, seed)
@@ -391,7 +392,7 @@ class LoaderState(Compound):
         stores: bool = True,
     ) -> None:
         self.loader = loader
-        self.shared = (shared,) if isinstance(shared, str) else tuple(shared)
+        self.shared: tuple[str, ...] = (shared,) if isinstance(shared, str) else tuple(shared)
         self.reshard: Reshard | None = reshard or getattr(loader, "reshard", None) or resharded(loader)
         self.stores = stores
         self._seating = StateSharding(mesh, over, "over")

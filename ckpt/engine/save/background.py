@@ -81,7 +81,7 @@ class SaveHandle:
 
     def __init__(self, job: SaveJob, blocked: BlockedTime, cancelled: threading.Event, backoff: CpuBackoff) -> None:
         self._fence = CaptureFence(blocked.stall, backoff)
-        self.url = job.call.url
+        self.url: str = job.call.url
         self.captured: Outcome[None] = self._fence.captured
         self.durable: Outcome[SaveReport] = Outcome()
         self._stats = BackgroundStats(stall=blocked.stall)
