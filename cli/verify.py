@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, redirect_stdout
@@ -99,7 +98,7 @@ def _verify_members(url: str, parts: Mapping[str, str], *, threads: int | None, 
                 context.invoke(verify, url=part, threads=threads, semantic=semantic, as_json=output.json, quiet=output.quiet)
         except Exit as end:
             code = code or end.exit_code
-        documents[name] = json.loads(text.getvalue() or "null")
+        documents[name] = parse_json(text.getvalue() or "null")
     if output.json:
         output.document({"url": url, "ok": not code, "members": documents})
     context.exit(code)
