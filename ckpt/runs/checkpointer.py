@@ -35,9 +35,8 @@ from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
 
-from .bases import Bases, run_options
 from .events import Alerts, Listener
-from .lineage import Lineage
+from .lineage import Bases, Lineage, run_options
 from .members import MemberChanges
 from .membership import Membership
 from .node_tier import Memory, NodeLocal

@@ -125,7 +125,8 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
     urls = tuple(dict.fromkeys(urls))
     runs = [_run(url, notes, alone=len(urls) == 1) for url in urls if not is_checkpoint(url)]
     if runs and len(runs) < len(urls):
-        raise UsageError("a run and a checkpoint cannot be compared", where=runs[0].url, hint="name runs only, or checkpoints only")
+        save = f"one of its saves, such as {runs[0].saves[-1].url}" if runs[0].saves else "checkpoints only"
+        raise UsageError("a run and a checkpoint cannot be compared", where=runs[0].url, hint=f"name runs only, or {save}")
     if len(runs) > RUNS:
         raise UsageError(f"a report shows {RUNS} runs at most, and these are {len(runs)}", where=urls[RUNS], hint="name fewer")
     series = tuple(runs) or (Series(url="", saves=_checkpoints(urls)),)
