@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -111,13 +111,20 @@ _alone = threading.local()
 
 def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
-    if not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():  # whoever uses it has imported it
+    dist: Any = sys.modules.get("torch.distributed")  # whoever uses it has imported it
+    in_use = getattr(dist, "is_initialized", bool)()
+    if process_group is not None and not (in_use and isinstance(process_group, dist.ProcessGroup)):
+        if in_use and process_group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group gives it to ranks outside
+            raise UsageError(f"rank {dist.get_rank()} is not in the process group")
+        raise UsageError(
+            f"process_group= is a group of ranks that torch.distributed knows, not {process_group!r}",
+            hint="process_group=dist.new_group(ranks), or mesh.get_group(), after init_process_group; None for all ranks",
+        )
+    if not in_use:
         if not hasattr(_alone, "group"):
             _alone.group = Group(0, (0,))
         alone: Group = _alone.group
         return alone
-    import torch.distributed as dist
-
     pg = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
     ranks = tuple(dist.get_process_group_ranks(pg))
     rank = dist.get_rank()

@@ -117,7 +117,7 @@ def lay_out(files: Sequence[Sequence[Batch]], budget: int | None) -> tuple[list[
                 last += 1
             if last == first:
                 least = 2 * _pages_of(start, batches[first])
-                raise UsageError(f"a staging budget of {budget} bytes is too small: this state needs at least {least}")
+                raise UsageError(f"staging_bytes={budget} is too small: this state needs at least {least}")
             number = len(segments)
             segments.append(Segment(batches[first:last], start, number % 2 * half, number - 2 if number > 1 else None))
             first = last
