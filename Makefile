@@ -21,7 +21,7 @@ QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tes
 # most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
 WORKERS ?= 4
 
-.PHONY: venv demo test quick matrix oldest newest incidents dlio trainers coverage lint format bench pictures site peers release-check clean s3-server machines
+.PHONY: venv demo test quick matrix oldest newest incidents dlio trainers coverage lint types format bench pictures site peers release-check clean s3-server machines
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -84,6 +84,14 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
+
+# what pyright sees of the public names; 250 MB below .types, as pip's pyright brings Node.js
+types: venv .types/bin/pyright
+	$(BIN)/python -m pytest -q --slow tests/api/test_typed_use.py
+
+.types/bin/pyright:
+	$(PYTHON) -m venv --clear .types
+	.types/bin/python -m pip install --quiet --disable-pip-version-check 'pyright[nodejs]==1.1.414'
 
 format: venv
 	$(BIN)/ruff check --fix .

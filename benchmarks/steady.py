@@ -161,6 +161,8 @@ def save(rank: Rank, *, steps: range) -> dict[str, float]:
     """Train and save. What this process has afterwards, and the CPU seconds of a save."""
     import torch
 
+    from ckpt.runs.checkpointer import job_of
+
     c, state = rank.kept["steady"]
     before = cpu_seconds()
     for n in steps:
@@ -171,7 +173,7 @@ def save(rank: Rank, *, steps: range) -> dict[str, float]:
         state["step"] = n
         c.step(n, state)
     c.wait()
-    return {"cpu": (cpu_seconds() - before) / len(steps), **now(c.group.served if rank.number == 0 else None)}
+    return {"cpu": (cpu_seconds() - before) / len(steps), **now(job_of(c)[0].served if rank.number == 0 else None)}
 
 
 def now(store: Any) -> dict[str, float]:

@@ -132,7 +132,8 @@ FACES = ("converters", "errors", "formats", "integrations", "io_backends", "live
 __all__ = ["__version__", *FACES, *_WHERE]
 
 
-__getattr__ = late_names(__name__, {**{name: f".{name}:" for name in FACES}, **{name: f".{where}" for name, where in _WHERE.items()}})
+if not TYPE_CHECKING:  # a checker would take every name for Any
+    __getattr__ = late_names(__name__, {**{name: f".{name}:" for name in FACES}, **{name: f".{where}" for name, where in _WHERE.items()}})
 
 
 def __dir__() -> list[str]:

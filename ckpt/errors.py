@@ -180,7 +180,8 @@ class NamesError(MismatchError, KeyError):
 
     exit_code = 21
 
-    __str__ = CkptError.__str__  # KeyError would print the repr
+    def __str__(self) -> str:
+        return CkptError.__str__(self)  # KeyError would print the repr
 
 
 class ShapeError(MismatchError, ValueError):

@@ -70,7 +70,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every_rank: bool = False) -> None:
-        self.path = os.fspath(path)
+        self.path: str = os.fspath(path)
         self.every_rank = every_rank
 
     def __call__(self, event: Event) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from sys import modules
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +29,12 @@ def needed(library: str, extra: str) -> Iterator[None]:
         if (err.name or "").partition(".")[0] != library:
             raise
         raise ImportError(f"this module needs {library}: pip install 'ckpt-toolkit[{extra}]'", name=library) from err
+
+
+def require_torch(what: str) -> None:
+    """Raise UsageError unless PyTorch is installed, which ``what`` needs. Does not import it."""
+    if find_spec("torch") is None:
+        raise UsageError(f"{what} needs PyTorch, which is not installed", hint="pip install torch")
 
 
 def warn_if_untried(distribution: str, tried: str) -> None:
@@ -57,8 +64,13 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, colon, other = where[name].partition(":")
-        with gc_paused():  # each collection would walk through all of torch
-            imported = import_module(module, package)
+        try:
+            with gc_paused():  # each collection would walk through all of torch
+                imported = import_module(module, package)
+        except ModuleNotFoundError as err:
+            if (err.name or "").partition(".")[0] == "torch":
+                require_torch(f"{package}.{name}")
+            raise
         value = imported if colon and not other else getattr(imported, other or name)
         vars(modules[package])[name] = value
         return value

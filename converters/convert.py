@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckpt import settings, units
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, target
+from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, check_sizes, target
 from ckpt.converters.targets.hf import read_configuration
 from ckpt.errors import CkptError, ConsistencyError, FormatError, MismatchError, RankFailedError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING
@@ -30,7 +30,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
-from ckpt.settings import __version__
+from ckpt.settings import __version__, check_flags
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
 
@@ -320,8 +320,8 @@ def convert(
 
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:
     """What the options ask for beside the tensors, once their memory and configuration are checked."""
-    if not isinstance(options.memory, int):
-        raise UsageError(f"memory= is a number of bytes, not {options.memory!r}", hint="memory=1 << 30")
+    check_flags(**{name: getattr(options, name) for name in ("optimizer", "overwrite", "verify", "repair", "require_config")})
+    check_sizes(memory=options.memory, shard_size=options.shard_size)
     if options.memory < settings.LEAST_MEMORY:
         raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {settings.LEAST_MEMORY >> 20}MiB")
     if options.config is not None and (format.name != "hf" or format.one_file(url)):
@@ -341,6 +341,9 @@ def run(
 ) -> ConvertReport:
     """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
+    check_flags(dry_run=dry_run)
+    if not isinstance(part, tuple | DividedWork):
+        raise UsageError(f"part= is the number of this process and how many there are, not {part!r}", hint="part=(0, 4)")
     if not dry_run and not isinstance(part, tuple):
         plan, counts = write_divided(conversion, part, progress)
     else:

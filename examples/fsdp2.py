@@ -51,7 +51,7 @@ def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 
     with ckpt.Checkpointer(run, save=EverySteps(every) | OnPreemption(), keep=Latest(2)) as c:
         start = c.restore(state)  # each rank reads only what it needs, whatever ranks have saved it
         if rank == 0 and start is not None:
-            print(f"resuming after step {start}, saved by {state['ranks']} ranks, on {world}", flush=True)
+            print(f"resuming after step {start}: world size {state['ranks']} -> {world}", flush=True)
         state["ranks"] = world
         for step in range(1 if start is None else start + 1, steps + 1):
             x, y = (t.to(device) for t in batch_of(step, rank, world))

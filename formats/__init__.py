@@ -31,4 +31,5 @@ _WHERE = {
 __all__ = list(_WHERE)
 
 
-__getattr__ = late_names(__name__, _WHERE)
+if not TYPE_CHECKING:  # a checker would take every name for Any
+    __getattr__ = late_names(__name__, _WHERE)

@@ -37,4 +37,5 @@ __all__ = [
     "wrap_backends",
 ]
 
-__getattr__ = late_names(__name__, dict.fromkeys(("Fault", "FaultyBackend", "FaultyProcess", "SimulatedCrash"), ".faulty"))
+if not TYPE_CHECKING:  # a checker would take every name for Any
+    __getattr__ = late_names(__name__, dict.fromkeys(("Fault", "FaultyBackend", "FaultyProcess", "SimulatedCrash"), ".faulty"))

@@ -157,7 +157,7 @@ class FaultyBackend(Backend):
 
     def __init__(self, inner: Backend, fault: Fault | None = None, *, process: FaultyProcess | None = None) -> None:
         self._inner = inner
-        self.process = FaultyProcess(fault) if process is None else process
+        self.process: FaultyProcess = FaultyProcess(fault) if process is None else process
 
     @property
     def operations(self) -> int:

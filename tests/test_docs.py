@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import html
-import importlib.util
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
@@ -21,6 +19,7 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import COMMANDS, cli
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -83,6 +82,7 @@ def test_a_guide_is_short_and_has_what_can_go_wrong() -> None:
 def test_the_pages_are_not_too_many_words() -> None:
     assert sum(len(page.read_text().split()) for page in DOCS.rglob("*.md")) <= 45_000
     assert sum(len((DOCS / name).read_text().split()) for name in ("architecture.md", "decisions.md")) <= 7_000
+    assert len((DOCS / "benchmarks.md").read_text().split()) <= 1_500  # one page
     assert len((ROOT / "README.md").read_text().splitlines()) <= 175
 
 
@@ -204,14 +204,6 @@ def test_the_ratios_of_the_readme_are_those_of_the_benchmarks() -> None:
     shown = {(row[0], place): ratio for row in rows for place, ratio in zip(head[1:], row[1:], strict=True)}
     assert len(rows) >= 5 and shown == {key: measured.get(key, "–") for key in shown}
     assert max(float(ratio) for ratio in shown.values() if ratio != "–") > 1, "show rows where we are worse, too"
-
-
-def load_script(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_pictures_are_those_of_their_scripts() -> None:

@@ -4,7 +4,6 @@ training script that saves in the background."""
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import math
 import os
@@ -23,17 +22,14 @@ import torch
 import ckpt
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
+from tests.scripts import load_script
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("examples_demo_run", DEMO / "run.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples_demo_run", DEMO / "run.py")
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
@@ -210,11 +206,7 @@ EXAMPLES = DEMO.parent
 
 
 def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(f"examples_{name}", EXAMPLES / f"{name}.py")
 
 
 def call(name: str, function: str, *args: Any) -> Any:
@@ -436,13 +428,10 @@ def test_the_demo_holds(tmp_path: Path) -> None:
 
 def test_parts_and_averages_go_on(tmp_path: Path) -> None:
     """Stopped half way and started again, the example ends with the loss of a run that was not stopped; checkpoints are small."""
-    spec = importlib.util.spec_from_file_location("examples_lora_ema", DEMO.parent / "lora_ema.py")
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    example.train(str(tmp_path / "two"), 6, 3)
-    example.train(str(tmp_path / "two"), 12, 3)
-    example.train(str(tmp_path / "one"), 12, 3)
+    train = example("lora_ema").train
+    train(str(tmp_path / "two"), 6, 3)
+    train(str(tmp_path / "two"), 12, 3)
+    train(str(tmp_path / "one"), 12, 3)
     one, two = (ckpt.open(str(tmp_path / run / "steps" / "step-00000012")) for run in ("one", "two"))
     assert set(one) == set(two) and not any(".base." in name for name in one)
     assert all(torch.equal(one[name].read(), two[name].read()) for name in one)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -57,11 +58,7 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("site_hooks", DOCS / "site_hooks.py")
 
 
 def test_links_out_of_the_pages_lead_to_the_repository(hooks: ModuleType) -> None:

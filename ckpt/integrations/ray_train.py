@@ -20,7 +20,7 @@ from typing import Any
 from ckpt.engine.save.background import SaveHandle
 from ckpt.errors import UsageError
 from ckpt.needs import needed
-from ckpt.runs.checkpointer import Checkpointer
+from ckpt.runs.checkpointer import Checkpointer, job_of
 
 with needed("ray", "ray[train]"):
     from ray import train
@@ -82,6 +82,7 @@ class RayCheckpointer(Checkpointer):
             return
         (n, handle, metrics), self._unreported = self._unreported, None
         if handle.durable.exception() is None:
-            checkpoint = train.Checkpoint(handle.url) if self.group.rank == self.group.leader else None
+            group, _ = job_of(self)
+            checkpoint = train.Checkpoint(handle.url) if group.rank == group.leader else None
             reported = {**{name: float(value) for name, value in metrics.items()}, "step": n}
             train.report(reported, checkpoint=checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)

@@ -24,7 +24,7 @@ from ckpt.net.endpoints import own_addresses
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
-from ckpt.runs.checkpointer import Checkpointer
+from ckpt.runs.checkpointer import Checkpointer, job_of
 from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
 
 if TYPE_CHECKING:
@@ -184,6 +184,7 @@ class NamedRun(Checkpointer):
 
 def agreed_latest(checkpointer: Checkpointer) -> int | None:
     """The newest committed step as the leading rank sees it; collective. Listings of shared storage may differ for a while."""
-    call = checkpointer.group.call("latest", checkpointer.root, checkpointer.timeout)
+    group, timeout = job_of(checkpointer)
+    call = group.call("latest", checkpointer.root, timeout)
     latest = call.map_reduce("latest", dict, lambda rows: checkpointer.latest)
     return None if latest is None else int(latest)

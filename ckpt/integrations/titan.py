@@ -24,7 +24,7 @@ from ckpt.converters.export.export import export
 from ckpt.errors import NamesError, UsageError
 from ckpt.io_backends.registry import join_url
 from ckpt.policies import All, EverySteps, Latest
-from ckpt.runs.checkpointer import Checkpointer
+from ckpt.runs.checkpointer import Checkpointer, job_of
 from ckpt.state.collect import Fenced
 from ckpt.state.modules import copies_of, tensors_of
 from ckpt.state.walk import PerRank
@@ -148,7 +148,7 @@ class CheckpointManager:
             NotFoundError: there is no checkpoint of ``step``.
             CkptError: as :meth:`ckpt.Checkpointer.restore`.
         """
-        with self.checkpointer.group.fails_together("load", self.folder):
+        with job_of(self.checkpointer)[0].fails_together("load", self.folder):
             state = self.state()
         path = self.config.initial_load_path
         latest = agreed_latest(self.checkpointer) if step == -1 else step
@@ -171,7 +171,7 @@ class CheckpointManager:
         return True
 
     def _load_from_hf(self, url: str) -> None:
-        with self.checkpointer.group.fails_together("load", url):
+        with job_of(self.checkpointer)[0].fails_together("load", url):
             tensors = self.sd_adapter.to_hf(self._tensors())
             there = self.sd_adapter.from_hf(dict(tensors))  # first: some of the tensors are the model's own
             buffers = {name for part in self.model_parts for name, _ in part.named_buffers()}
@@ -205,7 +205,7 @@ class CheckpointManager:
         if dtype is not None and self._save_in_hf:
             self.checkpointer.wait()
             url = join_url(self.folder, "hf")
-            with self.checkpointer.group.fails_together("export", url):
+            with job_of(self.checkpointer)[0].fails_together("export", url):
                 tensors = self.sd_adapter.to_hf(self._tensors())
             export(url, tensors, dtype=dtype, overwrite=True)
             return True

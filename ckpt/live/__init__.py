@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ckpt.needs import late_names
 
 if TYPE_CHECKING:
     from .control import SinkStatus as SinkStatus
@@ -37,8 +38,5 @@ _WHERE = {
 
 __all__ = list(_WHERE)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
-    raise AttributeError(f"module 'ckpt.live' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker would take every name for Any
+    __getattr__ = late_names(__name__, {name: f".{where}" for name, where in _WHERE.items()})

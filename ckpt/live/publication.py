@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt import units
 from ckpt.engine.devices import refuse_in_graph
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.fence import CaptureFence, Outcome
@@ -30,8 +31,9 @@ from ckpt.plan import tree
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
+from ckpt.state import lazy
 from ckpt.state.collect import Collected
-from ckpt.state.tensors import RAW, LocalShard, LocalTensor
+from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.callbacks import Stall
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans, SpanTable
@@ -183,7 +185,7 @@ def replica_digests(prepared: PreparedImage, call: Call, threads: int) -> dict[s
         memory = torch.from_numpy(segment.data)
         parts = []
         for placed in boxes:
-            raw = memory[placed.start : placed.start + placed.nbytes].view(RAW[placed.tensor.dtype.itemsize])
+            raw = memory[placed.start : placed.start + placed.nbytes].view(lazy.RAW[placed.tensor.dtype.itemsize])
             parts.append(LocalShard(placed.box, raw.view(placed.box.shape)))
         return LocalTensor(boxes[0].tensor, parts, name)
 
@@ -208,6 +210,9 @@ class PublishReport:
     blocked: float
     spans: SpanTable
 
+    def __str__(self) -> str:
+        return f"published step {self.version.step}, {units.size(self.bytes)}, in {units.duration(self.seconds)}"
+
 
 class Publication:
     """A version on its way, as :meth:`Source.publish` gives it. ``step`` is the caller's."""
@@ -222,17 +227,6 @@ class Publication:
 
     def __repr__(self) -> str:
         return f"<ckpt publication of step {self.step}: {'done' if self.sealed.done() else 'going on'}>"
-
-    def publish(self, version: Version, prepared: PreparedImage) -> None:
-        """The version is there."""
-        self.report = PublishReport(
-            version=version,
-            bytes=prepared.meter.total,
-            seconds=time.perf_counter() - prepared.began,
-            blocked=prepared.fence.stall.seconds,
-            spans=prepared.spans.table(),
-        )
-        self.sealed.set_result(version)
 
     def fence(self) -> None:
         """Wait until the state may change again. Call it before you change the state by hand; an optimizer's step does it by itself.
@@ -256,12 +250,25 @@ class Publication:
         self._fence.backoff.haste.set()
         return self.sealed.result(timeout)
 
-    def settle(self) -> None:
-        """Wait until it has ended, and raise its error if nobody has asked for it."""
-        self._fence.backoff.haste.set()
-        self.sealed.error()
-        if not (self.sealed.error_reported or self.captured.error_reported):
-            self.sealed.result()
+
+def conclude(publication: Publication, version: Version, prepared: PreparedImage) -> None:
+    """The version is there."""
+    publication.report = PublishReport(
+        version=version,
+        bytes=prepared.meter.total,
+        seconds=time.perf_counter() - prepared.began,
+        blocked=prepared.fence.stall.seconds,
+        spans=prepared.spans.table(),
+    )
+    publication.sealed.set_result(version)
+
+
+def settle(publication: Publication) -> None:
+    """Wait until it has ended, and raise its error if nobody has asked for it."""
+    publication._fence.backoff.haste.set()
+    publication.sealed.error()
+    if not (publication.sealed.error_reported or publication.captured.error_reported):
+        publication.sealed.result()
 
 
 def not_sealed(name: str, seconds: float) -> DeadlineError:

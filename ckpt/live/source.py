@@ -28,7 +28,7 @@ from ckpt.net.channel import Row
 from ckpt.net.connections import ConnectionServer
 from ckpt.net.group import current_group
 from ckpt.net.shared_memory import machine
-from ckpt.plan.layout.layout import Layout
+from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
@@ -57,10 +57,12 @@ from .publication import (
     Publication,
     VersionLeader,
     capture_image,
+    conclude,
     not_sealed,
     prepare_image,
     replica_digests,
     seal_image,
+    settle,
 )
 from .registry import VersionRegistry
 from .segment import PublishedSegment, SegmentPool
@@ -119,7 +121,7 @@ class Source:
         self._check_replicas = check_replicas and base.size > 1
         self._group = base.apart()
         if layout is not None:
-            layout.check_ranks(base.ranks)
+            check_layout(layout, base.ranks)
         self._shards = ShardCache()
         self._pool = SegmentPool()
         self._image: ImagePlan | None = None
@@ -257,7 +259,7 @@ class Source:
         if self._last is not None:
             last, self._last = self._last, None
             try:
-                last.settle()
+                settle(last)
             except Exception as err:  # noqa: BLE001  raised below
                 earlier = err
         spans = Spans(on=settings.spans())
@@ -320,7 +322,7 @@ class Source:
                 prepared.fence.down(err)
             publication.sealed.set_exception(err)
         else:
-            publication.publish(version, prepared)
+            conclude(publication, version, prepared)
 
     def _seal(self, step: int, prepared: PreparedImage, call: Call, number: int) -> Version:
         rank = self._group.rank
@@ -410,7 +412,7 @@ class Source:
             return
         try:
             if self._last is not None:
-                self._last.settle()
+                settle(self._last)
         finally:
             if self._control is not None:
                 self._control.close()

@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.api import load
 from ckpt.catalog import Catalog
-from ckpt.engine.load.fill import LoadReport
+from ckpt.engine.load.fill import LoadArguments, LoadReport
 from ckpt.engine.load.load import opened, recorded
-from ckpt.engine.save.background import SaveHandle, start_save
+from ckpt.engine.save.background import SaveHandle, start_save, stats_of
 from ckpt.engine.save.base import SaveBase
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
-from ckpt.net.group import current_group, warn_if_others_are_missing
+from ckpt.net.group import Group, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
+from ckpt.policies.save import check_positive
 from ckpt.settings import text
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
 
-from .bases import Bases, run_options
 from .events import Alerts, Listener
-from .lineage import Lineage
+from .lineage import Bases, Lineage, run_options
 from .members import MemberChanges
 from .membership import Membership
 from .node_tier import Memory, NodeLocal
@@ -145,43 +145,44 @@ class Checkpointer:
         callback_of(progress=self._progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self._process_group = arguments.get("process_group")
-        self.group = current_group(self._process_group)
+        self._group = current_group(self._process_group)
         if text("CKPT_PROVE") is not None:
             from ckpt.testing.witness import attended
 
-            self._witness, root = attended(root, self.group, options.layout, joint=member is not None)
+            self._witness, root = attended(root, self._group, options.layout, joint=member is not None)
             local, memory, local_keep = None, None, None
         if member is not None or members:
-            self._joint = Membership(root, member, members, self.group, options.timeout, keep)
+            self._joint = Membership(root, member, members, self._group, options.timeout, keep)
             root, keep = self._joint.own_root, All()  # what stays is decided for all members together
         self.root = root
-        self.policy = save
-        self.keep = keep
-        self.capture = capture
+        self._policy = save
+        self._keep = keep
+        self._capture = capture
         self._bases = Bases(anchor)
-        self.timeout = options.timeout
+        self._timeout = options.timeout
         if options.layout is not None:
-            check_layout(options.layout, self.group.ranks)
-        warn_if_others_are_missing(self.group)
-        self._tiers = TierChain(root, keep, local, local_keep, memory, self.group, options)
+            check_layout(options.layout, self._group.ranks)
+        warn_if_others_are_missing(self._group)
+        self._tiers = TierChain(root, keep, local, local_keep, memory, self._group, options)
         if anchor is not None:  # else the base is the newest checkpoint, which always stays
             self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if memory is not None:
-            self._memory = SaveSchedule(memory.every, self.group, self.timeout, signals)
+            self._memory = SaveSchedule(memory.every, self._group, self._timeout, signals)
         self._lineage = Lineage(self._tiers.later.look)
         behind = local is not None and memory is None
-        self._reporter = Reporter(root, self.group, on_event, alerts=alerts, tiers=behind, run_log=run_log)
+        self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=behind, run_log=run_log)
         self._tiers.report_to(self._reporter, self._on_published)
         if self._joint is not None:
             self._joint.reporter = self._reporter
-        leads = self.group.rank == self.group.leader
+        leads = self._group.rank == self._group.leader
         self._failed_saves, self._failed_publishing = (FailedSaves(give_up_after, leads=leads) for _ in range(2))
-        self._patience = self.timeout if publish_timeout is None else publish_timeout
+        self._patience = self._timeout if publish_timeout is None else publish_timeout
+        check_positive(self._patience, "publish_timeout", zero=True)
         # Last: what is refused above leaves no handler of a signal behind, which would keep a notice from ending the process.
-        self._schedule = SaveSchedule(save, self.group, self.timeout, signals)
+        self._schedule = SaveSchedule(save, self._group, self._timeout, signals)
 
     def __repr__(self) -> str:
-        return f"<ckpt.Checkpointer of {self.root}: saves {self.policy!r}, keeps {self.keep!r}{'; closed' if self._closed else ''}>"
+        return f"<ckpt.Checkpointer of {self.root}: saves {self._policy!r}, keeps {self._keep!r}{'; closed' if self._closed else ''}>"
 
     def _prove(self, witness: Witness, n: int, state: State, metrics: Mapping[str, float] | None) -> None:
         """Note step ``n``; end the process if the run of the proof ends here."""
@@ -200,7 +201,7 @@ class Checkpointer:
         step: int | None = None,
         begin_from: str | os.PathLike[str] | BeginFrom | None = None,
         members: MemberChanges | None = None,
-        **options: Any,
+        **options: Unpack[LoadArguments],
     ) -> int | None:
         """Load the newest checkpoint that is committed and intact, or that of ``step``, and give its step; None if there is none.
 
@@ -262,7 +263,7 @@ class Checkpointer:
             origin = origin_of(step, begin_from, options)
             return {}
 
-        self.group.call("restore", self.root, self.timeout).map_reduce("begin", check, lambda rows: None)
+        self._group.call("restore", self.root, self._timeout).map_reduce("begin", check, lambda rows: None)
         began, reports = time.perf_counter(), list[LoadReport]()
         spans: dict[int, Row] = {}
         catalogs: list[Catalog] = []
@@ -308,7 +309,7 @@ class Checkpointer:
         reports: list[LoadReport],
     ) -> tuple[LoadedCopy | None, LoadedCopy | None]:
         """Load a checkpoint of this run, and where there is none ``origin``; gives the run's own, and what was loaded last."""
-        given = {"progress": self._progress, "layout": self._options.layout, "timeout": self.timeout, "threads": self._options.threads}
+        given = {"progress": self._progress, "layout": self._options.layout, "timeout": self._timeout, "threads": self._options.threads}
 
         def load_one(url: str, **more: Any) -> None:
             reports.append(load(url, state, process_group=self._process_group, **{**given, **options, **more}))
@@ -316,12 +317,12 @@ class Checkpointer:
         part = self._options.part
         same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
         # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
-        base = load_origin(origin, self.group, self.timeout, load_one) if origin is not None and part is not None else None
+        base = load_origin(origin, self._group, self._timeout, load_one) if origin is not None and part is not None else None
         own: LoadedCopy | None = None
         if id != "":
-            own = load_nearest(self._tiers, self.group, self.timeout, partial(load_one, **{**same_part, **options}), step, id)
+            own = load_nearest(self._tiers, self._group, self._timeout, partial(load_one, **{**same_part, **options}), step, id)
         if own is None and origin is not None:
-            return None, base or load_origin(origin, self.group, self.timeout, load_one)
+            return None, base or load_origin(origin, self._group, self._timeout, load_one)
         return own, own
 
     # ---- saving
@@ -400,8 +401,8 @@ class Checkpointer:
         try:
             check_step(n)
         except UsageError as err:
-            if self.group.size > 1:
-                self.group.call("save", self.root, self.timeout).fail("begin", err)
+            if self._group.size > 1:
+                self._group.call("save", self.root, self._timeout).fail("begin", err)
                 if self._connected:  # as where any other save fails
                     self._finish_begin(None, publish=self._memory is None)
             raise
@@ -435,14 +436,14 @@ class Checkpointer:
         durable: Future[Any] | None = None
         try:
             if isinstance(ready, BaseException):
-                self.group.call("save", self._place(n), self.timeout).fail("begin", ready)
+                self._group.call("save", self._place(n), self._timeout).fail("begin", ready)
                 raise ready
             made, options = ready
             then = self._tiers.nearest.retain_after_save
-            handle = start_save(self._place(n), made, self.group, options, self.capture, then=then)
+            handle = start_save(self._place(n), made, self._group, options, self._capture, then=then)
             self.handle, durable = handle, handle.durable
             if publish:
-                self._schedule.costs.begun(handle, self._schedule.now)
+                self._schedule.costs.begun(stats_of(handle), self._schedule.now)
             self._reporter.begun(n, handle)
             if self._joint is not None and self._tiers.uploader is None:
                 handle.durable.add_done_callback(partial(self._on_durable, n))
@@ -485,9 +486,9 @@ class Checkpointer:
             earlier=partial(self._earlier, n) if self._tiers.uploader is not None or self._joint is not None else None,
             branches=partial(self._lineage.of, n),
             placement=self._tiers.spread.placement if self._tiers.spread is not None else None,
-            progress=callback_of(progress=self._progress, leads=self.group.rank == self.group.leader, title=f"save {self._place(n)}"),
+            progress=callback_of(progress=self._progress, leads=self._group.rank == self._group.leader, title=f"save {self._place(n)}"),
         )
-        wait_for_pending_save(self.group)
+        wait_for_pending_save(self._group)
         return made, options
 
     def _earlier(self, n: int, replaced: str | None) -> str | None:
@@ -638,7 +639,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            if self.handle is not None and not self.handle.wait(self.timeout):
+            if self.handle is not None and not self.handle.wait(self._timeout):
                 log.error("the save of %s is still going on", self.handle.url)
             else:
                 self._ended()  # what it failed with is logged; what training raised matters more
@@ -651,3 +652,8 @@ class Checkpointer:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+def job_of(checkpointer: Checkpointer) -> tuple[Group, float]:
+    """The ranks that save together, and for how long they wait for each other; for the adapters of trainers."""
+    return checkpointer._group, checkpointer._timeout

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from ckpt.engine.save.background import SaveHandle
+from ckpt.engine.save.background import SaveHandle, stats_of
 from ckpt.errors import CkptError, NotFoundError, RankFailedError, UsageError
 from ckpt.formats.native.runlog import PATH, LogEntry, add_entry
 from ckpt.io_backends.registry import open_backend
@@ -74,12 +74,13 @@ class Reporter:
         """A save was begun in this call."""
         with self._going:
             self._saves += 1
-        self.tell("save.begun", step, handle.url, blocked=handle.stall.seconds)
-        began = time.perf_counter() - handle.stall.seconds
+        stall = stats_of(handle).stall
+        self.tell("save.begun", step, handle.url, blocked=stall.seconds)
+        began = time.perf_counter() - stall.seconds
 
         def captured(future: object) -> None:
             if handle.captured.error() is None:
-                self.tell("save.captured", step, handle.url, seconds=time.perf_counter() - began, blocked=handle.stall.seconds)
+                self.tell("save.captured", step, handle.url, seconds=time.perf_counter() - began, blocked=stall.seconds)
 
         handle.captured.add_done_callback(captured)
         handle.durable.add_done_callback(lambda future: self._ended(step, handle))
@@ -113,13 +114,14 @@ class Reporter:
         self.tell("restore", step, url, seconds=seconds, tensor_bytes=nbytes, **failed)
 
     def _ended(self, step: int, handle: SaveHandle) -> None:
-        error, blocked = handle.durable.error(), handle.stall.seconds
+        error, stats = handle.durable.error(), stats_of(handle)
+        blocked = stats.stall.seconds
         try:
             if error is not None:
                 self.tell("save.failed", step, handle.url, blocked=blocked, **error_fields(error))
-                self._keep(kind="save", step=step, url=handle.url, phase=handle.failed_in, seconds=handle.ran, **error_fields(error))
+                self._keep(kind="save", step=step, url=handle.url, phase=stats.failed_in, seconds=stats.ended, **error_fields(error))
                 return
-            report, busy, ranks = handle.durable.result(), handle.busy, self._group.ranks  # busy counts them from 0
+            report, busy, ranks = handle.durable.result(), stats.busy, self._group.ranks  # busy counts them from 0
             self.tell(
                 "save.durable",
                 step,
@@ -128,8 +130,8 @@ class Reporter:
                 report.seconds,
                 tensor_bytes=report.tensor_bytes,
                 blocked=blocked,
-                retries=handle.retries.again,
-                throttled=handle.retries.throttled,
+                retries=stats.retries.again,
+                throttled=stats.retries.throttled,
                 slowest=ranks[max(busy, key=lambda i: busy[i])] if busy else None,
                 stragglers=tuple(ranks[i] for i in stragglers(busy, report.seconds)),
             )

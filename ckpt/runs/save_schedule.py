@@ -29,7 +29,7 @@ from ckpt.policies.save import check_whole
 from ckpt.state.walk import check_state
 
 if TYPE_CHECKING:
-    from ckpt.engine.save.background import SaveHandle
+    from ckpt.engine.save.background import BackgroundStats
 
 # What saves cost training, measured in the training loop: how long they block it, and how much slower they make it.
 #
@@ -58,7 +58,7 @@ class CostMeter:
         self._left: float | None = None
         self._stood = 0.0
         """What the save in flight had blocked when this call was entered, or the last one left."""
-        self._save: SaveHandle | None = None
+        self._save: BackgroundStats | None = None
         self._began = 0.0
         self._step: float | None = None
         """What is usual, as it was known when the save in flight was begun."""
@@ -91,7 +91,7 @@ class CostMeter:
         elif self._left is not None:
             self._left += stood - self._stood
         self._stood = stood
-        if self._save is not None and self._save.done():
+        if self._save is not None and self._save.ended is not None:
             self._end(self._save)
 
     def leave(self, now: float, *, step: bool) -> None:
@@ -102,7 +102,7 @@ class CostMeter:
             self._left += now - self._entered
         self._stood = self._save.stall.seconds if self._save is not None else 0.0
 
-    def begun(self, save: SaveHandle, now: float) -> None:
+    def begun(self, save: BackgroundStats, now: float) -> None:
         """A save was begun in this call. What the call waited for the one before is that one's."""
         waited = 0.0
         if self._save is not None:
@@ -113,9 +113,10 @@ class CostMeter:
         self._step = median(self._usual) if len(self._usual) >= _FEWEST else None
         self._stood = save.stall.seconds
 
-    def _end(self, save: SaveHandle) -> None:
+    def _end(self, save: BackgroundStats) -> None:
         self._save = None
-        cost = SaveCost(began=self._began, blocked=save.stall.seconds, slowed=self._excess, durable=save.took())
+        durable = save.ended if save.failed_in is None else None
+        cost = SaveCost(began=self._began, blocked=save.stall.seconds, slowed=self._excess, durable=durable)
         self.saves = (*self.saves, cost)[-KEPT:]
 
 

@@ -117,7 +117,7 @@ class Reference:
 
     def __init__(self, notes: Notes, again: Notes, at: int) -> None:
         self.notes, self.at = notes, at
-        self.unrepeatable = {
+        self.unrepeatable: set[tuple[str, str]] = {
             (d.kind, d.name) for step in again.steps if step in notes.steps for d in _same_ranks(step, notes.steps[step], again.steps[step])
         }
         generators = {name for ranks in notes.steps.values() for items in ranks.values() for name in items if name[0] == "generator"}

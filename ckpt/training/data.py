@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from ckpt.errors import ShapeError, StateError, UsageError
+from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan.tree_decoding import Node
 from ckpt.state.dtensor import MeshLike, StateSharding, holders
 from ckpt.state.walk import Compound, PerRank, RankChoice, ReceivedState
@@ -126,15 +126,16 @@ class Batches(Sampler[list[int]]):
         seed: int = 0,
         tail: Tail = "carry",
     ) -> None:
-        self.steps = Steps(samples=samples, size=size, tail=tail)
+        self.steps: Steps = Steps(samples=samples, size=size, tail=tail)
         if not 0 <= part < parts <= size:
             raise UsageError(
                 f"part {part} of {parts} in batches of {size}", hint="size counts the samples of all data-parallel ranks together"
             )
         if seed < 0 or not (callable(order) or order in ("shuffled", "as-is")):
             raise UsageError(f"order is 'shuffled', 'as-is' or a function, seed not negative: {order!r}, {seed}")
-        self.part, self.parts = part, parts
-        self.start = Position()
+        self.part: int = part
+        self.parts: int = parts
+        self.start: Position = Position()
         """Where the next iteration begins."""
         self._named = "function" if callable(order) else f"shuffled {seed}" if order == "shuffled" else "as-is"
         own = order if callable(order) else (lambda epoch: range(samples)) if order == "as-is" else partial(shuffled, samples, seed)
@@ -391,7 +392,7 @@ class LoaderState(Compound):
         stores: bool = True,
     ) -> None:
         self.loader = loader
-        self.shared = (shared,) if isinstance(shared, str) else tuple(shared)
+        self.shared: tuple[str, ...] = (shared,) if isinstance(shared, str) else tuple(shared)
         self.reshard: Reshard | None = reshard or getattr(loader, "reshard", None) or resharded(loader)
         self.stores = stores
         self._seating = StateSharding(mesh, over, "over")
@@ -443,9 +444,9 @@ class _Own(PerRank):
         wanted = [seat.number] if count == seat.count else list(range(count))
         lacking = [n for n in wanted if n not in holding]
         if lacking:
-            raise ShapeError(f"of {count} data-parallel ranks, none of number {lacking[0]} saved the loader's state: stores=False")
+            raise MismatchError(f"of {count} data-parallel ranks, none of number {lacking[0]} saved the loader's state: stores=False")
         if count != seat.count and self.of.reshard is None:
-            raise ShapeError(
+            raise MismatchError(
                 f"saved by {count} data-parallel ranks, loaded by {seat.count}, and only the loader knows what its state means: load on "
                 f"{count}, give LoaderState(reshard=...), or use ckpt.training.Batches (docs/random-and-data.md)"
             )

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import torch
 
-from ckpt.errors import ShapeError, StateError, UsageError
+from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.tree_decoding import Node
 from ckpt.state.dtensor import MeshCoordinate, MeshLike, StateSharding, holders
@@ -297,7 +297,7 @@ class Generators(PerRank):
         else:
             count, holder_of = holders(nodes, "streams")
             if seat.number % count not in holder_of:
-                raise ShapeError(f"of {count} streams, no rank saved the one with number {seat.number % count}")
+                raise MismatchError(f"of {count} streams, no rank saved the one with number {seat.number % count}")
             source, origin = holder_of[seat.number % count], "stream" if seat.number < count else "derived"
         # The checkpoint has exactly our generators, of the same kinds. Only CUDA may be there or not.
         saved = {name: tree.find(child, ["kind"]) for name, child in tree.pairs_of(tree.find(nodes[source], ["streams"])) or ()}
@@ -308,7 +308,7 @@ class Generators(PerRank):
         wrong = [n for n in sorted({*saved, *mine}) if saved.get(n) != mine.get(n)]
         if wrong:
             differences = (f"{n}: {saved.get(n, 'none')} in the checkpoint, {mine.get(n, 'none')} in the state" for n in wrong)
-            raise ShapeError(f"other random number generators: {'; '.join(differences)}")
+            raise MismatchError(f"other random number generators: {'; '.join(differences)}")
         return RankChoice(ranks=[source], take=partial(self._take, source, origin, seat.number))
 
     def _take(self, source: int, origin: Origin, number: int, values: list[Any]) -> None:

@@ -50,7 +50,7 @@ _COARSE = 2_000_000_000
 class PosixBackend(Backend):
     """A directory of a file system. ``url`` is a plain path (``~`` is expanded) or ``file://`` with an absolute, percent-encoded one."""
 
-    io_hints = IOHints()
+    io_hints: IOHints = IOHints()
 
     def __init__(self, url: str) -> None:
         path = url

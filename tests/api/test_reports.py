@@ -26,15 +26,36 @@ def test_reports_print_as_one_line(tmp_path: Path) -> None:
     assert all("\n" not in str(report) for report in (loaded, merged))
 
 
+def test_every_public_report_prints_itself() -> None:
+    modules = [ckpt, *(getattr(ckpt, face) for face in ckpt.FACES)]
+    reports = {getattr(module, name) for module in modules for name in getattr(module, "__all__", ()) if name.endswith("Report")}
+    assert len(reports) >= 10 and [r.__name__ for r in reports if r.__str__ is object.__str__] == []
+
+
+def names_of(thing: object) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
 def test_what_a_run_is_shown_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ckpt.Checkpointer(tmp_path) as c:
         assert repr(c) == f"<ckpt.Checkpointer of {tmp_path}: saves EverySteps(1000), keeps All()>"
+        c.save(1, {"w": torch.ones(3)})
+        assert c.handle is not None
+        ends = {"url", "captured", "durable", "fence", "wait", "done", "result", "progress", "cancel"}
+        assert names_of(c.handle) == ends
+        done = {"best", "latest", "preempted", "steps", "url", "handle", "restored_from", "uncopied", "unpublished", "root"}
+        assert names_of(c) == done | {"close", "requested", "restore", "save", "step", "wait"}
     assert repr(c).endswith("; closed>")
     monkeypatch.setenv("CKPT_LIVE_SECRET", "secret")
     state = {"w": torch.ones(3)}
     with Source("tcp://127.0.0.1:0/a", state) as source, Sink(source.address, state) as sink:
         assert repr(source) == f"<ckpt.live.Source at {source.address}>" and repr(sink) == f"<ckpt.live.Sink of {source.address}>"
-        source.publish(1).result()
+        publication = source.publish(1)
+        publication.result()
+        assert str(publication.report).startswith("published step 1, 12 B, in ")
+        assert names_of(publication) == {"step", "captured", "sealed", "report", "fence", "done", "result"}
+        assert names_of(source) == {"address", "publish", "report", "close"}
+        assert names_of(sink) == {"address", "version", "report", "take", "tensors", "run_on_all", "close"}
         assert sink.take().step == 1 and str(sink.report).startswith("took step 1, 12 B, in ")
     assert repr(sink).endswith(": closed>") and repr(source).endswith(": closed>")
 

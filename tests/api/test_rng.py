@@ -166,8 +166,9 @@ def test_other_generators_are_refused_before_anything_changes(url: str) -> None:
         ckpt.load(url, {"rng": Generators({"a": mine})})
     assert str(mine.bit_generator.state) == before
     ckpt.save(url, {"rng": ckpt.PerRank(torch.get_rng_state())})
-    with pytest.raises(MismatchError, match="rng: the checkpoint has something else there"):
+    with pytest.raises(MismatchError, match="rng: the checkpoint has something else there") as caught:
         ckpt.load(url, {"rng": Generators()})
+    assert type(caught.value) is MismatchError
 
 
 def test_arguments() -> None:

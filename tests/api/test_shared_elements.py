@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.errors import ShapeError, StateError
+from ckpt.errors import MismatchError, StateError
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -37,14 +37,14 @@ def test_elements_that_have_two_values_are_refused_by_name(tmp_path: Path, chang
     state = {name: view.clone() for name, view in views(torch.arange(12.0)).items()}
     state[changed] += 1
     ckpt.save(tmp_path / "c", state)
-    with pytest.raises(ShapeError, match="share elements") as caught:
+    with pytest.raises(MismatchError, match="share elements") as caught:
         ckpt.load(tmp_path / "c", views(torch.zeros(12)))
     assert f"tensor {changed}" in str(caught.value) or f"and {changed}" in str(caught.value)
 
 
 def test_the_same_in_memory() -> None:
     memory = torch.zeros(10)
-    with pytest.raises(ShapeError, match="share elements"):
+    with pytest.raises(MismatchError, match="share elements"):
         ckpt.live.reshard({"a": torch.ones(5), "b": torch.full((5,), 2.0)}, {"a": memory[:5], "b": memory[3:8]})
 
 

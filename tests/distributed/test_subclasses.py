@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 from ckpt import live
-from ckpt.errors import CkptError, LayoutError, ShapeError
+from ckpt.errors import CkptError, LayoutError, MismatchError
 from tests.distributed.models import mesh_of
 from tests.distributed.ranks import Ranks
 from tests.fixtures.rows8 import Rows8
@@ -129,7 +129,7 @@ def refused(url: str) -> list[str]:
 def other_context(url: str) -> str:
     state = job(5, stepped=True)
     state["model"].weight._local_tensor.rounding = "up"
-    with pytest.raises(ShapeError) as caught:
+    with pytest.raises(MismatchError) as caught:
         ckpt.load(url, state)
     return str(caught.value)
 

@@ -15,24 +15,21 @@ from ckpt.engine.save.index_rows import Chunking, Grids
 from ckpt.engine.save.plan import chunks_of, specs_of
 from ckpt.formats.native import datafile
 from ckpt.formats.native.datafile import coded_groups
-from ckpt.plan import ownership
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from tests.plan.layout_strategies import meshes, tensor_lists
+from tests.plan.limits import small_chunks
 
 
 @pytest.fixture
 def small_limits() -> Iterator[None]:
     """Small chunks, and few of them in a file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "CHUNK", 32)
+    with small_chunks(32) as patch:
         patch.setattr(settings, "CODED_FILE", 80)
         patch.setattr(datafile, "CODED_CHUNKS", 5)
-        ownership._assignment.cache_clear()
         yield
-    ownership._assignment.cache_clear()
 
 
 def dealt(

@@ -19,18 +19,14 @@ from ckpt.io_backends.faulty import FaultyBackend, FaultyProcess
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EverySteps, Latest
+from tests.mounts import small_file_system
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    path = tmp_path / "mount"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with small_file_system(tmp_path / "mount", "1m") as path:
+        yield path
 
 
 def remount(path: Path, mode: str) -> None:

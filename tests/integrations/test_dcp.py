@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 from dataclasses import replace
@@ -25,6 +24,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from tests.distributed.models import fsdp, mesh_of, trained, whole_model
 from tests.distributed.ranks import Ranks
+from tests.scripts import load_script
 
 Full = dict[str, torch.Tensor]
 
@@ -252,11 +252,8 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "dcp_storage.py"
 
 
 def example(run: str, steps: int) -> float:
-    spec = importlib.util.spec_from_file_location("examples_dcp_storage", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.train(run, steps)
+    loss: float = load_script("examples_dcp_storage", EXAMPLE).train(run, steps)
+    return loss
 
 
 def test_the_example_goes_on_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ckpt.errors import AccessError, ConflictError, CorruptError, NoSpaceError, 
 from ckpt.io_backends import ObjectMeta, PosixBackend
 from ckpt.io_backends.conformance.reading import put
 from ckpt.io_backends.posix.files import SLICE
+from tests.mounts import small_file_system
 
 BYTES = bytes(range(256))
 WRITES: dict[str, Callable[[PosixBackend], object]] = {
@@ -363,13 +364,8 @@ def test_missing_rights(guarded: PosixBackend) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)]
-    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+    with small_file_system(tmp_path / "small", "256k") as path:
+        yield path
 
 
 def test_full_disk(small_disk: Path) -> None:

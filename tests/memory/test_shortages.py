@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from ckpt.policies import EverySteps
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
 from tests.memory.test_daemon import await_no_memfds
+from tests.mounts import small_file_system
 
 MIB = 1 << 20
 
@@ -67,13 +67,8 @@ def test_a_machine_whose_memory_is_full(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 5 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(mount)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+    with small_file_system(tmp_path / "small", "5m") as path:
+        yield path
 
 
 def test_a_full_local_disk_behind_memory(daemon: MemoryClient, small_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ckpt.runs.report.content import Setting, build_report
 from ckpt.runs.report.html import render
 
-_VOID = {"meta", "br", "col"}
+_VOID = {"meta", "br", "col", "input"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")

@@ -40,6 +40,42 @@ def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
     assert int(measured[1]) <= width
 
 
+def title_after(act: str, page: str, place: Path) -> str:
+    """What a script of the test gives as the title; ``seen`` names the elements of a selector that have a height."""
+    seen = "const seen = (what) => [...document.querySelectorAll(what)].filter((e) => e.getClientRects().length).map((e) => e.id).join()"
+    script = f"<script>{seen}; addEventListener('load', () => {{ {act} }})</script></body>"
+    (place / "r.html").write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page).replace("</body>", script))
+    dom = browser(place / "r.html", place, "--dump-dom", "--virtual-time-budget=3000")
+    return parse(dom.replace("<!DOCTYPE html>", "")).all("title")[0].text
+
+
+@needs_browser
+def test_links_and_keys_choose_the_step_and_boxes_hide_runs(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        for step in (10, 20, 30):
+            save(tmp_path / run / f"step-{step}", {rank: row(("write", 0, step, 5)) for rank in range(3)})
+    act = """
+      const links = [...document.querySelectorAll('nav.steps a')], titles = [seen('.step')];
+      const later = (action) => new Promise((done) => setTimeout(() => done(action()), 50));
+      const press = (link, key) => link.dispatchEvent(new KeyboardEvent('keydown', {key}));
+      const look = () => titles.push(seen('.step') + '=' + links.filter((l) => l.ariaCurrent).map((l) => l.hash));
+      (async () => {
+        for (const action of [() => press(links[2], 'ArrowLeft'), look, () => press(links[1], 'Home'), look,
+                              () => { location.hash = '#step-20-rank-1'; }, look]) await later(action);
+        document.title = titles.join('|');
+      })();
+    """
+    chosen = title_after(act, page_of(tmp_path / "a"), tmp_path)
+    assert chosen == "step-30|step-20=#step-20|step-10=#step-10|step-20=#step-20"
+    act = """
+      const lines = () => [0, 1].map((i) => document.querySelector(`.chart .line.r${i}`).getClientRects().length);
+      const before = lines();
+      document.getElementById('run-1').click();
+      document.title = [...before, ...lines()].join();
+    """
+    assert title_after(act, page_of(tmp_path / "a", tmp_path / "b"), tmp_path) == "1,1,1,0"
+
+
 @needs_browser
 def test_tables_sort_and_the_heat_map_tells_the_rank_below_the_pointer(tmp_path: Path) -> None:
     rows = {rank: row(("write", 0, 9 if rank == 77 else 1 + rank / 100, 5)) for rank in range(80)}
@@ -63,9 +99,7 @@ def test_tables_sort_and_the_heat_map_tells_the_rank_below_the_pointer(tmp_path:
       head.dispatchEvent(new KeyboardEvent('keydown', {key: ' '}));
       document.title = [...tips, clicked, values()].join('|');
     """
-    open_page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page).replace("</body>", f"<script>{act}</script></body>")
-    (tmp_path / "r.html").write_text(open_page)
-    title = parse(browser(tmp_path / "r.html", tmp_path, "--dump-dom").replace("<!DOCTYPE html>", "")).all("title")[0].text
+    title = title_after(act, page, tmp_path)
     mouse, touch, key, down, up = title.split("|")
     assert mouse == touch == "rank 77: write 9.000 s, 6.5 × the median"
     assert key == "rank 69: write 1.690 s, 1.2 × the median"

@@ -20,12 +20,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.errors import UsageError
 from ckpt.formats.native.runlog import LogEntry, add_entry
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.runs.report.areas import squarify
 from ckpt.runs.report.content import Setting, build_report
 from ckpt.runs.report.heat import kinds_of
+from ckpt.runs.report.html import render
 from ckpt.telemetry.spans import Row
 from tests.cli.checkpoints import flip
 from tests.observe.pages import Element, page_of, parse
@@ -69,7 +71,7 @@ def test_the_heat_map_of_many_ranks_has_the_sums_of_the_spans(tmp_path: Path) ->
     rows = many(1024)
     text = page_of(save(tmp_path, rows), ranks_per_host=8)
     page = parse(text)
-    data = json.loads(next(s for s in page.all("script") if s.attributes.get("id") == "heat").text)
+    data = json.loads(page.all("script")[0].text)
     assert data["rows"] == 8
     found = {(rank, one["phase"]): busy for one in data["phases"] for rank, busy in enumerate(one["busy"])}
     assert found == busy_of(rows)
@@ -110,6 +112,14 @@ def test_rows_of_hosts_and_mesh_dimensions_are_medians(tmp_path: Path) -> None:
     assert heat_table(page, 1) == {("host 0", "write"): 3_000_000, ("host 1", "write"): 7_000_000, ("host 2", "write"): 11_000_000}
     assert heat_table(page, 2) == {("pp 0", "write"): 3_000_000, ("pp 1", "write"): 7_000_000, ("pp 2", "write"): 11_000_000}
     assert heat_table(page, 3) == {(f"tp {i}", "write"): (5 + i) * 1_000_000 for i in range(4)}
+
+
+def test_a_mesh_is_that_of_the_newest_save(tmp_path: Path) -> None:
+    for step, ranks in ((1, 4), (2, 8)):
+        save(tmp_path / f"step-{step}", {rank: row(("write", 0, 1, MIB)) for rank in range(ranks)})
+    four, eight = build_report([str(tmp_path)], Setting(mesh=Mesh.of({"dp": 2, "tp": 4}))).steps
+    assert [[group.title for group in step.groups] for step in (four, eight)] == [[], ["dp", "tp"]]
+    assert four.notes == ("This save has 4 ranks, and the mesh 8.",) and eight.notes == ()
 
 
 def test_kinds_and_layers_add_up(tmp_path: Path) -> None:
@@ -173,7 +183,7 @@ def test_a_save_in_the_background_blocks_as_long_as_its_caller_worked(tmp_path: 
     spans = row(
         ("collect", 0, 0.5, 0), ("capture", 1, 2, 9), ("plan", 0.5, 0.75, 0), ("write", 2, 9, 9), threads=("MainThread", "ckpt-save")
     )
-    (saved,) = build_report([str(save(tmp_path, {0: spans}))], Setting()).saves
+    (saved,) = build_report([str(save(tmp_path, {0: spans}))], Setting()).series[0].saves
     assert saved.summary is not None
     assert (saved.summary.background, saved.summary.blocked) == (True, 0.75)
 
@@ -213,7 +223,9 @@ def test_saves_that_become_slower(tmp_path: Path) -> None:
     assert "The last 3 saves took 0.550 s (median), the first 3 took 0.250 s." in advice_of(tmp_path)
 
 
-def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_then(tmp_path: Path) -> None:
+def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for n in range(1, 58):
         rows = {k: row(("collect", 0, 0.82 if n % 9 == 0 and k == 3 else 0.02, 0), ("write", 1, 1.3, MIB)) for k in range(4)}
         save(tmp_path / f"step-{n * 10}", rows)
@@ -239,13 +251,71 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
         "slowest in 6 of 57 saves",
         "collect",
         "4.80",
+        "step 540",
     ]
     (link,) = table.all("a")
     (target,) = [e for e in page.everything() if f"#{e.attributes.get('id')}" == link.attributes["href"]]
-    assert target.all("th")[0].text == link.text == "rank 3"
+    assert [cell.text for cell in target.everything() if cell.name in ("th", "td")] == ["rank 3", "0.820", "0.300"]
+    steps = {e.attributes["id"]: e for e in page.everything() if "step" in e.classes}
+    assert [link.attributes["href"] for link in page.all("nav")[0].all("a")] == [f"#{name}" for name in steps]
+    for number, (name, step) in enumerate(steps.items(), 1):
+        assert (name, step.classes[1:]) == (f"step-{number * 10}", ["newest"] if number == 57 else [])
+        busy = {(f"rank {k}", "collect"): 820_000 if number % 9 == 0 and k == 3 else 20_000 for k in range(4)}
+        assert heat_table(step) == busy | {(f"rank {k}", "write"): 300_000 for k in range(4)}
     assert "It was the slowest in 6 of 57 saves, mostly in collect: 4.80 s in all." in page.text
     panel = next(e for e in page.everything() if "panel" in e.classes)
     assert "median 1.30 s · p95 1.30 s" in panel.text
+    monkeypatch.setattr("ckpt.runs.report.content.PAGE", 57 * 8_000 + 25_000)
+    short = parse(page_of(tmp_path))
+    whole = [e.attributes["id"] for e in short.everything() if "step" in e.classes and "Threads over time" in e.text]
+    assert whole == ["step-550", "step-560", "step-570"]  # all are equally slow
+    assert "Ranks and threads of 54 saves, the fastest ones, are left out" in short.text
+    assert short.text.count("Phases of step") == short.text.count("not in this page") + 3 == 57
+
+
+def test_runs_lie_over_each_other_in_one_colour_each(tmp_path: Path) -> None:
+    a, b, dark = tmp_path / "x" / "a", tmp_path / "y" / "a", tmp_path / "dark"
+    for step in (10, 20, 30):
+        save(a / f"step-{step}", {0: row(("write", 0, step / 10, MIB))})
+        save(b / f"step-{step}", {0: row(("write", 0, 1, MIB), ("sync", 1, 1.5, MIB))})
+    save(dark / "step-1", None)
+    add_entry(open_backend(str(b)), LogEntry(kind="save", at=1.7e9, rank=0, ranks=1, step=25, url=f"{b}/step-25", error="StorageError"))
+    text = page_of(a, b)
+    assert text == page_of(a, b) != page_of(b, a)
+    page = parse(text)
+    assert_runs_nothing(page)
+    for chart in (svg for svg in page.all("svg") if "chart" in svg.classes):
+        assert {kind: label for e in chart.all("svg") if "end" in e.classes for kind, label in [(e.classes[1], e.all("text")[0].text)]} == {
+            "r0": "x/a",
+            "r1": "y/a",
+        }
+        assert [path.classes for path in chart.all("path")] == [["line", "r0"], ["line", "r1"]]
+        assert [line.classes for line in chart.all("line") if "rule" not in line.classes] == [["failed", "r1"]]
+    assert [box.attributes["id"] for box in page.all("input")] == ["run-0", "run-1"]
+    (table,) = [t for t in page.all("table") if "figures" in t.classes]
+    figures = {tr.all("th")[0].text: [td.text for td in tr.all("td")] for tr in table.all("tbody")[0].all("tr")}
+    assert figures["failed saves"] == ["0", "1"]
+    assert figures["durable after, median"] == figures["training blocked, median"] == ["2.00 s", "1.50 s"]
+    assert figures["durable after, p95"] == ["3.00 s", "1.50 s"]
+    assert figures["sync, median"] == ["", "0.500 s"]
+    for urls, error in (
+        ((a, dark), f"no save of this run has spans ({dark})"),
+        ((a, b / "step-10"), f"a run and a checkpoint cannot be compared ({a})"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(error)):
+            page_of(*urls)
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 320])
+def test_a_step_takes_no_more_of_the_page_than_planned(tmp_path: Path, ranks: int) -> None:
+    random = np.random.default_rng(ranks)
+    names = [f"phase-{i}" for i in range(10)]
+    rows = {k: row(*[(name, i, i + random.uniform(0.01, 0.99), MIB) for i, name in enumerate(names * 8)]) for k in range(ranks)}
+    url = str(save(tmp_path, rows))
+    report = build_report([url], Setting(ranks_per_host=4))
+    assert report.detail is not None
+    step = render(report).partition('<div class="step newest"')[2].partition("<h2>Stored in")[0]
+    assert len(step.encode()) <= report.detail.page_bytes < 3 * len(step.encode())
 
 
 def test_the_verdict_blames_no_phase_that_the_heat_map_shows_as_even(tmp_path: Path) -> None:
@@ -309,8 +379,9 @@ def test_names_are_text_whatever_they_say(tmp_path_factory: pytest.TempPathFacto
 def assert_runs_nothing(page: Element) -> None:
     """No element and no attribute that loads or runs anything but the script of the page, which the policy names by its digest."""
     for element in page.everything():
-        assert element.name not in ("img", "a", "iframe", "object", "embed", "link", "base", "form", "foreignobject", "use", "image")
-        assert not [key for key in element.attributes if key.startswith("on") or key in ("src", "href", "xlink:href", "style", "srcdoc")]
+        assert element.name not in ("img", "iframe", "object", "embed", "link", "base", "form", "foreignobject", "use", "image")
+        assert not [key for key in element.attributes if key.startswith("on") or key in ("src", "xlink:href", "style", "srcdoc")]
+        assert re.fullmatch(r"#[\w-]+", element.attributes.get("href") or "#a")
     (policy,) = [m.attributes["content"] or "" for m in page.all("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy"]
     codes = [*page.all("style"), *(s for s in page.all("script") if s.attributes.get("type") != "application/json")]
     assert len(codes) == 2

@@ -18,11 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import settings as limits
 from ckpt.catalog import Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.formats.native.datafile import ChunkSpec, plan_data_files
-from ckpt.plan import ownership
 from ckpt.plan.layout.geometry import Box, strided_blocks
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Flat, Interleaved, Shard
@@ -31,6 +29,7 @@ from ckpt.plan.match import common_box
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.reads import Copy, group_ranges, overlapping_chunks, parts_of
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
+from tests.plan.limits import small_chunks
 
 ID = "0123456789abcdef"
 
@@ -38,12 +37,8 @@ ID = "0123456789abcdef"
 @pytest.fixture(autouse=True)
 def _limits() -> Iterator[None]:
     """Chunks of at most 96 bytes, and cells of at least 48 are divided: so small tensors show what large ones do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "CHUNK", 96)
-        patch.setattr(limits, "UNDIVIDED", 48)
-        ownership._assignment.cache_clear()
+    with small_chunks(96, 48):
         yield
-    ownership._assignment.cache_clear()
 
 
 def global_array(t: TensorSpec, seed: int) -> np.ndarray:

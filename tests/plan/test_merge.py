@@ -15,9 +15,7 @@ import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
-from ckpt import settings
 from ckpt.dtypes import DTYPES
-from ckpt.plan import ownership
 from ckpt.plan.flat import FAN_IN, MOST_MOVED
 from ckpt.plan.layout.geometry import flat_to_boxes
 from ckpt.plan.layout.mesh import Mesh
@@ -27,6 +25,7 @@ from ckpt.plan.layout.placements import Flat, Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import ChunkAssignment, Fragment, TensorSpec, assign, fragments
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists
+from tests.plan.limits import small_chunks
 from tests.plan.test_ownership import bytes_written, gpt2
 
 F32, U8 = DTYPES["float32"], DTYPES["uint8"]
@@ -35,12 +34,8 @@ F32, U8 = DTYPES["float32"], DTYPES["uint8"]
 @pytest.fixture
 def small_limits() -> Iterator[None]:
     """Chunks of at most 64 bytes, and blocks of at least 32 are not gathered: so small tensors show what large ones do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "CHUNK", 64)
-        patch.setattr(settings, "UNDIVIDED", 32)
-        ownership._assignment.cache_clear()
+    with small_chunks(64, 32):
         yield
-    ownership._assignment.cache_clear()
 
 
 @st.composite

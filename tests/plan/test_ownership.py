@@ -20,6 +20,7 @@ from ckpt.plan.layout.placements import Flat, Interleaved, Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from tests.plan.layout_strategies import local_array, meshes, numbered, tensor_lists
+from tests.plan.limits import small_chunks
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 
@@ -27,12 +28,8 @@ F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 @pytest.fixture
 def small_limits() -> Iterator[None]:
     """Chunks of at most 64 bytes, and cells of at least 32 are divided: so small tensors show what large ones do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "CHUNK", 64)
-        patch.setattr(settings, "UNDIVIDED", 32)
-        ownership._assignment.cache_clear()
+    with small_chunks(64, 32):
         yield
-    ownership._assignment.cache_clear()
 
 
 def same(a: ChunkAssignment, b: ChunkAssignment) -> bool:

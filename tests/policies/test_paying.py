@@ -24,13 +24,12 @@ class SimulatedSave:
     def __init__(self, clock: SimulatedJob, began: float, ends: float) -> None:
         self.stall = Stall()
         self.called = 0.0
+        self.failed_in = None
         self.clock, self.began, self.ends = clock, began, ends
 
-    def done(self) -> bool:
-        return self.clock.now >= self.ends
-
-    def took(self) -> float | None:
-        return self.ends - self.began if self.done() else None
+    @property
+    def ended(self) -> float | None:
+        return self.ends - self.began if self.clock.now >= self.ends else None
 
 
 class SimulatedJob:

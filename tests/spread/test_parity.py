@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,28 +13,23 @@ import torch
 import xxhash
 
 import ckpt
-from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.io_backends import Backend, PosixBackend
+from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.io_backends import PosixBackend
 from ckpt.nodes import copies
-from ckpt.nodes.backend import register_run, run_url, unregister_run
+from ckpt.nodes.backend import register_run, unregister_run
 from ckpt.nodes.copies import NodeCopier, SpreadFiles, missing_data
-from ckpt.nodes.nodes import PARITY, NodeReader, NodeSet, StorageNode
-from ckpt.nodes.parity import BLOCK, ParityRecord, block_digest
-from ckpt.plan.parity import plan_parity
+from ckpt.nodes.nodes import PARITY, NodeReader, NodeSet
+from ckpt.nodes.parity import BLOCK, PIECE, READERS, ParityRecord, add_xor, block_digest
+from ckpt.plan.parity import ParityTerm, plan_parity
 from ckpt.runs.node_tier import merged_sources
 from ckpt.runs.orphans import find_orphans
 from ckpt.runs.removal import remove_at
+from tests.spread import directories
 
 ID = "0" * 16
 
 
-def below(path: Path, name: str, prefix: str) -> Backend:
-    return PosixBackend(str(path / name / prefix))
-
-
-def nodes_at(path: Path, names: Sequence[str], own: int = 0, parity: int | None = 3) -> NodeSet:
-    nodes = [StorageNode(name=name, domain=name, below=partial(below, path, name)) for name in names]
-    return NodeSet(url=run_url(f"parity-{'-'.join(names)}"), nodes=nodes, own=own, copies=0, parity=parity)
+nodes_at = partial(directories.nodes_at, parity=3)
 
 
 # ---- reading, by what the port says
@@ -295,3 +291,44 @@ def test_arguments(given: dict[str, int]) -> None:
         with pytest.raises(UsageError):
             of(**given)  # type: ignore[operator]
     assert ckpt.NodeLocal("/nvme", parity=3, copies=0).parity == 3
+
+
+# ---- the XOR of ranges of several files
+
+SIZE = PIECE * 2 + 12_345
+TERMS = [ParityTerm(name, SIZE, 100 * n, SIZE - 100 * n - 7, 50 * n, name) for n, name in enumerate("abcd")]
+"""Of four files; their ranges overlap in part."""
+
+
+def test_all_files_of_a_xor_are_read_at_once() -> None:
+    """No file's first piece comes before every other one's was asked for."""
+    randomness = random.Random(0)
+    content = {term.path: randomness.randbytes(SIZE) for term in TERMS}
+    first = {term.path: term.offset for term in TERMS}
+    all_asked, reading, lengths = threading.Barrier(len(TERMS)), threading.Semaphore(READERS), set[int]()
+
+    def read(path: str, offset: int, view: memoryview) -> None:
+        assert reading.acquire(blocking=False), "more are read at once than there is memory for"
+        if offset == first[path]:
+            all_asked.wait(30)
+        view[:] = content[path][offset : offset + len(view)]
+        lengths.add(len(view))
+        reading.release()
+
+    before = randomness.randbytes(SIZE)
+    result = bytearray(before)
+    assert add_xor(memoryview(result), TERMS, read) == sum(term.length for term in TERMS)
+    expected = int.from_bytes(before, "little")
+    for path, _, offset, length, at, _ in TERMS:
+        expected ^= int.from_bytes(content[path][offset : offset + length], "little") << 8 * at
+    assert int.from_bytes(result, "little") == expected
+    assert max(lengths) == PIECE
+
+
+def test_an_error_of_one_file_is_raised() -> None:
+    def read(path: str, offset: int, view: memoryview) -> None:
+        if path == "c":
+            raise StorageError("node c is lost")
+
+    with pytest.raises(StorageError, match="node c is lost"):
+        add_xor(memoryview(bytearray(SIZE)), TERMS, read)

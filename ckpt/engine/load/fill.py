@@ -14,12 +14,11 @@ Invariant: nothing in a state changes before every rank knows that everything fi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from ckpt import units
 from ckpt.catalog import Catalog
@@ -40,6 +39,9 @@ from ckpt.telemetry.spans import Spans
 
 from .reader import Reader, note_writes
 from .validate import row_of_match
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,23 @@ class LoadReport:
             f"{verb} {units.plural(self.tensors, 'tensor')}, {units.size(self.bytes_needed)}, from {self.url} in "
             f"{units.duration(self.seconds)}{lacking}"
         )
+
+
+class LoadArguments(TypedDict, total=False):
+    """What :meth:`ckpt.Checkpointer.restore` hands on to :func:`ckpt.load`."""
+
+    only: str | Sequence[str] | None
+    trainable: bool
+    rename: Mapping[str, str] | None
+    strict: bool
+    cast: bool
+    verify: Verify
+    exchange: bool | None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None
+    layout: Layout | None
+    timeout: float | None
+    threads: int | None
+    progress: bool | ProgressCallback | None
 
 
 Shares = Literal["all", "parts", "none"]
@@ -231,7 +250,8 @@ def fill(matched: Matched, plan: Callable[[Collection[torch.device]], ByteTransf
             transfer.run()
     if devices:
         settle_devices(devices_of(targets), job.call.url)
-    note_writes(targets)
+    if targets:
+        note_writes(targets)
 
 
 # ---- set: objects of the state take their values before any tensor changes, all else is set when every byte is there

@@ -30,7 +30,7 @@ def row_of_match(call: Call, catalog: Catalog, binding: Binding) -> Row:
     """For the leader."""
     everything = binding.used >= job_tensors(catalog).keys()
     row: Row = {
-        "problems": {"missing": binding.missing, "misfits": binding.misfits},
+        "problems": {"missing": binding.missing, "shapes": binding.shapes, "misfits": binding.misfits},
         "used": {"used": None if everything else sorted(binding.used), "values": sorted(binding.values)},
     }
     if call.group.size > 1:  # what is equal on most ranks goes as a digest: the leader asks one of them for it
@@ -45,15 +45,15 @@ def verdict_of(call: Call, catalog: Catalog, rows: Mapping[int, Row], select: Se
     if call.group.size > 1:
         call.fetch_all(row[key] for row in rows.values() for key in ("problems", "used"))
     missing: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     misfits: dict[str, list[int]] = {}
     used: set[str] = set()
     values: set[str] = set()
     names = job_tensors(catalog).keys()
     for problems, ranks in _lists(call, rows, "problems"):
-        for name in problems["missing"]:
-            missing.setdefault(name, []).extend(ranks)
-        for text in problems["misfits"]:
-            misfits.setdefault(text, []).extend(ranks)
+        for key, lines in (("missing", missing), ("shapes", shapes), ("misfits", misfits)):
+            for line in problems[key]:
+                lines.setdefault(line, []).extend(ranks)
     for usage, _ in _lists(call, rows, "used"):
         used.update(names if usage["used"] is None else usage["used"])
         values.update(usage["values"])
@@ -63,8 +63,8 @@ def verdict_of(call: Call, catalog: Catalog, rows: Mapping[int, Row], select: Se
     unexpected = _unexpected(catalog, select, names - used, values)
     idle = select.idle(_paths(catalog), missing) if strict and (select.only or select.moves) else []
     lost = ", ".join(part for part in (catalog.record.lost if catalog.record is not None else ()) if part != LABELS)
-    if misfits or idle or (strict and (missing or unexpected)):
-        err = _mismatch(catalog, select, len(rows), missing, unexpected, misfits, idle)
+    if shapes or misfits or idle or (strict and (missing or unexpected)):
+        err = _mismatch(catalog, select, len(rows), missing, unexpected, shapes, misfits, idle)
         err.where = call.url
         if lost and not idle:
             message = f"{err.message}\n  a rebuild of its index could not recover the checkpoint's {lost}"
@@ -131,16 +131,19 @@ def _mismatch(
     everywhere: int,
     missing: Mapping[str, list[int]],
     unexpected: Iterable[str],
+    shapes: Mapping[str, list[int]],
     misfits: Mapping[str, list[int]],
     idle: Sequence[str],
 ) -> MismatchError:
     notes = _other_kinds(catalog, select, missing) if missing else {}
     lines = report_names("missing in the checkpoint", (_on(n + notes.get(n, ""), r, everywhere) for n, r in missing.items()))
     lines += report_names("unexpected in the checkpoint", (_moved(n, select) for n in unexpected))
-    lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in misfits.items()))
+    lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in [*shapes.items(), *misfits.items()]))
     lines += report_names("match no name", idle)
-    kind = ShapeError if not missing and not unexpected and not idle else NamesError if not misfits else MismatchError
-    hint = ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=[*misfits, *notes.values()], ranks=everywhere)
+    kinds = [kind for kind, given in ((NamesError, missing or unexpected or idle), (ShapeError, shapes), (MismatchError, misfits)) if given]
+    kind = kinds[0] if len(kinds) == 1 else MismatchError
+    texts = [*shapes, *misfits, *notes.values()]
+    hint = ways_out(missing=bool(missing or idle), unexpected=bool(unexpected), texts=texts, ranks=everywhere)
     part = part_in(catalog.state) if missing else None
     if part is not None:
         given = part.text()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -19,6 +19,7 @@ from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
+from ckpt.telemetry.callbacks import Stall
 
 from .capture import Capture
 from .fence import CaptureFence, CpuBackoff, Outcome, in_trace
@@ -53,6 +54,24 @@ class BackgroundRun:
     failed: OnFailure | None
 
 
+@dataclass(kw_only=True, eq=False)
+class BackgroundStats:
+    """What a save in the background costs and how it went, for the loop that pays for it and for the run's log."""
+
+    stall: Stall
+    """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
+    called: float = 0.0
+    """Seconds that the call took, of these."""
+    ended: float | None = None
+    """Seconds from the call to the commit or the failure; None while the save goes on."""
+    failed_in: str | None = None
+    """The phase that it failed in, if it failed."""
+    retries: Retries = field(default_factory=Retries)
+    """What the storage refused on all ranks; on the leader, when the save is committed."""
+    busy: Mapping[int, float] = field(default_factory=dict)
+    """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
+
+
 class SaveHandle:
     """A save in the background, as :func:`ckpt.save_async` gives it.
 
@@ -62,21 +81,10 @@ class SaveHandle:
 
     def __init__(self, job: SaveJob, blocked: BlockedTime, cancelled: threading.Event, backoff: CpuBackoff) -> None:
         self._fence = CaptureFence(blocked.stall, backoff)
-        self.url = job.call.url
+        self.url: str = job.call.url
         self.captured: Outcome[None] = self._fence.captured
         self.durable: Outcome[SaveReport] = Outcome()
-        self.stall = blocked.stall
-        """How long this rank has waited: in the call, in ``fence``, ``wait`` and ``result``, and optimizers in ``step``."""
-        self.called = 0.0
-        """Seconds that the call took, of these."""
-        self.retries = Retries()
-        """What the storage refused on all ranks; on the leader, when the save is committed."""
-        self.busy: Mapping[int, float] = {}
-        """Seconds that each rank, counted from 0, was busy with the save; on the leader, when it is committed."""
-        self.failed_in: str | None = None
-        """The phase that it failed in, if it failed."""
-        self.ran: float | None = None
-        """Seconds from the call to the failure, if it failed."""
+        self._stats = BackgroundStats(stall=blocked.stall)
         # Not the job: whoever keeps a handle, the job's cache among them, would keep the group, and with it the job's store.
         self._meter = job.meter
         self._cancelled = cancelled
@@ -94,23 +102,15 @@ class SaveHandle:
         """
         self._fence.wait()
 
-    def hurry(self) -> None:
-        """Take no more care of training's speed: somebody waits."""
-        self._fence.backoff.haste.set()
-
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the save ended, well or not, within ``timeout`` seconds. Raises nothing."""
-        self.hurry()
+        self._hurry()
         try:
-            with self.stall:
+            with self._stats.stall:
                 self.durable.error(timeout)
         except (FutureTimeoutError, TimeoutError):
             return False
         return True
-
-    def error_reported(self) -> bool:
-        """Whether somebody asked for the error that this save ended with."""
-        return self.durable.error_reported or self.captured.error_reported
 
     def done(self) -> bool:
         """Whether the save ended, well or not."""
@@ -123,18 +123,14 @@ class SaveHandle:
             TimeoutError: it is still going on after ``timeout`` seconds.
             CkptError: as ``ckpt.save`` would have.
         """
-        self.hurry()
+        self._hurry()
         try:
-            with self.stall:
+            with self._stats.stall:
                 return self.durable.result(timeout)
         finally:
             # In a function of ``atexit`` the interpreter waits for no thread, and aborts if one still runs its last lines.
             if program_ends() and self.durable.done() and self._thread is not None:
                 self._thread.join()
-
-    def took(self) -> float | None:
-        """Seconds from the call to the commit; None if it failed or is going on."""
-        return self.durable.result().seconds if self.durable.done() and self.durable.error() is None else None
 
     def progress(self) -> RankProgress:
         """How far it is. Cheap."""
@@ -152,14 +148,18 @@ class SaveHandle:
 
     # ---- the work
 
-    def start(self, run: BackgroundRun, threads: int, *, now: bool = False) -> None:
+    def _hurry(self) -> None:
+        """Take no more care of training's speed: somebody waits."""
+        self._fence.backoff.haste.set()
+
+    def _start(self, run: BackgroundRun, threads: int, *, now: bool = False) -> None:
         """Begin to capture, with so many threads, and to write; ``now``: write only when all is captured."""
         run.job.cache.in_flight = self
         run.job.call.group.saves = True
         self._fence.up(on_devices=bool(run.share.collected.shard_table.devices))
         copy = partial(self._capture, run.capture, threads, run.job.beat)
         if now:
-            self.hurry()
+            self._hurry()
             copy()
         # One thread, which starts the other: a thread that is started keeps the caller waiting until it runs.
         # Not a daemon: a program that ends waits for the save that it began.
@@ -199,7 +199,7 @@ class SaveHandle:
             heard = not job.call.is_leader and isinstance(err, CkptError) and not gone
             log.log(logging.DEBUG if heard else logging.ERROR, "the save of %s in the background failed: %s", self.url, err)
             phase, seconds = job.call.phase_name, time.perf_counter() - job.began
-            self.failed_in, self.ran = phase, seconds
+            self._stats.failed_in, self._stats.ended = phase, seconds
             run.capture.stage.close()
             if not self.captured.done():  # no thread could be started for it
                 self._fence.down(err)
@@ -207,8 +207,14 @@ class SaveHandle:
             if run.failed is not None:
                 run.failed(err, phase, seconds)
         else:
-            self.busy, self.retries = committed.busy, committed.retries
+            stats = self._stats
+            stats.busy, stats.retries, stats.ended = committed.busy, committed.retries, committed.report.seconds
             self.durable.set_result(committed.report)
+
+
+def stats_of(handle: SaveHandle) -> BackgroundStats:
+    """What a save costs and how it goes."""
+    return handle._stats
 
 
 def _afterwards(then: Callable[[], None], url: str) -> None:
@@ -264,10 +270,10 @@ def start_save(
     # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
     now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
     run = BackgroundRun(job=job, share=replace(share, capture=capture), capture=capture, then=then, failed=failed)
-    handle.start(run, 1 if when == "lazy" else options.threads, now=now)
+    handle._start(run, 1 if when == "lazy" else options.threads, now=now)
     if when == "eager":
-        handle.hurry()
+        handle._hurry()
         handle.captured.error()  # waits
-    handle.called = time.perf_counter() - began
-    handle.stall.add(handle.called)
+    handle._stats.called = time.perf_counter() - began
+    blocked.stall.add(handle._stats.called)
     return handle

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -30,6 +30,7 @@ from ckpt.telemetry.spans import Spans, limit_for
 
 from .base import REMEMBERED, RememberedBase
 from .candidates import SeenVersions
+from .fence import Outcome
 from .leader import Tables
 from .options import SaveOptions
 from .plan import Plans
@@ -41,11 +42,12 @@ log = logging.getLogger("ckpt")
 class PendingSave(Protocol):
     """A save in the background, as the job's next call waits for it."""
 
+    captured: Outcome[None]
+    durable: Outcome[Any]
+
     def wait(self) -> bool: ...
 
     def done(self) -> bool: ...
-
-    def error_reported(self) -> bool: ...
 
     def result(self) -> object: ...
 
@@ -105,7 +107,7 @@ def wait_for_pending_save(group: Members) -> None:
     # be lost, but never without an exception.
     handle.wait()
     cache.in_flight, group.saves = None, False
-    if not handle.error_reported():
+    if not (handle.durable.error_reported or handle.captured.error_reported):
         handle.result()
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckpt.errors import LayoutError, UsageError
 
@@ -17,6 +17,12 @@ from .mesh import Mesh, Numbered
 from .placement_base import Placement, dimension
 from .placements import Shard
 from .tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Rule: TypeAlias = "tuple[str, Unpack[tuple[Placement, ...]]]"
+"""A glob and its placements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +65,7 @@ class Layout:
     def __init__(
         self,
         mesh: Mapping[str, int] | Mesh,
-        rules: Sequence[tuple[Any, ...]],
+        rules: Sequence[Rule],
         *,
         numbered: Sequence[Numbered] = (),
         meshes: Mapping[str, Mapping[str, int] | Mesh] | None = None,
@@ -67,10 +73,10 @@ class Layout:
         if isinstance(rules, Mapping):
             rules = list(rules.items())
         _check_rules(rules)
-        self.mesh = Mesh.of(mesh)
-        self.meshes = {name: Mesh.of(sizes) for name, sizes in (meshes or {}).items()}
-        self.rules = [(rule[0], tuple(rule[1:])) for rule in rules]
-        self.numbered = tuple(numbered)
+        self.mesh: Mesh = Mesh.of(mesh)
+        self.meshes: dict[str, Mesh] = {name: Mesh.of(sizes) for name, sizes in (meshes or {}).items()}
+        self.rules: list[tuple[str, tuple[Placement, ...]]] = [(rule[0], tuple(rule[1:])) for rule in rules]
+        self.numbered: tuple[Numbered, ...] = tuple(numbered)
         for glob, placements in self.rules:
             for p in placements:
                 if not isinstance(p, Placement) or not p.in_rules:

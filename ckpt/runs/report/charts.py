@@ -17,7 +17,7 @@ from .summary import PhaseSummary, SaveSummary, Unaccounted, brief
 # HTML and SVG as text. Escaping is not the caller's to remember: whatever is not ``Markup`` is escaped where it is put in.
 
 _LONGEST = 96
-_VOID = frozenset({"meta", "br", "col"})
+_VOID = frozenset({"meta", "br", "col", "input"})
 _ATTRIBUTES = {"class_": "class", "view_box": "viewBox", "preserve_aspect_ratio": "preserveAspectRatio", "for_": "for"}
 
 
@@ -58,6 +58,8 @@ _KNOWN = ("collect", "plan", "agree", "capture", "exchange", "encode", "hash", "
 _LIKE = {"open": "collect", "match": "plan", "read": "write", "verify": "hash", "decode": "encode", "copy": "capture"}
 _HEIGHT = 84
 _STRIP = 72
+_TEXT = 13
+_INNER = {"x": "0", "y": "4", "width": "100%", "height": str(_HEIGHT), "view_box": "0 0 1000 100", "preserve_aspect_ratio": "none"}
 _MENTIONED = 0.001
 
 
@@ -84,84 +86,103 @@ def heat_legend() -> Markup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """``x`` is a step or a number in a row; ``y`` None where it is not known. ``label`` says all of it."""
+    """``x`` is a step or a number in a row; ``y`` None where it is not known. ``label`` says all of it, ``target`` is what it leads to."""
 
     x: float
     y: float | None
     label: str
+    target: str | None = None
 
 
-def series(
-    title: str,
-    points: Sequence[Point],
-    show: Callable[[float], str],
-    second: Sequence[Point] = (),
-    failed: Sequence[Point] = (),
-    axis: str = "step",
-) -> Markup:
-    """A panel: a line over steps, a second, dashed one on the same scale, and a mark where a save failed. Nothing if no value is known."""
-    known = [point.y for point in (*points, *second) if point.y is not None]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """``kind`` is its class, ``name`` what stands at its end, ``failed`` where a save failed."""
+
+    kind: str
+    points: Sequence[Point]
+    name: str = ""
+    failed: Sequence[Point] = ()
+
+
+def series(title: str, lines: Sequence[Line], show: Callable[[float], str], axis: str = "step") -> Markup:
+    """A panel: lines over steps on one scale, and marks where saves failed. Nothing if no value is known. One line has its figures in the
+    title, those of lines with names are elsewhere."""
+    known = [point.y for line in lines for point in line.points if point.y is not None]
     if not known:
         return Markup("")
     top = max(known) or 1.0
-    low, high = min(p.x for p in (*points, *failed)), max(p.x for p in (*points, *failed))
-    lines = [_line(line, low, high, top, f"line s{i}") for i, line in enumerate((points, second)) if line]
-    dots = [dot for i, line in enumerate((points, second)) for dot in _dots(line, low, high, top, f"dot s{i}")]
+    xs = [point.x for line in lines for point in (*line.points, *line.failed)]
+    low, high = min(xs), max(xs)
+    named = any(line.name for line in lines)
     chart = tag(
         "svg",
         tag("line", x1="0", x2="100%", y1="4", y2="4", class_="rule"),
         tag("line", x1="0", x2="100%", y1=str(_HEIGHT + 4), y2=str(_HEIGHT + 4), class_="rule"),
-        tag("svg", *lines, x="0", y="4", width="100%", height=str(_HEIGHT), view_box="0 0 1000 100", preserve_aspect_ratio="none"),
-        *[_mark(p, low, high) for p in failed],
-        *dots,
+        tag("svg", *[_path(line, low, high, top) for line in lines], **_INNER),
+        *[_mark(p, low, high, f"failed {line.kind}") for line in lines for p in line.failed],
+        *[dot for line in lines for dot in _dots(line, low, high, top)],
         tag("text", show(top), x="-6", y="8", class_="axis"),
         tag("text", "0", x="-6", y=str(_HEIGHT + 8), class_="axis"),
+        *(_names(lines, top) if named else ()),
         width="100%",
         height=str(_HEIGHT + 8),
         role="img",
         aria_label=f"{title} over steps",
-        class_="chart",
+        class_="chart named" if named else "chart",
     )
     ends = tag("p", tag("span", f"{low:,.0f}"), tag("span", axis), tag("span", f"{high:,.0f}" if high > low else ""), class_="ends")
-    values = sorted(point.y for point in points if point.y is not None) or sorted(known)
-    middle, tail = values[(len(values) - 1) // 2], values[-(-95 * len(values) // 100) - 1]  # the nearest rank: values that occurred
-    latest = next((point.y for point in reversed(points) if point.y is not None), None)
-    spread = tag("small", f"median {show(middle)} · p95 {show(tail)}")
-    head = tag("h3", title, " ", tag("b", "" if latest is None else show(latest)), spread)
-    return tag("div", head, chart, ends, class_="panel")
+    if named:
+        return tag("div", tag("h3", title), chart, ends, class_="panel")
+    values = [point.y for point in lines[0].points if point.y is not None]
+    latest = show(values[-1]) if values else ""
+    spread = tag("small", f"median {show(nearest(values, 50))} · p95 {show(nearest(values, 95))}") if values else ""
+    return tag("div", tag("h3", title, " ", tag("b", latest), spread), chart, ends, class_="panel")
 
 
-def _mark(point: Point, low: float, high: float) -> Markup:
+def nearest(values: Sequence[float], percentile: int) -> float:
+    """The nearest rank: a value that occurred."""
+    return sorted(values)[-(-percentile * len(values) // 100) - 1]
+
+
+def _mark(point: Point, low: float, high: float, kind: str) -> Markup:
     x = percent(_across(point.x, low, high))
-    return tag("line", tag("title", point.label), x1=x, x2=x, y1="4", y2=str(_HEIGHT + 4), class_="failed")
+    return tag("line", tag("title", point.label), x1=x, x2=x, y1="4", y2=str(_HEIGHT + 4), class_=kind)
 
 
-def _line(points: Sequence[Point], low: float, high: float, top: float, kind: str) -> Markup:
+def _path(line: Line, low: float, high: float, top: float) -> Markup:
     """Broken where a value is not known."""
     path, pen = [], "M"
-    for point in points:
+    for point in line.points:
         if point.y is None:
             pen = "M"
             continue
         path.append(f"{pen}{1000 * _across(point.x, low, high):.1f} {100 - 100 * point.y / top:.1f}")
         pen = "L"
-    return tag("path", d="".join(path), class_=kind, vector_effect="non-scaling-stroke")
+    return tag("path", d="".join(path), class_=f"line {line.kind}", vector_effect="non-scaling-stroke")
 
 
-def _dots(points: Sequence[Point], low: float, high: float, top: float, kind: str) -> list[Markup]:
-    size = "3" if len(points) <= 60 else "2"
-    return [
-        tag(
-            "circle",
-            tag("title", p.label),
-            cx=percent(_across(p.x, low, high)),
-            cy=f"{4 + _HEIGHT * (1 - p.y / top):.1f}",
-            r=size,
-            class_=kind,
-        )
-        for p in points
-        if p.y is not None
-    ]
+def _dots(line: Line, low: float, high: float, top: float) -> list[Markup]:
+    """Those that lead somewhere are no stops of the Tab key: the list of steps leads there, too."""
+    size = "3" if len(line.points) <= 60 else "2"
+    dots = []
+    for p in line.points:
+        if p.y is not None:
+            place = {"cx": percent(_across(p.x, low, high)), "cy": f"{4 + _HEIGHT * (1 - p.y / top):.1f}", "r": size}
+            dot = tag("circle", tag("title", p.label), **place, class_=f"dot {line.kind}")
+            dots.append(tag("a", dot, href=f"#{p.target}", tabindex="-1") if p.target else dot)
+    return dots
+
+
+def _names(lines: Sequence[Line], top: float) -> list[Markup]:
+    """The name of each line at the height of its last value, or as near as names can be read."""
+    ends = [(next((p.y for p in reversed(line.points) if p.y is not None), None), line) for line in lines]
+    ends.sort(key=lambda end: -(end[0] or 0.0))
+    names, y = [], 4.0 - _TEXT
+    for i, (value, line) in enumerate(ends):
+        y = min(max(4 + _HEIGHT * (1 - (value or 0.0) / top), y + _TEXT), _HEIGHT + 4 - _TEXT * (len(ends) - 1 - i))
+        marks = (tag("circle", cx="12", cy="0", r="4", class_=f"dot {line.kind}"), tag("text", short(line.name, 16), x="20", y="4"))
+        names.append(tag("svg", *marks, x="100%", y=f"{y:.1f}", class_=f"end {line.kind}"))
+    return names
 
 
 def _across(x: float, low: float, high: float) -> float:
@@ -176,7 +197,7 @@ def phase_rows(save: SaveSummary) -> Markup:
     """A bar for each phase: the slowest rank, and a mark at the median one."""
     gap = save.unaccounted
     top = max([*(phase.seconds for phase in save.phases), gap.seconds if gap is not None else 0.0]) or 1.0
-    heads = ("phase", "slowest rank to median", "slowest", "median", "wall", "bytes", "rate", "operations")
+    heads = ("phase", "slowest rank to median", ">slowest", ">median", ">wall", ">bytes", ">rate", ">operations")
     rows = []
     for phase in save.phases:
         note = "" if phase.shared else " waiting" if phase.phase == "agree" else " the leader alone"
@@ -207,29 +228,35 @@ def number(shown: str, value: float) -> Markup:
 
 
 def table(heads: Sequence[str], rows: Sequence[Markup], kind: str = "") -> Markup:
-    """A table that can be sorted by its heads, if there is anything to sort. It scrolls by itself where it is too wide."""
-    head = tag("thead", tag("tr", *[tag("th", name, scope="col") for name in heads]))
+    """A table that can be sorted by its heads, if there is anything to sort; heads of numbers are markup or begin with
+    ``>``. It scrolls where it is too wide."""
+    plain = [name for name in heads if not isinstance(name, Markup) and name[0] != ">"]
+    cells = [
+        tag("th", name if isinstance(name, Markup) else name.lstrip(">"), scope="col", class_=None if name in plain else "n")
+        for name in heads
+    ]
+    head = tag("thead", tag("tr", *cells))
     return tag("div", tag("table", head, tag("tbody", *rows), class_=f"sortable {kind}".strip()), class_="scroll", tabindex="0")
 
 
 # ------------------------------------------------------------------------------------------------------------- heat maps
 
 
-def heat_table(heat: HeatMap, labels: Sequence[str], what: str, *, ids: bool = False) -> Markup:
-    """A row for each group of ranks, a column for each phase, seconds in the cells. With ``ids``, links lead to the rows of ranks."""
+def heat_table(heat: HeatMap, labels: Sequence[str], what: str, *, anchor: str | None = None) -> Markup:
+    """A row for each group of ranks, a column for each phase, seconds in the cells. Links lead to the rows of ranks of the ``anchor``."""
     names = list(heat.rows)
     rows = [
         tag(
             "tr",
             tag("th", label, scope="row", data_v=str(i)),
             *[_heat_cell(heat.rows[name][i], label, name) for name in names],
-            id=f"rank-{heat.groups[i][0]}" if ids else None,
+            id=f"{anchor}-rank-{heat.groups[i][0]}" if anchor else None,
         )
         for i, label in enumerate(labels)
     ]
     middles = [number(brief(heat.medians[name] / 1e6), heat.medians[name]) for name in names]
     foot = tag("tfoot", tag("tr", tag("th", "median", scope="row"), *middles))
-    head = tag("thead", tag("tr", tag("th", what, scope="col"), *[tag("th", short(name, 16), scope="col") for name in names]))
+    head = tag("thead", tag("tr", tag("th", what, scope="col"), *[tag("th", short(name, 16), scope="col", class_="n") for name in names]))
     return tag("div", tag("table", head, tag("tbody", *rows), foot, class_="sortable heat"), class_="scroll", tabindex="0")
 
 

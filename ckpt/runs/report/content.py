@@ -2,221 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import mean, median
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckpt import units
 from ckpt.errors import CkptError, UsageError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.runlog import LogEntry, entry_line
 from ckpt.plan.layout.mesh import Mesh
-from ckpt.telemetry.spans import NOTICEABLE, WAITING, SpanTable
+from ckpt.telemetry.spans import WAITING, SpanTable
 
+from .advice import Facts, Recommendation, advise
 from .areas import Timeline, timeline
-from .heat import HeatMap, KindSize, LayerSize, blocks, heat_map, kinds_of
+from .heat import MIDDLE, HeatMap, KindSize, LayerSize, blocks, heat_map, kinds_of
 from .history import SavedSpans, is_checkpoint, read_history, read_save
-from .summary import Loss, SaveSummary, brief
-
-# Sentences: what is worth changing, and which figures say so. Pure. Each rule gives nothing where its figures are unremarkable.
-
-_GAP = 0.05
-_LARGE_PART = 0.3
-_LONG_PYTHON = 1.0
-_UNEVEN = 1.5
-_SMALL_WRITE, _MANY_WRITES = 1 << 20, 10_000
-_FEW_STEPS = 6
-_WORSE = 1.3
-_TOGETHER = 0.75
-_REPEATED = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recommendation:
-    """What to do, and why: both whole sentences."""
-
-    what: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What rules look at. ``earlier`` are the saves of the run up to this one; ``groups`` are named sets of ranks: hosts, coordinates."""
-
-    save: SaveSummary
-    tables: Mapping[int, SpanTable]
-    earlier: Sequence[SaveSummary] = ()
-    groups: Mapping[str, Sequence[int]]
-
-
-def advise(facts: Facts) -> tuple[Recommendation, ...]:
-    """The most useful first."""
-    return tuple(advice for rule in _RULES for advice in rule(facts))
-
-
-def _stragglers(facts: Facts) -> Iterator[Recommendation]:
-    save = facts.save
-    if not save.stragglers:
-        return
-    slow = set(save.stragglers)
-    together = [name for name, ranks in facts.groups.items() if len(ranks) > 1 and len(slow & set(ranks)) >= _TOGETHER * len(ranks)]
-    first = save.stragglers[0]
-    lost = save.work[first] - save.median
-    ranks = units.plural(len(facts.tables), "rank")
-    why = f"All {ranks} wait for the last one, rank {first}: about {brief(lost)} s of this save."
-    if together:
-        shared = [rank for rank in save.stragglers if any(rank in facts.groups[name] for name in together)]
-        alone = [rank for rank in save.stragglers if rank not in shared]
-        if alone:
-            works = f"It is slow while its neighbours are not: {brief(save.work[alone[0]])} s of work."
-            yield Recommendation(what=f"Look at rank {alone[0]}.", why=f"{why} {works}" if alone[0] == first else works)
-        slowest = f"The slowest of them, rank {shared[0]}, works {brief(save.work[shared[0]])} s; the median is {brief(save.median)} s."
-        yield Recommendation(
-            what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.",
-            why=why if shared[0] == first else slowest,
-        )
-    elif len(slow) > 1:
-        yield Recommendation(
-            what=f"Look at rank {first} first; {units.plural(len(slow), 'rank')} take more than 1.5 × the median.", why=why
-        )
-    elif "has more to" in save.verdict:
-        yield Recommendation(
-            what=f"Give rank {first} less to write: cut its large tensors in the layout, or let more replicas share them.", why=why
-        )
-    else:
-        yield Recommendation(what=f"Look at the machine of rank {first}: its storage, its network, and what else runs there.", why=why)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunStraggler:
-    """A rank that held up ``saves`` of a run more than any other rank, for ``seconds`` in all, most of it in ``phase``."""
-
-    rank: int
-    phase: str
-    saves: int
-    seconds: float
-
-
-def run_stragglers(saves: Sequence[SaveSummary]) -> tuple[RunStraggler, ...]:
-    """The ranks that were the slowest straggler of a save, those of most saves first."""
-    by_rank: dict[int, list[Loss]] = {}
-    for save in saves:
-        if save.lost is not None:
-            by_rank.setdefault(save.lost.rank, []).append(save.lost)
-    ranks = []
-    for rank, losses in by_rank.items():
-        phases: dict[str, float] = {}
-        for lost in losses:
-            phases[lost.phase] = phases.get(lost.phase, 0.0) + lost.seconds
-        phase = max(phases, key=lambda name: (phases[name], name))
-        ranks.append(RunStraggler(rank=rank, phase=phase, saves=len(losses), seconds=sum(phases.values())))
-    return tuple(sorted(ranks, key=lambda one: (-one.saves, -one.seconds, one.rank)))
-
-
-def _again(facts: Facts) -> Iterator[Recommendation]:
-    for one in run_stragglers(facts.earlier)[:1]:
-        if one.saves >= _REPEATED and one.rank not in facts.save.stragglers:
-            often = f"It was the slowest in {one.saves:,} of {len(facts.earlier):,} saves"
-            yield Recommendation(
-                what=f"Look at rank {one.rank}: it is slow again and again, though not in the newest save.",
-                why=f"{often}, mostly in {one.phase}: {brief(one.seconds)} s in all.",
-            )
-
-
-def _waiting_caller(facts: Facts) -> Iterator[Recommendation]:
-    save = facts.save
-    if save.blocked is None or save.background or save.blocked < 1:
-        return
-    yield Recommendation(
-        what="Save in the background: ckpt.save_async, or Checkpointer with its default.",
-        why=f"Training stood still for {brief(save.blocked)} s. In the background it waits for the copy of the state only.",
-    )
-
-
-def _sync(facts: Facts) -> Iterator[Recommendation]:
-    sync, save = facts.save.phase("sync"), facts.save
-    if sync is None or sync.median < _LARGE_PART * save.seconds or sync.median < NOTICEABLE:
-        return
-    yield Recommendation(
-        what="Ask for storage that makes bytes durable faster, or use a local tier and publish in the background.",
-        why=f"The median rank spends {brief(sync.median)} s of {brief(save.seconds)} s in sync, after all bytes were written.",
-    )
-
-
-def _python(facts: Facts) -> Iterator[Recommendation]:
-    for name in ("collect", "plan"):
-        phase = facts.save.phase(name)
-        if phase is not None and phase.median >= max(_LONG_PYTHON, 0.1 * facts.save.seconds):
-            yield Recommendation(
-                what=f"Save fewer, larger tensors, or keep the Checkpointer between saves: {name} takes long.",
-                why=f"The median rank spends {brief(phase.median)} s of {brief(facts.save.seconds)} s in {name}.",
-            )
-
-
-def _leader(facts: Facts) -> Iterator[Recommendation]:
-    commit = facts.save.phase("commit")
-    if commit is not None and commit.seconds >= max(_LARGE_PART * facts.save.seconds, 1.0):
-        yield Recommendation(
-            what="Look at the leader's storage: small files and renames are slow there.",
-            why=f"Commit takes {brief(commit.seconds)} s of {brief(facts.save.seconds)} s; it writes a few small files.",
-        )
-
-
-def _uneven(facts: Facts) -> Iterator[Recommendation]:
-    written = [one.nbytes for table in facts.tables.values() if (one := table.sums.get("write")) is not None]
-    if len(written) < 2 or not any(written) or facts.save.stragglers:
-        return
-    if max(written) > _UNEVEN * mean(written) and max(written) > _SMALL_WRITE:
-        yield Recommendation(
-            what="Spread the bytes more evenly: cut large tensors in the layout, or let replicas share them.",
-            why=f"The rank with most writes {units.size(max(written))}, the mean is {units.size(mean(written))}.",
-        )
-
-
-def _small_writes(facts: Facts) -> Iterator[Recommendation]:
-    write = facts.save.phase("write")
-    if write is not None and write.spans >= _MANY_WRITES and write.bytes < _SMALL_WRITE * write.spans / 4:
-        yield Recommendation(
-            what="Store fewer, larger tensors: most writes are small.",
-            why=f"{write.spans:,} writes carry {units.size(write.bytes / write.spans)} on average.",
-        )
-
-
-def _worse(facts: Facts) -> Iterator[Recommendation]:
-    seconds = [save.seconds for save in facts.earlier]
-    if len(seconds) < _FEW_STEPS:
-        return
-    third = len(seconds) // 3
-    before, now = median(seconds[:third]), median(seconds[-third:])
-    if now > _WORSE * before and now - before > NOTICEABLE:
-        yield Recommendation(
-            what="Find out what has changed: saves have become slower.",
-            why=f"The last {third} saves took {brief(now)} s (median), the first {third} took {brief(before)} s.",
-        )
-
-
-def _gaps(facts: Facts) -> Iterator[Recommendation]:
-    gap = facts.save.unaccounted
-    if gap is not None and gap.share >= _GAP and gap.seconds >= NOTICEABLE:
-        yield Recommendation(
-            what="Do not look for all of the time in the phases.",
-            why=f"No phase covers {brief(gap.seconds)} s of rank {gap.rank} ({100 * gap.share:.0f} % of the save).",
-        )
-
-
-_RULES: tuple[Callable[[Facts], Iterator[Recommendation]], ...] = (
-    _stragglers,
-    _again,
-    _worse,
-    _waiting_caller,
-    _sync,
-    _python,
-    _leader,
-    _uneven,
-    _small_writes,
-    _gaps,
-)
-
+from .summary import SaveSummary, brief
 
 ROWS = 64
 """Ranks that have a row each in a heat map; of more, each is a cell of a block."""
@@ -225,6 +25,11 @@ _COLUMNS, _CELLS = 256, 4096
 _WIDE = 128
 _GROUPS = 12
 _COMPARED = 6
+RUNS = 6
+"""Runs that are laid over each other, at most: as many colours as can be told apart."""
+PAGE = 5_000_000
+"""Bytes of a page, at most: ranks and threads have what the ``_PHASES`` of all saves, with their points in charts, leave."""
+_PHASES = 8_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,70 +76,126 @@ class Detail:
     rows: int | None
     groups: tuple[GroupHeat, ...]
     times: Timeline
-    advice: tuple[Recommendation, ...]
-    kinds: tuple[KindSize, ...]
-    layers: tuple[LayerSize, ...]
+    notes: tuple[str, ...]
+    """What its spans leave out."""
+    advice: tuple[Recommendation, ...] = ()
+    kinds: tuple[KindSize, ...] = ()
+    layers: tuple[LayerSize, ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        """About how many bytes it takes in the page: cells of a table have words, those of a strip numbers, and a colour if they differ."""
+        cells = [cell for row in self.heat.rows.values() for cell in row]
+        strips = sum(14 if cell is not None and cell.level == MIDDLE else 28 for cell in cells) if self.rows else 140 * len(cells)
+        groups = sum(140 * len(row) for group in self.groups for row in group.heat.rows.values())
+        return strips + groups + 260 * sum(len(lane.bars) for lane in self.times.lanes) + 4_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """What is drawn as one line over steps: the saves of a run and its failures, or the checkpoints that are compared."""
+
+    url: str
+    saves: tuple[SavedSpans, ...]
+    failed: tuple[HistoryEvent, ...] = ()
+    loads: tuple[HistoryEvent, ...] = ()
+
+    @property
+    def known(self) -> tuple[SavedSpans, ...]:
+        """The saves that have spans."""
+        return tuple(saved for saved in self.saves if saved.summary is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """``saves`` are shown as a series, ``compared`` side by side; ``detail`` is None if no save has spans."""
+    """``series`` are several runs to lay over each other, or one. Of one, ``compared`` are side by side, ``steps`` can be seen closely."""
 
     urls: tuple[str, ...]
     setting: Setting
-    saves: tuple[SavedSpans, ...]
-    compared: tuple[SavedSpans, ...]
-    detail: Detail | None
+    series: tuple[Series, ...]
+    compared: tuple[SavedSpans, ...] = ()
+    steps: tuple[Detail, ...] = ()
     notes: tuple[str, ...]
-    failed: tuple[HistoryEvent, ...] = ()
-    loads: tuple[HistoryEvent, ...] = ()
+
+    @property
+    def detail(self) -> Detail | None:
+        """The newest save; None if no save has spans."""
+        return self.steps[-1] if self.steps else None
 
 
 def build_report(urls: Sequence[str], setting: Setting) -> Report:
-    """A report on a run, or on checkpoints."""
+    """A report on a run, on runs to lay over each other, or on checkpoints."""
     notes: list[str] = []
-    log: tuple[LogEntry, ...] = ()
-    if len(urls) == 1 and not is_checkpoint(urls[0]):
-        history = read_history(urls[0])
-        log = history.log
-        saves = history.saves or (() if log else (read_save(urls[0]),))  # raises what is there
-        if members := {saved.member: saved.url.rpartition("/")[0] for saved in saves if saved.member is not None}:
-            runs = ", ".join(members.values())
-            raise UsageError(f"this is a run of several jobs: {', '.join(members)}", where=urls[0], hint=f"name the run of one: {runs}")
-        if history.log_problem is not None:
-            notes.append(f"What failed and what was loaded: {history.log_problem}.")
-        if history.left_out:
-            read = units.plural(len(history.saves), "save")
-            notes.append(f"The run has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out.")
-    else:
-        for url in urls:
-            if not is_checkpoint(url) and (history := read_history(url)).saves:
-                text = "several saves are compared, and this is a run"
-                raise UsageError(text, where=url, hint=f"name one of its saves, such as {history.saves[-1].url}, or the run alone")
-        saves = tuple(read_save(url) for url in urls)
-    notes += [f"{saved.url}: {saved.problem}" for saved in saves if saved.error is not None][:_COMPARED]
-    known = [saved for saved in saves if saved.summary is not None]
+    urls = tuple(dict.fromkeys(urls))
+    runs = [_run(url, notes, alone=len(urls) == 1) for url in urls if not is_checkpoint(url)]
+    if runs and len(runs) < len(urls):
+        save = f"one of its saves, such as {runs[0].saves[-1].url}" if runs[0].saves else "checkpoints only"
+        raise UsageError("a run and a checkpoint cannot be compared", where=runs[0].url, hint=f"name runs only, or {save}")
+    if len(runs) > RUNS:
+        raise UsageError(f"a report shows {RUNS} runs at most, and these are {len(runs)}", where=urls[RUNS], hint="name fewer")
+    series = tuple(runs) or (Series(url="", saves=_checkpoints(urls)),)
+    notes += [f"{saved.url}: {saved.problem}" for one in series for saved in one.saves if saved.error is not None][:_COMPARED]
+    if len(runs) > 1:
+        for run in runs:
+            if not run.known:
+                raise UsageError("no save of this run has spans", where=run.url, hint="leave it out; CKPT_SPANS=off keeps no spans")
+        return Report(urls=urls, setting=setting, series=series, notes=tuple(notes))
+    known = series[0].known
     compared = known[:_COMPARED]
-    if len(urls) == 1:  # of a run the fastest, the median, the slowest and the newest
-        ordered = sorted(known, key=lambda s: (s.summary.seconds if s.summary else 0.0, s.url))
-        chosen = {ordered[0].url, ordered[len(ordered) // 2].url, ordered[-1].url, known[-1].url} if len(known) > 1 else set()
-        compared = [s for s in known if s.url in chosen]
-    detail = None
-    if known:
-        newest = known[-1] if known[-1].tables else read_save(known[-1].url)
-        if newest.summary is not None and newest.record is not None:
-            others = [s.summary for s in known if s.url != newest.url and s.summary is not None]
-            detail = _detail(newest, newest.summary, newest.record, others, setting, notes)
-    return Report(
-        urls=tuple(urls),
-        setting=setting,
-        saves=saves,
-        compared=tuple(compared),
-        detail=detail,
-        notes=tuple(notes),
-        failed=tuple(_history_event(entry) for entry in reversed(log) if entry.kind == "save"),
-        loads=tuple(_history_event(entry) for entry in reversed(log) if entry.kind == "load"),
-    )
+    if runs and known:  # of a run the fastest, the median, the slowest and the newest
+        ordered = sorted(known, key=lambda saved: (saved.seconds, saved.url))
+        chosen = {ordered[0].url, ordered[len(ordered) // 2].url, ordered[-1].url, known[-1].url}
+        compared = tuple(saved for saved in known if saved.url in chosen)
+    steps = _steps(known, setting, notes) if known else ()
+    return Report(urls=urls, setting=setting, series=series, compared=compared, steps=steps, notes=tuple(notes))
+
+
+def distinct(urls: Sequence[str]) -> list[str]:
+    """The ends of different URLs, as many parts as tell them apart."""
+    for parts in range(1, max(url.count("/") for url in urls) + 1):
+        ends = ["/".join(url.rstrip("/").split("/")[-parts:]) for url in urls]
+        if len(set(ends)) == len(urls):
+            return ends
+    return list(urls)
+
+
+def _checkpoints(urls: Sequence[str]) -> tuple[SavedSpans, ...]:
+    saves = tuple(read_save(url) for url in urls)
+    if len({saved.step for saved in saves if not saved.label}) == sum(not saved.label for saved in saves):
+        return saves
+    return tuple(replace(saved, label=label) for saved, label in zip(saves, distinct(urls), strict=True))
+
+
+def _run(url: str, notes: list[str], *, alone: bool) -> Series:
+    history = read_history(url, tables=alone)
+    saves = history.saves or (() if history.log else (read_save(url),))  # raises what is there
+    if members := {saved.member: saved.url.rpartition("/")[0] for saved in saves if saved.member is not None}:
+        runs = ", ".join(members.values())
+        raise UsageError(f"this is a run of several jobs: {', '.join(members)}", where=url, hint=f"name the run of one: {runs}")
+    if history.log_problem is not None:
+        notes.append(f"{url}: what failed and what was loaded: {history.log_problem}.")
+    if history.left_out:
+        read = units.plural(len(history.saves), "save")
+        notes.append(f"{url} has {history.candidates:,} steps; {read} were read, evenly spread. {history.left_out:,} were left out.")
+    failed, loads = ([_history_event(entry) for entry in reversed(history.log) if entry.kind == kind] for kind in ("save", "load"))
+    return Series(url=url, saves=saves, failed=tuple(failed), loads=tuple(loads))
+
+
+def _steps(known: Sequence[SavedSpans], setting: Setting, notes: list[str]) -> tuple[Detail, ...]:
+    """As many saves as a page holds, in the order of the run: the newest, which has advice, then the slowest."""
+    *others, newest = known
+    ranks = newest.record.world_size if newest.record else 0
+    steps = {newest.url: _advised(_detail(newest, setting, ranks=ranks), known, setting, notes)}
+    room = PAGE - _PHASES * len(known) - steps[newest.url].page_bytes
+    for saved in sorted(others, key=lambda saved: saved.seconds)[::-1]:
+        step = _detail(saved, setting, ranks=ranks)
+        room -= step.page_bytes
+        if room < 0:
+            left = f"Ranks and threads of {units.plural(len(known) - len(steps), 'save')}, the fastest ones, are left out"
+            notes.append(f"{left}: the page would pass {units.size(PAGE)}. Their phases are shown.")
+            break
+        steps[saved.url] = step
+    return tuple(steps[saved.url] for saved in known if saved.url in steps)
 
 
 def _history_event(entry: LogEntry) -> HistoryEvent:
@@ -354,23 +215,18 @@ def _history_event(entry: LogEntry) -> HistoryEvent:
     )
 
 
-def _detail(
-    saved: SavedSpans, save: SaveSummary, record: CommitRecord, earlier: Sequence[SaveSummary], setting: Setting, notes: list[str]
-) -> Detail:
-    tables = saved.tables
-    groups = _groups(record.world_size, setting, tables)
+def _detail(saved: SavedSpans, setting: Setting, *, ranks: int) -> Detail:
+    """A mesh is that of the newest save, which has ``ranks``."""
+    save, record, tables = saved.summary, saved.record, saved.tables
+    assert save is not None and record is not None
+    others = setting.mesh is not None and record.world_size != ranks
+    groups = _groups(record.world_size, replace(setting, mesh=None) if others else setting, tables)
     cells, rows = _cells(record.world_size, setting.ranks_per_host or _ranks_per_host(groups.get("host", {})))
-    kinds, layers = _sizes(saved.url, record, notes)
+    notes = [f"This save has {units.plural(record.world_size, 'rank')}, and the mesh {ranks:,}."] if others else []
     if save.missing:
         notes.append(f"No spans were kept of {units.plural(len(save.missing), 'rank')} of {record.world_size:,}.")
     if save.folded:
         notes.append(f"{units.plural(save.folded, 'span')} are kept as sums only: their bars are pale, from first start to last end.")
-    facts = Facts(
-        save=save,
-        tables=tables,
-        earlier=[*earlier, save],
-        groups={f"{title} {label}": ranks for title, labelled in groups.items() for label, ranks in labelled.items()},
-    )
     return Detail(
         saved=saved,
         save=save,
@@ -379,10 +235,21 @@ def _detail(
         rows=rows,
         groups=tuple(_group_heat(title, labelled, save, tables) for title, labelled in groups.items()),
         times=timeline(save, tables),
-        advice=advise(facts),
-        kinds=kinds,
-        layers=layers,
+        notes=tuple(notes),
     )
+
+
+def _advised(detail: Detail, known: Sequence[SavedSpans], setting: Setting, notes: list[str]) -> Detail:
+    """The newest save with advice, which looks at all saves, and with what it consists of."""
+    groups = _groups(detail.record.world_size, setting, detail.saved.tables)
+    facts = Facts(
+        save=detail.save,
+        tables=detail.saved.tables,
+        earlier=[saved.summary for saved in known if saved.summary is not None],
+        groups={f"{title} {label}": ranks for title, labelled in groups.items() for label, ranks in labelled.items()},
+    )
+    kinds, layers = _sizes(detail.saved.url, detail.record, notes)
+    return replace(detail, advice=advise(facts), kinds=kinds, layers=layers)
 
 
 def _cells(ranks: int, per_host: int | None) -> tuple[tuple[range, ...], int | None]:

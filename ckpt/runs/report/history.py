@@ -17,6 +17,7 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.paths import SPANS, index_path, step_number
 from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
+from ckpt.formats.registry import find_format, open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.runs.members import member_urls
 from ckpt.runs.step_listing import is_of_checkpoint
@@ -36,10 +37,12 @@ _NEWEST = 8
 @dataclass(frozen=True, kw_only=True)
 class SavedSpans:
     """What is known of one save. ``record`` is None if it is not committed or damaged, ``summary`` if no spans were kept; ``error`` then
-    says why. ``tables``, the spans themselves, are left out of a history: they would fill the memory."""
+    says why. ``tables``, the spans themselves, take some 20 bytes of memory for each byte: a history has them only if asked for."""
 
     url: str
     step: int | None = None
+    label: str = ""
+    """What tells it from others of the same step; of a checkpoint that is not of a step its name."""
     member: str | None = None
     """Of a step of several jobs: whose checkpoint this is."""
     record: CommitRecord | None = None
@@ -47,6 +50,11 @@ class SavedSpans:
     summary: SaveSummary | None = None
     error: CkptError | None = None
     span_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the save took; 0 if that is not known."""
+        return 0.0 if self.summary is None else self.summary.seconds
 
     @property
     def problem(self) -> str | None:
@@ -78,14 +86,14 @@ def read_save(url: str) -> SavedSpans:
     backend = open_backend(url)
     data = read_record(backend)
     if data is None:
-        from ckpt.formats.registry import open_catalog
-
         format = open_catalog(url).format  # raises what is wrong, if no checkpoint is there
         raise FormatError(f"a checkpoint of the format {format} has no spans", where=url, hint="only saves of ckpt keep them")
     record = CommitRecord.from_bytes(data, join_url(backend.url, COMMIT_PATH))
     if record.generation is not None:  # each member's checkpoint has its spans
         raise joint_step(url, record)
-    saved = SavedSpans(url=url, step=step_number(url.rstrip("/").rpartition("/")[2]), record=record)
+    name = url.rstrip("/").rpartition("/")[2]
+    step = step_number(name)
+    saved = SavedSpans(url=url, step=step, label=name if step is None else "", record=record)
     try:
         tables = read_spans(backend, record)
     except (NotFoundError, CorruptError) as err:
@@ -94,14 +102,14 @@ def read_save(url: str) -> SavedSpans:
     return replace(saved, tables=tables, summary=summarize(tables, record.world_size), span_bytes=nbytes)
 
 
-def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) -> History:
+def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES, tables: bool = False) -> History:
     """The saves below ``url``. What is wrong with one of them is in its ``problem``; directories that hold none are left out."""
     backend = open_backend(url)
     numbers = {name.rstrip("/"): step_number(name) for name in backend.list_dir("") if name.endswith("/")}
     names = sorted((name for name, number in numbers.items() if number is not None), key=lambda name: (numbers[name] or 0, name))
     read: dict[int, tuple[SavedSpans, ...]] = {}
     for place in range(len(names) - 1, max(len(names) - 1 - _NEWEST, -1), -1):
-        newest = read[place] = _saves_at(url, names[place])
+        newest = read[place] = _saves_at(url, names[place], tables=tables)
         if any(saved.summary is not None for saved in newest):
             break
     total = largest = sum(saved.span_bytes for saves in read.values() for saved in saves)
@@ -110,7 +118,7 @@ def read_history(url: str, *, limit: int = STEPS, most_bytes: int = SPAN_BYTES) 
         while rest and len(read) < limit and total < most_bytes:
             together = min(_TOGETHER, limit - len(read), -(-(most_bytes - total) // largest) if largest else _TOGETHER)
             some, rest = rest[:together], rest[together:]
-            read |= zip(some, pool.map(lambda place: _saves_at(url, names[place]), some), strict=True)
+            read |= zip(some, pool.map(lambda place: _saves_at(url, names[place], tables=tables), some), strict=True)
             sizes = [saved.span_bytes for place in some for saved in read[place]]
             total, largest = total + sum(sizes), max(largest, *sizes, 0)
     saves = tuple(saved for place in sorted(read) for saved in read[place])
@@ -141,15 +149,18 @@ def spread_evenly(count: int) -> Iterator[int]:
         gaps = halves
 
 
-def _saves_at(run: str, name: str) -> tuple[SavedSpans, ...]:
+def _saves_at(run: str, name: str, *, tables: bool) -> tuple[SavedSpans, ...]:
     """Of a step of several jobs one for each member; none if nothing is there."""
     url, step = join_url(run, name), step_number(name)
     try:
-        return (replace(read_save(url), tables={}),)
+        saved = read_save(url)
+        return (saved if tables else replace(saved, tables={}),)
     except NotFoundError:
         return ()
     except UsageError:  # a step of several jobs
         members = ((member, one.rpartition("/")) for member, one in member_urls(url).items())
-        return tuple(replace(saved, member=member) for member, (own, _, its) in members for saved in _saves_at(own, its))
+        return tuple(replace(saved, member=member) for member, (own, _, its) in members for saved in _saves_at(own, its, tables=tables))
     except CkptError as err:
+        if isinstance(err, FormatError) and find_format(url) is None:  # other files
+            return ()
         return (SavedSpans(url=url, step=step, error=err),)

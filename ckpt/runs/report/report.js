@@ -1,5 +1,6 @@
 "use strict";
-// The page does without this: it sorts tables by their heads, and says what is below the pointer, the finger, or the arrow keys.
+// The page does without this: it sorts tables by their heads, says what is below the pointer, the finger, or the arrow keys, and walks
+// through the steps with the arrow keys.
 (() => {
   const value = (row, column) => {
     const cell = row.cells[column];
@@ -7,7 +8,7 @@
     return Number.isNaN(number) ? (cell ? cell.textContent : "") : number;
   };
   const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
-  for (const table of document.querySelectorAll("table.sortable")) {
+  for (const table of document.querySelectorAll("table.sortable:not(.figures)")) {
     const body = table.tBodies[0];
     if (body.rows.length < 3) continue;
     table.classList.add("live");
@@ -40,9 +41,9 @@
     tip.style.left = `${Math.max(left, 4)}px`;
     tip.style.top = `${top}px`;
   };
-  const source = document.getElementById("heat");
-  const heat = source ? JSON.parse(source.textContent) : null;
-  for (const strip of heat ? document.querySelectorAll("svg.strip") : []) {
+  for (const strip of document.querySelectorAll("svg.strip")) {
+    const section = strip.closest("section");
+    const heat = (section.heat ??= JSON.parse(section.querySelector("script").textContent));
     const one = heat.phases[Number(strip.dataset.strip)];
     const columns = Math.ceil(one.busy.length / heat.rows);
     const limit = (value, most) => Math.min(most, Math.max(0, value));
@@ -71,5 +72,27 @@
       const box = strip.getBoundingClientRect();
       show(box.left + ((column + 0.5) / columns) * box.width, box.top + ((row + 0.5) / heat.rows) * box.height);
     });
+  }
+
+  // The step that is shown is the target of a link, or the newest. Of the list of steps the Tab key stops at that one alone.
+  const links = [...document.querySelectorAll("nav.steps a")];
+  const mark = () => {
+    const step = document.querySelector(".step:target, .step:has(:target)") ?? document.querySelector(".step.newest");
+    for (const link of links) {
+      const chosen = link.hash === `#${step.id}`;
+      link.tabIndex = chosen ? 0 : -1;
+      link.ariaCurrent = chosen ? "true" : null;
+      if (chosen) link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.clientWidth / 2;
+    }
+  };
+  links.forEach((link, at) => link.addEventListener("keydown", (event) => {
+    const next = links[{ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: links.length - 1}[event.key]];
+    if (!next) return;
+    event.preventDefault();
+    location.replace(next.hash);
+    next.focus({preventScroll: true});
+  }));
+  if (links.length) {
+    for (const name of ["hashchange", "load"]) addEventListener(name, mark);
   }
 })();
