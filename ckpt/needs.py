@@ -64,8 +64,13 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, colon, other = where[name].partition(":")
-        with gc_paused():  # each collection would walk through all of torch
-            imported = import_module(module, package)
+        try:
+            with gc_paused():  # each collection would walk through all of torch
+                imported = import_module(module, package)
+        except ModuleNotFoundError as err:
+            if (err.name or "").partition(".")[0] == "torch":
+                require_torch(f"{package}.{name}")
+            raise
         value = imported if colon and not other else getattr(imported, other or name)
         vars(modules[package])[name] = value
         return value

@@ -86,9 +86,9 @@ class Detail:
     def page_bytes(self) -> int:
         """About how many bytes it takes in the page: cells of a table have words, those of a strip numbers, and a colour if they differ."""
         cells = [cell for row in self.heat.rows.values() for cell in row]
-        strips = sum(14 if cell is not None and cell.level == MIDDLE else 28 for cell in cells) if self.rows else 140 * len(cells)
+        ranks = sum(14 if cell is not None and cell.level == MIDDLE else 28 for cell in cells) if self.rows else 140 * len(cells)
         groups = sum(140 * len(row) for group in self.groups for row in group.heat.rows.values())
-        return strips + groups + 260 * sum(len(lane.bars) for lane in self.times.lanes) + 4_000
+        return ranks + groups + 260 * sum(len(lane.bars) for lane in self.times.lanes) + 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +219,10 @@ def _detail(saved: SavedSpans, setting: Setting, *, ranks: int) -> Detail:
     """A mesh is that of the newest save, which has ``ranks``."""
     save, record, tables = saved.summary, saved.record, saved.tables
     assert save is not None and record is not None
-    groups = _groups(record.world_size, setting if record.world_size == ranks else replace(setting, mesh=None), tables)
+    others = setting.mesh is not None and record.world_size != ranks
+    groups = _groups(record.world_size, replace(setting, mesh=None) if others else setting, tables)
     cells, rows = _cells(record.world_size, setting.ranks_per_host or _ranks_per_host(groups.get("host", {})))
-    notes = []
+    notes = [f"This save has {units.plural(record.world_size, 'rank')}, and the mesh {ranks:,}."] if others else []
     if save.missing:
         notes.append(f"No spans were kept of {units.plural(len(save.missing), 'rank')} of {record.world_size:,}.")
     if save.folded:

@@ -26,6 +26,7 @@ from .summary import SaveSummary, brief, floor_of
 _CODE = "ckpt.runs.report"
 _YEAR_9999 = 250_000_000_000
 _RANKS = 12
+_LEFT_OUT = "Its ranks and threads are not in this page, which would be too large. A report of this save alone shows them."
 
 
 def render(report: Report) -> str:
@@ -111,9 +112,13 @@ def _sections(report: Report) -> Iterator[Markup]:
 
 def _anchors(saves: Sequence[SavedSpans]) -> dict[str, str]:
     """URL → the name that links lead to: that of the step, if each has one of its own."""
-    steps = [saved.step for saved in saves]
-    numbers = steps if None not in steps and len(set(steps)) == len(steps) else None
-    return {saved.url: f"step-{saved.step}" if numbers else f"save-{i + 1}" for i, saved in enumerate(saves)}
+    return {saved.url: f"step-{saved.step}" if _by_step(saves) else f"save-{i + 1}" for i, saved in enumerate(saves)}
+
+
+def _by_step(saves: Sequence[SavedSpans]) -> bool:
+    """Whether each is of a step of its own."""
+    steps = {saved.step for saved in saves}
+    return None not in steps and len(steps) == len(saves)
 
 
 def _loads(loads: Sequence[HistoryEvent]) -> Markup:
@@ -249,8 +254,7 @@ def _rate(saved: SavedSpans) -> float:
 
 def _panels(series: Sequence[Series], names: Sequence[str], anchors: Mapping[str, str]) -> Markup:
     """The lines of one run, or one of each of several runs."""
-    steps = [[saved.step for saved in run.saves] for run in series]
-    by_step = all(None not in mine and len(set(mine)) == len(mine) for mine in steps)
+    by_step = all(_by_step(run.saves) for run in series)
 
     def points(run: Series, name: str, figure: str) -> list[Point]:
         drawn = []
@@ -336,7 +340,8 @@ def _steps(saves: Sequence[SavedSpans], steps: Sequence[Detail], anchors: Mappin
             links.append(tag("a", shown, href=f"#{anchors[saved.url]}", class_=f"h{level}", title=about))
         yield tag("nav", tag("b", "Step"), tag("span", *links), class_="steps", aria_label="choose a step")
     for saved in saves:
-        inner = [_phases(saved), *(_of_one(details[saved.url], anchors[saved.url]) if saved.url in details else ())]
+        rest = _of_one(details[saved.url], anchors[saved.url]) if saved.url in details else [_section("", _LEFT_OUT)]
+        inner = [_phases(saved), *rest]
         yield tag("div", *inner, class_="step newest" if saved is saves[-1] else "step", id=anchors[saved.url])
 
 
@@ -387,7 +392,7 @@ def _stored(detail: Detail) -> Iterator[Markup]:
         ]
         table = charts.table(("kind", ">bytes", ">share", ">tensors"), rows)
         about = "Kinds are taken from the names of tensors. Areas are in proportion to bytes."
-        yield _section(f"Stored in {_name(detail.saved)}", areas.kind_bar(detail.kinds), table, areas.tree_map(detail.layers), about=about)
+        yield _section(f"Stored in {_name(detail.saved)}", table, areas.tree_map(detail.layers), about=about)
 
 
 def _slowest(detail: Detail, anchor: str) -> Markup:
