@@ -17,7 +17,7 @@ import click
 from ckpt.errors import CkptError, RankFailedError, UsageError
 
 from .interrupts import INTERRUPTED
-from .output import Command, OneOf, Output, require_torch
+from .output import Command, OneOf, Output, ParamType, require_torch
 
 if TYPE_CHECKING:
     from ckpt.net.divided_work import DividedWork, TaskPart
@@ -62,7 +62,7 @@ def divisible(command: Command) -> Command:
     return command
 
 
-class PartOfArray(click.ParamType[tuple[int, int]]):
+class PartOfArray(ParamType):
     """``3/16`` as the tuple (3, 16)."""
 
     name = "part"
