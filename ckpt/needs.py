@@ -135,7 +135,7 @@ def other_owners() -> list[str]:
 
 
 def warn_of_other_owners(folder: str) -> None:
-    """Warn if the distribution ``ckpt`` is installed in the same folder. ``import ckpt`` looks, so it reads names of files and no metadata."""
+    """Warn if the distribution ``ckpt`` is installed in the same folder. ``import ckpt`` looks, so names of files have to do."""
     others = [name for name in listdir(folder) if name.startswith("ckpt-") and name.endswith(".dist-info")]
     if others:
         other = others[0].removesuffix(".dist-info").replace("-", " ")

@@ -107,7 +107,9 @@ def test_the_source_distribution_has_documentation_and_examples(tmp_path: Path) 
     pages = {path.relative_to(ROOT).as_posix() for kind in ("*.md", "*.svg") for path in (ROOT / "docs").rglob(kind)}
     examples = {path.relative_to(ROOT).as_posix() for kind in ("*.py", "*.md") for path in (ROOT / "examples").rglob(kind)}
     assert len(sources) > 300 and len(pages) > 30 and len(examples) > 10
-    assert (sources | pages | examples | {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"}) - names == set()
+    assert (
+        sources | pages | examples | {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"}
+    ) - names == set()
     assert [name for name in names if name.startswith(("tests", "benchmarks"))] == []  # a part of the suite would be worse than none
 
 
